@@ -38,8 +38,12 @@ from rich.table import Table
 
 from instar.types import Channel
 from tests.integration.agents.cli import AGENTS
-from tests.integration.clients.accounts import Recorded, asking, recorded
-from tests.integration.clients.roster import CLIENTS
+from tests.integration.clients.recorded_sessions import (
+    RecordedSession,
+    load_recorded_sessions,
+    select_calls_with_question,
+)
+from tests.integration.clients.supported_clients import CLIENTS
 
 console = Console(stderr=True)
 
@@ -67,13 +71,13 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
     async with start_gateway(family, script, folder / "store.db") as gateway:
         conversations: list[ClientConversation] = []
         for i, client in enumerate(client for client in CLIENTS if client.name in names):
-            log(f"{family.name}: {client.name} {', '.join(client.ways)}")
+            log(f"{family.name}: {client.name} {', '.join(client.variants)}")
             conversations += await run_python_client(gateway, client, 100 * (i + 1), folder)
         for agent in AGENTS.values():
             if agent.name in names:
                 log(f"{family.name}: {agent.name}")
                 conversations += await run_cli_agent(gateway, agent, folder)
-        all_sessions = await recorded(gateway.store, RUN)
+        all_sessions = await load_recorded_sessions(gateway.store, RUN)
         rows: dict[tuple[str, str], Row] = {}
         for conversation in conversations:
             key = conversation.client, conversation.dialect
@@ -82,7 +86,7 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
                 row.score.reasons[f"the client failed: {conversation.failed}"] += 1
                 continue
             candidates = [session for session in all_sessions if may_contain_calls(session, conversation)]
-            sessions = asking(candidates, conversation.prompt_marker, gateway.decode)
+            sessions = select_calls_with_question(candidates, conversation.prompt_marker, gateway.decode)
             row.score += score(
                 sessions,
                 session=conversation.endpoint.session,
@@ -92,7 +96,7 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
         return list(rows.values())
 
 
-def may_contain_calls(candidate: Recorded, conversation: ClientConversation) -> bool:
+def may_contain_calls(candidate: RecordedSession, conversation: ClientConversation) -> bool:
     """True for the sessions of the live agent's key, or for every session that was opened explicitly."""
     if conversation.endpoint.session:
         return candidate.session.channel is Channel.TRAIN

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 
-LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+IGNORE_SDK_LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 
 @contextmanager
-def collected() -> Generator[None]:
+def collect_sdk_leaks() -> Generator[None]:
     """What the SDK left behind goes here, and not in another module's test."""
     try:
         yield

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from fidelity_parts.gateway import AgentEndpoint, FidelityGateway
 
-from tests.integration.agents.cli import CliAgent, Target
-from tests.integration.agents.hands import AFTER, BEFORE, FILE, task
-from tests.integration.clients.environment import Job, run_client
-from tests.integration.clients.roster import Client
-from tests.integration.clients.script import THANKS, question
+from tests.integration.agents.agent_tools import AFTER, BEFORE, FILE, make_task
+from tests.integration.agents.cli import CliAgent, ServerTarget
+from tests.integration.clients.environment import ClientJob, run_client
+from tests.integration.clients.script import THANKS, make_question
+from tests.integration.clients.supported_clients import Client
 
 DIALECTS = {"claude-code": "messages", "codex": "responses"}
 """The dialects of command-line agents; agents not listed use chat."""
@@ -36,14 +36,14 @@ async def run_python_client(
     """Run every mode of a client, in an opened session and as a live agent at the same time."""
     live_endpoint = await gateway.create_live_agent(f"{client.name}-{number}")
     conversations: list[ClientConversation] = []
-    jobs: list[Job] = []
-    for i, (mode, mode_options) in enumerate(client.ways.items()):
-        prompt_marker = question(number + i, mode_options)
+    jobs: list[ClientJob] = []
+    for i, (mode, mode_options) in enumerate(client.variants.items()):
+        prompt_marker = make_question(number + i, mode_options)
         for endpoint in (await gateway.open_session(), live_endpoint):
             conversations.append(
                 ClientConversation(client.name, mode.partition("-")[0], prompt_marker, endpoint)
             )
-            jobs.append(Job(endpoint.url, endpoint.key, mode, prompt_marker, THANKS))
+            jobs.append(ClientJob(endpoint.url, endpoint.key, mode, prompt_marker, THANKS))
     outcomes = await run_client(client.name, jobs, folder)
     return [
         replace(conversation, failed=_last_line(outcome.error))
@@ -70,7 +70,10 @@ def _run_edit_task(agent: CliAgent, folder: Path, endpoint: AgentEndpoint) -> Cl
     conversation = ClientConversation(agent.name, DIALECTS.get(agent.name, "chat"), str(path), endpoint)
     try:
         output = agent.run(
-            folder / f"home-{agent.name}", work, Target(endpoint.url, endpoint.key), task(str(path))
+            folder / f"home-{agent.name}",
+            work,
+            ServerTarget(endpoint.url, endpoint.key),
+            make_task(str(path)),
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return replace(conversation, failed=_last_line(str(error.output or error)))

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from instar.types import Call
-from tests.integration.clients.accounts import (
-    Recorded,
-    continued,
+from tests.integration.clients.recorded_sessions import (
+    RecordedSession,
+    count_sampled_tokens,
+    count_trained_tokens,
+    find_continued_call,
     is_exact,
-    sampled_tokens,
-    trained_tokens,
 )
 
 UNEXPLAINED = "UNEXPLAINED"
@@ -67,7 +67,11 @@ def add_scores(scores: Iterable[Score]) -> Score:
 
 
 def score(
-    sessions: Sequence[Recorded], *, session: str, drops_reasoning: bool, is_text_completion: bool = False
+    sessions: Sequence[RecordedSession],
+    *,
+    session: str,
+    drops_reasoning: bool,
+    is_text_completion: bool = False,
 ) -> Score:
     """Return the score of one conversation, whose calls are in ``sessions``.
 
@@ -84,7 +88,7 @@ def score(
         (call for recorded in sessions for call in recorded.calls), key=lambda call: call.started_at
     )
     for i, call in enumerate(calls[1:], start=1):
-        parent = calls[i - 1] if is_text_completion else continued(call, calls[:i])
+        parent = calls[i - 1] if is_text_completion else find_continued_call(call, calls[:i])
         if parent is None:
             result.rewritten += 1
             continue
@@ -95,8 +99,8 @@ def score(
             result.reasons["the format drops earlier reasoning after a new user message"] += 1
         else:
             result.reasons[UNEXPLAINED] += 1
-    result.sampled = sampled_tokens(calls)
-    result.trained = sum(map(trained_tokens, sessions))
+    result.sampled = count_sampled_tokens(calls)
+    result.trained = sum(map(count_trained_tokens, sessions))
     if result.trained < result.sampled:
         result.reasons[UNEXPLAINED] += 1
     return result

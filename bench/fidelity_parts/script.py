@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.integration.agents.hands import HANDS
+from tests.integration.agents.agent_tools import AGENT_TOOLS
 from tests.integration.clients import script as clients
 from tests.integration.clients.script import WriteCall
 
@@ -31,16 +31,16 @@ def make_script(reply_to_client: ReplyFunction, write_call: WriteCall, thinking:
 
 def reply_to_edit_task(prompt: str, path: str, write_call: WriteCall) -> str:
     """Return the first step that the prompt does not contain yet: read the file, edit it, report success."""
-    hands = HANDS[Path(path).parent.name]
-    name = re.escape(hands.edit[0])
+    tools = AGENT_TOOLS[Path(path).parent.name]
+    name = re.escape(tools.edit[0])
     if not re.search(rf'^{name}\(|"name": "{name}"', prompt, re.M):
         return "A title"
-    steps = [write_call(*hands.reading(path)), write_call(*hands.editing(path))]
+    steps = [write_call(*tools.make_read_call(path)), write_call(*tools.make_edit_call(path))]
     return next((step for step in steps if step not in prompt), "Done.")
 
 
-smollm2 = make_script(clients.smollm2, clients.tagged)
-qwen2_5 = make_script(clients.qwen2_5, clients.tagged)
-qwen3 = make_script(clients.qwen3, clients.tagged, clients.THINKING)
-llama3 = make_script(clients.llama3, clients.bare)
-deepseek_v3 = make_script(clients.deepseek_v3, clients.tagged)
+smollm2 = make_script(clients.smollm2, clients.format_tagged_call)
+qwen2_5 = make_script(clients.qwen2_5, clients.format_tagged_call)
+qwen3 = make_script(clients.qwen3, clients.format_tagged_call, clients.THINKING)
+llama3 = make_script(clients.llama3, clients.format_bare_call)
+deepseek_v3 = make_script(clients.deepseek_v3, clients.format_tagged_call)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.tortured import ROOT, Tortured, settings
+from tests.torture.run_process import ROOT, RunProcess, make_config
 
 COMMAND = [sys.executable, "-m", "instar.cli.main"]
 
@@ -47,10 +47,10 @@ def weaver(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 def test_a_run_finds_its_service_and_tells_of_the_loss_it_took_instead(
     model: Path, weaver: dict[str, str], tmp_path: Path
 ) -> None:
-    config: dict[str, Any] = settings(tmp_path, model, steps=2)
+    config: dict[str, Any] = make_config(tmp_path, model, steps=2)
     config["backend"] = {"type": "auto", "rank": 4}
     config["trainer"] |= {"loss": {"name": "ppo"}, "loss_fallback": "importance_sampling"}
-    run = Tortured(tmp_path, config)
+    run = RunProcess(tmp_path, config)
     run.start(WEAVER_API_KEY=weaver["api_key"], WEAVER_BASE_URL=weaver["url"])
     run.finish(240)
     said = run.output.read_text()
@@ -65,8 +65,8 @@ def test_a_run_finds_its_service_and_tells_of_the_loss_it_took_instead(
 
 @pytest.mark.timeout(60)
 def test_a_run_is_not_resumed_by_another_backend(model: Path, tmp_path: Path) -> None:
-    config = settings(tmp_path, model, steps=1)
-    run = Tortured(tmp_path, config)
+    config = make_config(tmp_path, model, steps=1)
+    run = RunProcess(tmp_path, config)
     run.run_dir.mkdir()
     recorded = {**config, "backend": {"type": "weaver"}, "engine": {"type": "scripted"}}
     (run.run_dir / "config.json").write_text(json.dumps(recorded))

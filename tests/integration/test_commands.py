@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
+def run_in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
     """Exit code, and everything that was drawn, without the colours."""
     child, terminal = pty.fork()
     if child == 0:
@@ -88,7 +88,7 @@ def in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
 def test_a_program_is_trained_and_watched_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    code, drawn = in_terminal([INSTAR, "train", str(folder / "run.yaml")], elsewhere)
+    code, drawn = run_in_terminal([INSTAR, "train", str(folder / "run.yaml")], elsewhere)
     assert code == 0, drawn
     assert "Traceback" not in drawn
     for part in (

@@ -10,7 +10,7 @@ import pytest
 
 from instar.trainer.monitor import read_steps
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.torture.tortured import Tortured, settings
+from tests.torture.run_process import RunProcess, make_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,7 +23,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def distilling(folder: Path, models: Path, steps: int) -> dict[str, Any]:
+def make_distillation_config(folder: Path, models: Path, steps: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     reference = {
         "type": "engine",
@@ -31,18 +31,20 @@ def distilling(folder: Path, models: Path, steps: int) -> dict[str, Any]:
         "engine": {"type": "local", "threads": 1},
         "weight": 0.1,
     }
-    return settings(folder, models / "student", steps=steps, reference=reference, advantage={"weight": 0.5})
+    return make_config(
+        folder, models / "student", steps=steps, reference=reference, advantage={"weight": 0.5}
+    )
 
 
 def test_a_teacher_that_dies_comes_back_and_nothing_is_learned_otherwise(
     models: Path, tmp_path: Path
 ) -> None:
-    whole = Tortured(tmp_path / "whole", distilling(tmp_path / "whole", models, 3))
+    whole = RunProcess(tmp_path / "whole", make_distillation_config(tmp_path / "whole", models, 3))
     whole.start()
     whole.finish()
-    killed = Tortured(tmp_path / "killed", distilling(tmp_path / "killed", models, 3))
+    killed = RunProcess(tmp_path / "killed", make_distillation_config(tmp_path / "killed", models, 3))
     killed.start()
-    assert killed.wait_until(lambda: killed.is_up() and bool(killed.query("SELECT 1 FROM steps")))
+    assert killed.wait_until(lambda: killed.is_ready() and bool(killed.query("SELECT 1 FROM steps")))
     assert killed.kill_role("teacher")
     killed.finish()
     assert "teacher ended with signal SIGKILL; starting it again" in killed.output.read_text()
@@ -57,11 +59,11 @@ def test_a_teacher_that_dies_comes_back_and_nothing_is_learned_otherwise(
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_at_start(models: Path, tmp_path: Path) -> None:
-    config = distilling(tmp_path, models, 3)
+    config = make_distillation_config(tmp_path, models, 3)
     other = make_tiny_model(tmp_path / "other", hidden=32)
     make_tiny_tokenizer(300).save_pretrained(other)
     config["trainer"]["reference"]["model"]["name"] = str(other)
-    run = Tortured(tmp_path, config)
+    run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait(90) == 1
     said = run.output.read_text()
@@ -73,9 +75,9 @@ def test_a_teacher_with_another_vocabulary_is_refused_at_start(models: Path, tmp
 
 
 def test_a_teacher_that_cannot_be_one_is_refused(models: Path, tmp_path: Path) -> None:
-    config = distilling(tmp_path, models, 3)
+    config = make_distillation_config(tmp_path, models, 3)
     config["trainer"]["reference"]["engine"] = {"type": "cloud"}
-    run = Tortured(tmp_path, config)
+    run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait(90) != 0
     output = run.output.read_text()
@@ -83,8 +85,8 @@ def test_a_teacher_that_cannot_be_one_is_refused(models: Path, tmp_path: Path) -
 
 
 def test_the_report_tells_of_the_reference(models: Path, tmp_path: Path) -> None:
-    config = settings(tmp_path, models / "student", steps=1, reference={"type": "base", "weight": 0.1})
-    run = Tortured(tmp_path, config)
+    config = make_config(tmp_path, models / "student", steps=1, reference={"type": "base", "weight": 0.1})
+    run = RunProcess(tmp_path, config)
     run.start()
     run.finish()
     ((metrics,),) = run.query("SELECT metrics FROM steps")

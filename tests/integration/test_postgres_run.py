@@ -17,10 +17,10 @@ import pytest
 from instar.rollout.base import AgentSession
 from tests.postgres import PASSWORD, PostgresTestServer
 from tests.tiny import make_tiny_model
-from tests.torture import play
-from tests.torture.tortured import ROOT, Tortured, settings
+from tests.torture import workload
+from tests.torture.run_process import ROOT, RunProcess, make_config
 
-VARIABLE = "OF_THE_STORE"
+PASSWORD_VARIABLE = "OF_THE_STORE"
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,10 @@ def postgres() -> Iterator[PostgresTestServer]:
 
 async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
     assert PASSWORD not in os.environ.values(), "an agent could read the store's password"
-    await play.agent(task, session, ledger=ledger)
+    await workload.agent(task, session, ledger=ledger)
 
 
-class PostgresRun(Tortured):
+class PostgresRun(RunProcess):
     """Reaches its server with a password, which comes by the environment."""
 
     def __init__(self, folder: Path, config: dict[str, Any], server: PostgresTestServer) -> None:
@@ -48,14 +48,14 @@ class PostgresRun(Tortured):
             "type": "postgres",
             "url": server.tcp_url,
             "db_schema": server.new_schema(),
-            "password_env": VARIABLE,
+            "password_env": PASSWORD_VARIABLE,
         }
         config["rollout"]["agent"]["function"] = f"{__name__}:agent"
         super().__init__(folder, config)
         self.server = server
 
     def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
-        return super().start(resume=resume, **{VARIABLE: PASSWORD, **env})
+        return super().start(resume=resume, **{PASSWORD_VARIABLE: PASSWORD, **env})
 
     def query(self, sql: str, *values: object) -> list[Any]:
         try:
@@ -64,11 +64,11 @@ class PostgresRun(Tortured):
         except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
             return []  # it is not there yet, or restarts
 
-    def command(self, *arguments: str) -> str:
+    def run_command(self, *arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "instar.cli.main", *arguments],
             cwd=ROOT,
-            env={**os.environ, VARIABLE: PASSWORD},
+            env={**os.environ, PASSWORD_VARIABLE: PASSWORD},
             capture_output=True,
             text=True,
             timeout=60,
@@ -81,17 +81,17 @@ class PostgresRun(Tortured):
 def test_a_run_on_postgres_finishes_and_is_looked_into(
     model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
-    run = PostgresRun(tmp_path, settings(tmp_path, model, steps=2), postgres)
+    run = PostgresRun(tmp_path, make_config(tmp_path, model, steps=2), postgres)
     run.start()
     run.finish()
     run.assert_consistent()
     assert not (run.run_dir / "store.db").exists()
-    listed = json.loads(run.command("sessions", "ls", str(run.run_dir), "--json"))
+    listed = json.loads(run.run_command("sessions", "ls", str(run.run_dir), "--json"))
     assert len(listed) == run.query("SELECT COUNT(*) FROM sessions")[0][0]
-    assert run.command(
+    assert run.run_command(
         "sessions", "show", str(run.run_dir), str(run.query("SELECT session_id FROM sessions")[0][0])
     )
-    assert run.command("report", str(run.run_dir))
+    assert run.run_command("report", str(run.run_dir))
     for path in (tmp_path, *tmp_path.rglob("*")):
         assert path.is_dir() or PASSWORD.encode() not in path.read_bytes(), f"the password is in {path}"
     assert_name_is_taken(run, tmp_path / "another")
@@ -100,8 +100,8 @@ def test_a_run_on_postgres_finishes_and_is_looked_into(
 def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
     """A run of the same name in another folder is not mixed with it."""
     folder.mkdir()
-    again = Tortured(folder, {**run.config, "dir": str(folder / "run")})
-    again.start(**{VARIABLE: PASSWORD})
+    again = RunProcess(folder, {**run.config, "dir": str(folder / "run")})
+    again.start(**{PASSWORD_VARIABLE: PASSWORD})
     assert again.wait(60) == 1
     assert "the store already has a run named" in again.output.read_text()
     assert not (folder / "run" / "config.json").exists()
@@ -111,10 +111,12 @@ def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
 def test_killed_and_resumed_while_the_server_restarts(
     model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
-    run = PostgresRun(tmp_path, settings(tmp_path, model, steps=5), postgres)
+    run = PostgresRun(tmp_path, make_config(tmp_path, model, steps=5), postgres)
 
     def committed() -> int:
-        return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_up() else 0
+        return (
+            run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
+        )
 
     run.start()
     assert run.wait_until(lambda: committed() >= 1)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.tortured import ROOT, Tortured, settings
+from tests.torture.run_process import ROOT, RunProcess, make_config
 
 
-def roles(run: Tortured, *arguments: str) -> dict[str, dict[str, Any]]:
+def run_roles_command(run: RunProcess, *arguments: str) -> dict[str, dict[str, Any]]:
     """`instar roles`, by name."""
     command = [sys.executable, "-m", "instar.cli.main", "roles", str(run.run_dir), *arguments, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -25,58 +25,58 @@ def roles(run: Tortured, *arguments: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(done.stdout)}
 
 
-def committed(run: Tortured) -> int:
+def count_committed_steps(run: RunProcess) -> int:
     return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0]
 
 
-def goes_on(run: Tortured) -> None:
+def assert_two_more_steps(run: RunProcess) -> None:
     """Two further steps: one may have been under way."""
-    before = committed(run)
-    assert run.wait_until(lambda: committed(run) >= before + 2)
+    before = count_committed_steps(run)
+    assert run.wait_until(lambda: count_committed_steps(run) >= before + 2)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Tortured]:
+def run(tmp_path: Path) -> Iterator[RunProcess]:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
-    config = settings(tmp_path, model, steps=1000, mode="async", max_staleness=2, checkpoint_every=5)
+    config = make_config(tmp_path, model, steps=1000, mode="async", max_staleness=2, checkpoint_every=5)
     config["engine"]["count"] = 2
-    made = Tortured(tmp_path, config)
+    made = RunProcess(tmp_path, config)
     made.start()
     yield made
-    if not made.is_over():
+    if not made.has_exited():
         made.kill()
     made.assert_no_orphans()
 
 
 @pytest.mark.timeout(400)
-def test_every_role_alone(run: Tortured) -> None:
-    assert run.wait_until(lambda: run.run_dir.joinpath("store.db").exists() and run.is_up(), 180)
-    goes_on(run)
+def test_every_role_alone(run: RunProcess) -> None:
+    assert run.wait_until(lambda: run.run_dir.joinpath("store.db").exists() and run.is_ready(), 180)
+    assert_two_more_steps(run)
 
-    listed = roles(run)
+    listed = run_roles_command(run)
     assert {row["state"] for row in listed.values()} == {"running"}
     assert set(listed) == {"engine-0", "engine-1", "gateway", "trainer", "rollout"}
-    assert set(run.processes()) == {row["pid"] for row in listed.values()}
+    assert set(run.list_processes()) == {row["pid"] for row in listed.values()}
     assert all(Path(row["log"]).is_file() for row in listed.values())
 
     for name in ("engine-0", "gateway", "rollout", "trainer"):
-        after = roles(run, "restart", name)
+        after = run_roles_command(run, "restart", name)
         assert after[name]["state"] == "running"
-        goes_on(run)
-        assert roles(run)[name]["pid"] != listed[name]["pid"], f"{name} is another process"
+        assert_two_more_steps(run)
+        assert run_roles_command(run)[name]["pid"] != listed[name]["pid"], f"{name} is another process"
 
-    os.kill(roles(run)["trainer"]["pid"], signal.SIGTERM)
-    goes_on(run)  # nobody of the run asked for that end
+    os.kill(run_roles_command(run)["trainer"]["pid"], signal.SIGTERM)
+    assert_two_more_steps(run)  # nobody of the run asked for that end
 
-    assert roles(run, "drain", "engine-1")["engine-1"]["state"] == "stopped"
-    goes_on(run)
-    assert roles(run, "start", "engine-1")["engine-1"]["state"] == "running"
+    assert run_roles_command(run, "drain", "engine-1")["engine-1"]["state"] == "stopped"
+    assert_two_more_steps(run)
+    assert run_roles_command(run, "start", "engine-1")["engine-1"]["state"] == "running"
 
-    assert roles(run, "drain", "trainer")["trainer"]["state"] == "stopped"
+    assert run_roles_command(run, "drain", "trainer")["trainer"]["state"] == "stopped"
     saved = run.query("SELECT MAX(step) FROM steps WHERE state = 'committed'")
     assert saved == run.query("SELECT MAX(step) FROM steps"), "the step under way was finished and saved"
-    assert roles(run, "start", "trainer")["trainer"]["state"] == "running"
-    goes_on(run)
+    assert run_roles_command(run, "start", "trainer")["trainer"]["state"] == "running"
+    assert_two_more_steps(run)
 
     ends = ("failed", "abandoned")
     lost = run.query("SELECT status, reason FROM sessions WHERE status IN (?, ?)", *ends)
@@ -85,7 +85,7 @@ def test_every_role_alone(run: Tortured) -> None:
     run.process.terminate()
     assert run.wait(120) == 130, run.explain()
     run.assert_no_orphans()
-    run.assert_recorded()
+    run.assert_replies_recorded()
     twice = run.query("SELECT sample_key FROM claims GROUP BY run_id, epoch, sample_key HAVING COUNT(*) > 1")
     assert twice == []
-    assert {row["state"] for row in roles(run).values()} == {"down"}
+    assert {row["state"] for row in run_roles_command(run).values()} == {"down"}

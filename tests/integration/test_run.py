@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.tortured import ROLES, Tortured, settings
+from tests.torture.run_process import ROLES, RunProcess, make_config
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +18,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=2048)
 
 
-def committed(run: Tortured) -> int:
-    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_up() else 0
+def count_committed_steps(run: RunProcess) -> int:
+    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
 
 
 def test_ctrl_c_drains_and_resume_continues(model: Path, tmp_path: Path) -> None:
-    run = Tortured(tmp_path, settings(tmp_path, model, steps=4, checkpoint_every=100))
+    run = RunProcess(tmp_path, make_config(tmp_path, model, steps=4, checkpoint_every=100))
     process = run.start()
-    assert run.wait_until(lambda: run.is_up() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
+    assert run.wait_until(lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
     process.send_signal(signal.SIGINT)
     assert run.wait(60) == 130, run.explain()
     run.assert_no_orphans(within=0.5)
@@ -41,11 +41,11 @@ def test_ctrl_c_drains_and_resume_continues(model: Path, tmp_path: Path) -> None
 
 
 def test_a_second_ctrl_c_stops_at_once(model: Path, tmp_path: Path) -> None:
-    config = settings(tmp_path, model, steps=4)
+    config = make_config(tmp_path, model, steps=4)
     config["rollout"]["agent"] = {"type": "command", "command": ["sleep", "60"]}
-    run = Tortured(tmp_path, config)
+    run = RunProcess(tmp_path, config)
     process = run.start()
-    assert run.wait_until(run.is_up)
+    assert run.wait_until(run.is_ready)
     process.send_signal(signal.SIGINT)
     time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -54,22 +54,22 @@ def test_a_second_ctrl_c_stops_at_once(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_mistake_in_the_config_is_told_in_one_message(model: Path, tmp_path: Path) -> None:
-    config = settings(tmp_path, model, steps=4)
-    config["rollout"]["agent"]["function"] = "tests.torture.play:nobody"
-    run = Tortured(tmp_path, config)
+    config = make_config(tmp_path, model, steps=4)
+    config["rollout"]["agent"]["function"] = "tests.torture.workload:nobody"
+    run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait(60) == 1
     said = run.output.read_text()
-    assert "error: rollout: 'tests.torture.play' has no 'nobody'" in said
+    assert "error: rollout: 'tests.torture.workload' has no 'nobody'" in said
     assert "Traceback" not in said
     run.assert_no_orphans(within=0.5)
     assert run.query("SELECT status FROM runs") == [("failed",)]
 
 
 def test_an_engine_that_dies_comes_back_with_the_head(model: Path, tmp_path: Path) -> None:
-    run = Tortured(tmp_path, settings(tmp_path, model, steps=8))
+    run = RunProcess(tmp_path, make_config(tmp_path, model, steps=8))
     run.start()
-    assert run.wait_until(lambda: committed(run) >= 2)
+    assert run.wait_until(lambda: count_committed_steps(run) >= 2)
     assert run.kill_role("engine")
     run.finish()
     assert "engine ended with signal SIGKILL; starting it again" in run.output.read_text()
@@ -79,11 +79,11 @@ def test_an_engine_that_dies_comes_back_with_the_head(model: Path, tmp_path: Pat
 
 
 def test_resume_goes_on_to_more_steps_after_a_good_end(model: Path, tmp_path: Path) -> None:
-    run = Tortured(tmp_path, settings(tmp_path, model, steps=2))
+    run = RunProcess(tmp_path, make_config(tmp_path, model, steps=2))
     run.start()
     run.finish()
     run.config["trainer"]["steps"] = 4
-    again = Tortured(tmp_path, run.config)
+    again = RunProcess(tmp_path, run.config)
     again.start(resume=True)
     again.finish()
     again.assert_consistent()
@@ -91,8 +91,8 @@ def test_resume_goes_on_to_more_steps_after_a_good_end(model: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("role", ROLES)
 def test_no_role_outlives_a_supervisor_that_dies_as_it_starts(role: str, model: Path, tmp_path: Path) -> None:
-    run = Tortured(tmp_path, settings(tmp_path, model, steps=4))
+    run = RunProcess(tmp_path, make_config(tmp_path, model, steps=4))
     run.start()
-    assert run.wait_until(lambda: role in run.processes().values())
+    assert run.wait_until(lambda: role in run.list_processes().values())
     run.kill()
     run.assert_no_orphans()

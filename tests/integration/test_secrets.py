@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
-class Rude(BaseHTTPRequestHandler):
+class KeyEchoingHandler(BaseHTTPRequestHandler):
     """Refuses every key, and repeats it, as some services do."""
 
     def do_POST(self) -> None:
@@ -60,14 +60,14 @@ class Rude(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def rude_url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Rude)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), KeyEchoingHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
 
 
-def settings(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
+def make_config(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
     return {
         "name": "kept",
         "dir": str(folder / "run"),
@@ -101,7 +101,7 @@ def test_a_key_stays_with_the_roles_that_need_it(
 ) -> None:
     (tmp_path / "kept_agent.py").write_text(AGENT)
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(settings(tmp_path, model, base_url=rude_url, **backend)))
+    file.write_text(yaml.safe_dump(make_config(tmp_path, model, base_url=rude_url, **backend)))
     clean = {
         name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_BASE_URL"))
     }

@@ -20,14 +20,14 @@ TOLERANCE = 0.35
 """Of the samples per hour. The machine that tests run on does other things too."""
 
 
-def environment() -> dict[str, str]:
+def make_environment() -> dict[str, str]:
     path = os.pathsep.join([str(BENCH), str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def instar(*arguments: object) -> Any:
+def run_instar(*arguments: object) -> Any:
     command = [sys.executable, "-m", "instar.cli.main", *map(str, arguments), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=make_environment(), timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -46,7 +46,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     finally:
         sys.path.remove(str(BENCH))
     plan = RunPlan(
-        engine={"type": "scripted", "function": "tests.integration.sayer:say", "delay": 0.01},
+        engine={"type": "scripted", "function": "tests.integration.scripted_replies:reply", "delay": 0.01},
         model={"name": str(model), "dtype": "fp32", "device": "cpu"},
         backend={"type": "local", "threads": 1, "lora": {"rank": 4}},
         kind="digits",
@@ -63,7 +63,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         limit=200.0,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        patch.setenv("PYTHONPATH", make_environment()["PYTHONPATH"])
         return {
             mode: run_training(plan, mode, folder, workload, 0) | {"folder": folder}
             for mode in ("sync", "async")
@@ -76,7 +76,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 def test_simulator_predicts_both_modes_from_one_run(measured: dict[str, dict[str, Any]], mode: str) -> None:
     found = measured[mode]
     folder = found["folder"]
-    output = instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
+    output = run_instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
     error = output["samples_per_hour"] / found["samples_per_hour"] - 1
     print(f"{mode}: {found['samples_per_hour']:.0f} measured, {error:+.1%} predicted")
     assert output["finished"]

@@ -13,7 +13,7 @@ END = "-----END CERTIFICATE-----\n"
 
 
 @cache
-def few_certificates() -> dict[str, str]:
+def single_certificate_env() -> dict[str, str]:
     """The variable that names a file with one of them, for processes that talk to this machine alone."""
     file = Path(tempfile.mkdtemp()) / "one.pem"
     first, end, _ = certifi.contents().partition(END)

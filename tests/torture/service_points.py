@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from tests.torture.killer import STORE, Point
+from tests.torture.kill_switch import STORE, KillPoint
 
 BACKENDS = {
     "tinker": "instar.backends.tinker:TinkerBackend",
     "mint": "instar.backends.tinker:MintBackend",
     "weaver": "instar.backends.weaver:WeaverBackend",
 }
-SENT = {
-    "tinker": Point("instar.clouds.tinker_training:TinkerTrainingSession.send"),
-    "mint": Point("instar.clouds.tinker_training:TinkerTrainingSession.send"),
-    "weaver": Point("instar.clouds.weaver:WeaverCallPolicy.await_operation", before=True),
+REQUEST_SENT_POINTS = {
+    "tinker": KillPoint("instar.clouds.tinker_training:TinkerTrainingSession.send"),
+    "mint": KillPoint("instar.clouds.tinker_training:TinkerTrainingSession.send"),
+    "weaver": KillPoint("instar.clouds.weaver:WeaverCallPolicy.await_operation", fires_before_call=True),
 }
 """A call is on its way, and its answer is not there."""
-IN_STEP = (
+STEP_POINT_NAMES = (
     "claimed",
     "submitted",
     "sent",
@@ -31,30 +31,30 @@ IN_STEP = (
     "pushed",
     "committed",
 )
-IN_RECOVERY = ("started", "state loaded", "tombstoned", "released")
+RECOVERY_POINT_NAMES = ("started", "state loaded", "tombstoned", "released")
 
 
-def points(backend: str) -> dict[str, Point]:
+def make_kill_points(backend: str) -> dict[str, KillPoint]:
     made = BACKENDS[backend]
     found = {
-        "claimed": Point(f"{STORE}.claim_step", 2),
-        "submitted": Point(f"{STORE}.advance_step", 2, (3, "submitted")),
-        "sent": SENT[backend],
-        "forward_backward": Point(f"{made}.forward_backward"),
-        "optim_step": Point(f"{made}.optim_step"),
-        "saved there": Point(f"{made.partition(':')[0]}:write_folder", before=True),
-        "state written": Point(f"{made}.save_state"),
-        "checkpoint renamed": Point("instar.trainer.loop:save_checkpoint"),
-        "saved": Point(f"{STORE}.advance_step", 2, (3, "saved")),
-        "version reserved": Point(f"{STORE}.reserve_version", 3),
-        "artifact made": Point(f"{made}.publish"),
-        "published": Point(f"{STORE}.publish"),
-        "pushed": Point("instar.sync.files:FileSync.push"),
-        "committed": Point(f"{STORE}.advance_step", 2, (3, "committed")),
-        "started": Point(f"{made}.start"),
-        "state loaded": Point(f"{made}.load_state"),
-        "tombstoned": Point(f"{STORE}.tombstone"),
-        "released": Point(f"{STORE}.release_steps"),
+        "claimed": KillPoint(f"{STORE}.claim_step", 2),
+        "submitted": KillPoint(f"{STORE}.advance_step", 2, (3, "submitted")),
+        "sent": REQUEST_SENT_POINTS[backend],
+        "forward_backward": KillPoint(f"{made}.forward_backward"),
+        "optim_step": KillPoint(f"{made}.optim_step"),
+        "saved there": KillPoint(f"{made.partition(':')[0]}:write_folder", fires_before_call=True),
+        "state written": KillPoint(f"{made}.save_state"),
+        "checkpoint renamed": KillPoint("instar.trainer.loop:save_checkpoint"),
+        "saved": KillPoint(f"{STORE}.advance_step", 2, (3, "saved")),
+        "version reserved": KillPoint(f"{STORE}.reserve_version", 3),
+        "artifact made": KillPoint(f"{made}.publish"),
+        "published": KillPoint(f"{STORE}.publish"),
+        "pushed": KillPoint("instar.sync.files:FileSync.push"),
+        "committed": KillPoint(f"{STORE}.advance_step", 2, (3, "committed")),
+        "started": KillPoint(f"{made}.start"),
+        "state loaded": KillPoint(f"{made}.load_state"),
+        "tombstoned": KillPoint(f"{STORE}.tombstone"),
+        "released": KillPoint(f"{STORE}.release_steps"),
     }
-    assert found.keys() == {*IN_STEP, *IN_RECOVERY}
+    assert found.keys() == {*STEP_POINT_NAMES, *RECOVERY_POINT_NAMES}
     return found

@@ -11,7 +11,7 @@ from instar.config import ModelConfig
 from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
-MOST_MODELS = 10_000
+MAX_MODELS = 10_000
 """Trainers that are killed leave their models behind, more of them in a minute than people do in a day."""
 
 
@@ -25,7 +25,7 @@ def main() -> None:
             folder=Path(folder),
             keys=[os.environ["INSTAR_PROTOCOL_KEYS"]],
             port=int(port),
-            limits=ServiceLimits(max_models=MOST_MODELS, session_ttl=float(session_ttl)),
+            limits=ServiceLimits(max_models=MAX_MODELS, session_ttl=float(session_ttl)),
             threads=1,
         )
     )

@@ -22,8 +22,8 @@ from instar.sync.factory import create_sync
 from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
-from tests.torture.killer import Switch, arm
-from tests.torture.service_points import points
+from tests.torture.kill_switch import KillSwitch, install_kill_points
+from tests.torture.service_points import make_kill_points
 from tests.unit.data.builders import RUN
 
 
@@ -59,5 +59,5 @@ async def train(config: RunConfig) -> None:
 def main() -> None:
     config = RunConfig.model_validate(msgspec.json.decode(Path(sys.argv[1]).read_bytes()))
     if sys.argv[2:]:
-        arm(Switch(Path(sys.argv[2])), points(config.backend.type))
+        install_kill_points(KillSwitch(Path(sys.argv[2])), make_kill_points(config.backend.type))
     asyncio.run(train(config))

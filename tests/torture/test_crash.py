@@ -1,4 +1,4 @@
-"""After kill -9 at any moment a run ends as if nothing had happened: the same samples trained in the same
+"""After kill -9 at any kill a run ends as if nothing had happened: the same samples trained in the same
 steps, the same weights and optimizer bit for bit, nothing trained twice, and every reply that an agent saw
 end in the store."""
 
@@ -15,20 +15,27 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.killer import IN_RECOVERY, POINTS, RECOVERY, Moment, fired, make_interpreter
-from tests.torture.tortured import Fingerprint, Tortured, settings
+from tests.torture.kill_switch import (
+    RECOVERY_POINTS,
+    RECOVERY_STEP,
+    STEP_POINTS,
+    PlannedKill,
+    count_fired_kills,
+    write_interpreter,
+)
+from tests.torture.run_process import Fingerprint, RunProcess, make_config
 
 pytestmark = pytest.mark.alone  # it runs several things side by side itself
 STEPS = 6
 KILLS = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
 """At random moments."""
-MOST_RESTARTS = 4
+MAX_RESTARTS = 4
 """Kills of one role under one supervisor, which gives up on a role that keeps dying."""
-AT_ONCE = 2
+CONCURRENT_RUNS = 2
 """Runs at the same time: a run that starts up leaves a core idle."""
 VICTIMS = {"trainer": 4, "gateway": 3, "rollout": 3, "whole run": 2}
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
     """The run that nobody disturbs."""
     folder = tmp_path_factory.mktemp("reference")
-    run = Tortured(folder, settings(folder, model, steps=STEPS))
+    run = RunProcess(folder, make_config(folder, model, steps=STEPS))
     run.start()
     run.finish()
     found = run.fingerprint()
@@ -48,11 +55,13 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fingerpr
     return found
 
 
-def side_by_side(works: Sequence[Callable[[Say], None]], capsys: pytest.CaptureFixture[str]) -> None:
-    """Run them, some at once, and print what they say as they say it: this takes minutes."""
+def run_concurrently(
+    works: Sequence[Callable[[ReportProgress], None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run them, some at once, and print what they report as they report it: this takes minutes."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
     began = time.monotonic()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(CONCURRENT_RUNS) as pool:
         running = [pool.submit(work, said.put) for work in works]
         while not (all(work.done() for work in running) and said.empty()):
             try:
@@ -65,42 +74,46 @@ def side_by_side(works: Sequence[Callable[[Say], None]], capsys: pytest.CaptureF
         work.result()
 
 
-def plans(*, whole: bool) -> list[list[Moment]]:
+def make_kill_plans(*, kills_supervisor: bool) -> list[list[PlannedKill]]:
     """Every point, spread over the steps of a few runs; then the recovery's own, each after a kill that
     gives it something to do."""
-    names = list(POINTS)
+    names = list(STEP_POINTS)
     spread = [
-        [Moment(name, step, whole) for step, name in enumerate(names[first::3], start=1)]
+        [PlannedKill(name, step, kills_supervisor) for step, name in enumerate(names[first::3], start=1)]
         for first in range(3)
     ]
     in_recovery = [
-        Moment("optim_step", 2, whole),
-        Moment("state loaded", RECOVERY, whole),
-        Moment("released", RECOVERY, whole),
-        Moment("artifact written", 4, whole),
-        Moment("tombstoned", RECOVERY, whole),
+        PlannedKill("optim_step", 2, kills_supervisor),
+        PlannedKill("state loaded", RECOVERY_STEP, kills_supervisor),
+        PlannedKill("released", RECOVERY_STEP, kills_supervisor),
+        PlannedKill("artifact written", 4, kills_supervisor),
+        PlannedKill("tombstoned", RECOVERY_STEP, kills_supervisor),
     ]
-    planned = {moment.point for plan in [*spread, in_recovery] for moment in plan}
-    assert planned == POINTS.keys() | IN_RECOVERY.keys()
+    planned = {kill.point for plan in [*spread, in_recovery] for kill in plan}
+    assert planned == STEP_POINTS.keys() | RECOVERY_POINTS.keys()
     return [*spread, in_recovery]
 
 
-def kill_by_plan(folder: Path, model: Path, plan: list[Moment], reference: Fingerprint, say: Say) -> None:
+def kill_by_plan(
+    folder: Path, model: Path, plan: list[PlannedKill], reference: Fingerprint, report: ReportProgress
+) -> None:
     folder.mkdir()
     switch = folder / "switch"
-    config = settings(folder, model, steps=STEPS)
-    config["backend"]["python"] = str(make_interpreter(switch, plan))
-    run = Tortured(folder, config)
+    config = make_config(folder, model, steps=STEPS)
+    config["backend"]["python"] = str(write_interpreter(switch, plan))
+    run = RunProcess(folder, config)
     run.start()
-    for number, moment in enumerate(plan):
-        if moment.whole:
+    for number, kill in enumerate(plan):
+        if kill.kills_supervisor:
             assert run.wait() == -9, run.explain()
             run.assert_no_orphans()
         else:
-            assert run.wait_until(lambda: fired(switch) > number), run.explain()  # noqa: B023 — called here
-        say(f"{'the run' if moment.whole else 'the trainer'} died: {moment.point}, step {moment.step}")
-        assert fired(switch) == number + 1, run.explain()
-        if moment.whole:
+            assert run.wait_until(lambda: count_fired_kills(switch) > number), run.explain()  # noqa: B023
+        report(
+            f"{'the run' if kill.kills_supervisor else 'the trainer'} died: {kill.point}, step {kill.step}"
+        )
+        assert count_fired_kills(switch) == number + 1, run.explain()
+        if kill.kills_supervisor:
             run.start(resume=True)
     run.finish()
     assert run.fingerprint() == reference, run.explain()
@@ -111,24 +124,28 @@ def kill_by_plan(folder: Path, model: Path, plan: list[Moment], reference: Finge
 def test_killed_in_every_state_of_a_step(
     whole: bool, model: Path, reference: Fingerprint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work(number: int, plan: list[Moment]) -> Callable[[Say], None]:
-        return lambda say: kill_by_plan(tmp_path / str(number), model, plan, reference, say)
+    def work(number: int, plan: list[PlannedKill]) -> Callable[[ReportProgress], None]:
+        return lambda report: kill_by_plan(tmp_path / str(number), model, plan, reference, report)
 
-    side_by_side([work(number, plan) for number, plan in enumerate(plans(whole=whole))], capsys)
+    run_concurrently(
+        [work(number, plan) for number, plan in enumerate(make_kill_plans(kills_supervisor=whole))], capsys
+    )
 
 
-def kill_at_random(folder: Path, model: Path, seed: int, reference: Fingerprint, say: Say) -> int:
+def kill_at_random(
+    folder: Path, model: Path, seed: int, reference: Fingerprint, report: ReportProgress
+) -> int:
     """Kill a run until it is over all the same; returns how often."""
     folder.mkdir()
     draw = random.Random(seed)
-    run = Tortured(folder, settings(folder, model, steps=STEPS))
+    run = RunProcess(folder, make_config(folder, model, steps=STEPS))
     run.start()
     restarts = dict.fromkeys(VICTIMS, 0)
     kills = 0
-    while draw.random() < 0.2 or run.wait_until(run.is_up):
+    while draw.random() < 0.2 or run.wait_until(run.is_ready):
         time.sleep(draw.uniform(0.0, 1.2))
         (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
-        if restarts[victim] == MOST_RESTARTS or run.is_over():
+        if restarts[victim] == MAX_RESTARTS or run.has_exited():
             continue
         if victim == "whole run":
             run.kill()
@@ -139,7 +156,7 @@ def kill_at_random(folder: Path, model: Path, seed: int, reference: Fingerprint,
             continue
         restarts[victim] += 1
         kills += 1
-        say(f"seed {seed}, kill {kills}: {victim}, {run.progress()}")
+        report(f"seed {seed}, kill {kills}: {victim}, {run.progress()}")
     run.finish()
     assert run.fingerprint() == reference, run.explain()
     return kills
@@ -149,27 +166,27 @@ def kill_at_random(folder: Path, model: Path, seed: int, reference: Fingerprint,
 def test_killed_at_random_moments(
     model: Path, reference: Fingerprint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work(lane: int) -> Callable[[Say], None]:
-        def kill_enough(say: Say) -> None:
+    def work(lane: int) -> Callable[[ReportProgress], None]:
+        def kill_enough(report: ReportProgress) -> None:
             kills, seed = 0, lane
-            while kills < KILLS // AT_ONCE:
-                kills += kill_at_random(tmp_path / str(seed), model, seed, reference, say)
-                seed += AT_ONCE
+            while kills < KILLS // CONCURRENT_RUNS:
+                kills += kill_at_random(tmp_path / str(seed), model, seed, reference, report)
+                seed += CONCURRENT_RUNS
 
         return kill_enough
 
-    side_by_side([work(lane) for lane in range(AT_ONCE)], capsys)
+    run_concurrently([work(lane) for lane in range(CONCURRENT_RUNS)], capsys)
 
 
 @pytest.mark.timeout(200)
 def test_steps_after_the_last_checkpoint_are_trained_again(model: Path, tmp_path: Path) -> None:
     switch = tmp_path / "switch"
-    config = settings(tmp_path, model, steps=4, checkpoint_every=2, keep_checkpoints=1)
-    config["backend"]["python"] = str(make_interpreter(switch, [Moment("pushed", 3)]))
-    run = Tortured(tmp_path, config)
+    config = make_config(tmp_path, model, steps=4, checkpoint_every=2, keep_checkpoints=1)
+    config["backend"]["python"] = str(write_interpreter(switch, [PlannedKill("pushed", 3)]))
+    run = RunProcess(tmp_path, config)
     run.start()
     run.finish()
-    assert fired(switch) == 1
+    assert count_fired_kills(switch) == 1
     run.assert_consistent()
     versions = run.query("SELECT version, step, state FROM policies ORDER BY version")
     assert versions == [

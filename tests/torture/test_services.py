@@ -1,4 +1,4 @@
-"""Trainer and service killed at any moment: no batch is trained twice, and none is lost. The run ends with
+"""Trainer and service killed at any kill: no batch is trained twice, and none is lost. The run ends with
 the same claims and the same weights, bit for bit, as one that nobody disturbs, and one without a service."""
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ import pytest
 from instar.conformance.server import PROTOCOLS
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
-from tests.torture.killer import RECOVERY, Moment, fired, make_plan, name_other
-from tests.torture.nursery import Nursery
-from tests.torture.service_points import IN_RECOVERY, IN_STEP, points
-from tests.torture.service_run import STEPS, Served, ServiceRun
-from tests.torture.test_crash import AT_ONCE, Say, side_by_side
-from tests.torture.tortured import Fingerprint
+from tests.torture.fork_server import ForkServer
+from tests.torture.kill_switch import (
+    RECOVERY_STEP,
+    PlannedKill,
+    count_fired_kills,
+    write_other_pid,
+    write_plan,
+)
+from tests.torture.run_process import Fingerprint
+from tests.torture.service_points import RECOVERY_POINT_NAMES, STEP_POINT_NAMES, make_kill_points
+from tests.torture.service_run import STEPS, ServiceProcess, ServiceRun
+from tests.torture.test_crash import CONCURRENT_RUNS, ReportProgress, run_concurrently
 
 MODULES = {
     "tinker": ("instar.backends.tinker", "tinker"),
@@ -32,30 +38,32 @@ MODULES = {
 KILLS = {"tinker": 20, "weaver": 20, "mint": 12}
 """At random moments. INSTAR_KILLS=4 makes it four times as many, with those of `test_crash.py` over 200."""
 VICTIMS = {"trainer": 3, "server": 1}
-LIVES = 0.6
+MAX_KILL_INTERVAL = 0.6
 """Longest time between two kills, as a share of what a run takes."""
 
 
 @dataclass(frozen=True)
-class Lane:
+class RunSlot:
     """What runs beside another: a server that stays up, and where trainers come from."""
 
     service: str
-    served: Served
-    trainers: Nursery
+    service_process: ServiceProcess
+    trainer_fork_server: ForkServer
     model: Path
 
-    def run(self, folder: Path) -> ServiceRun:
+    def create_run(self, folder: Path) -> ServiceRun:
         folder.mkdir()
-        return ServiceRun(folder, self.model, self.service, self.trainers, self.served)
+        return ServiceRun(folder, self.model, self.service, self.trainer_fork_server, self.service_process)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(lanes: list[Lane], reference: Fingerprint, tmp_path_factory: pytest.TempPathFactory) -> float:
+def undisturbed_seconds(
+    slots: list[RunSlot], reference: Fingerprint, tmp_path_factory: pytest.TempPathFactory
+) -> float:
     """Seconds that a run takes at the service, when its server has computed before."""
     seconds = 0.0
     for number in range(2):
-        run = lanes[0].run(tmp_path_factory.mktemp("undisturbed") / str(number))
+        run = slots[0].create_run(tmp_path_factory.mktemp("undisturbed") / str(number))
         began = time.monotonic()
         run.start()
         run.finish()
@@ -70,18 +78,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Generator[list[Nursery]]:
-    nurseries = [
-        Nursery("tests.torture.service_server", "tests.torture.service_trainer", "peft")
-        for _ in range(AT_ONCE)
+def servers() -> Generator[list[ForkServer]]:
+    fork_servers = [
+        ForkServer("tests.torture.service_server", "tests.torture.service_trainer", "peft")
+        for _ in range(CONCURRENT_RUNS)
     ]
-    yield nurseries
-    for nursery in nurseries:
-        nursery.close()
+    yield fork_servers
+    for fork_server in fork_servers:
+        fork_server.close()
 
 
 @pytest.fixture(scope="module")
-def reference(model: Path, servers: list[Nursery], tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
+def reference(
+    model: Path, servers: list[ForkServer], tmp_path_factory: pytest.TempPathFactory
+) -> Fingerprint:
     """The run that nobody disturbs, without a service."""
     run = ServiceRun(tmp_path_factory.mktemp("reference"), model, "local", servers[0], None)
     run.start()
@@ -92,66 +102,71 @@ def reference(model: Path, servers: list[Nursery], tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module", params=list(PROTOCOLS))
-def lanes(
+def slots(
     request: pytest.FixtureRequest,
     model: Path,
-    servers: list[Nursery],
+    servers: list[ForkServer],
     reference: Fingerprint,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Generator[list[Lane]]:
+) -> Generator[list[RunSlot]]:
     service: str = request.param
     python = str(interpreter("mint")) if service == "mint" else sys.executable
-    made: list[Lane] = []
+    slots: list[RunSlot] = []
     for server in servers:
-        served = Served(PROTOCOLS[service], model, tmp_path_factory.mktemp("server"), server)
-        served.start()
-        trainers = Nursery("tests.torture.service_trainer", *MODULES[service], python=python)
-        made.append(Lane(service, served, trainers, model))
-    yield made
-    for lane in made:
-        lane.trainers.close()
-        lane.served.nursery.kill()
+        service_process = ServiceProcess(PROTOCOLS[service], model, tmp_path_factory.mktemp("server"), server)
+        service_process.start()
+        trainers = ForkServer("tests.torture.service_trainer", *MODULES[service], python=python)
+        slots.append(RunSlot(service, service_process, trainers, model))
+    yield slots
+    for slot in slots:
+        slot.trainer_fork_server.close()
+        slot.service_process.fork_server.kill()
 
 
-def spread(*, other: bool) -> list[list[Moment]]:
+def make_step_plans(*, other: bool) -> list[list[PlannedKill]]:
     """Every point of a step, over the steps of a few runs."""
     return [
-        [Moment(name, step, other=other) for step, name in enumerate(IN_STEP[first::3], start=1)]
+        [
+            PlannedKill(name, step, kills_other=other)
+            for step, name in enumerate(STEP_POINT_NAMES[first::3], start=1)
+        ]
         for first in range(3)
     ]
 
 
-def in_recovery(*, other: bool) -> list[Moment]:
+def make_recovery_plan(*, other: bool) -> list[PlannedKill]:
     """The points of a recovery. Where the trainer dies, each after a kill that gives it something to do."""
     if other:
-        return [Moment(name, RECOVERY, other=True) for name in ("started", "released")]
+        return [PlannedKill(name, RECOVERY_STEP, kills_other=True) for name in ("started", "released")]
     return [
-        Moment("started", RECOVERY),
-        Moment("optim_step", 2),
-        Moment("state loaded", RECOVERY),
-        Moment("released", RECOVERY),
-        Moment("artifact made", 4),
-        Moment("tombstoned", RECOVERY),
+        PlannedKill("started", RECOVERY_STEP),
+        PlannedKill("optim_step", 2),
+        PlannedKill("state loaded", RECOVERY_STEP),
+        PlannedKill("released", RECOVERY_STEP),
+        PlannedKill("artifact slots", 4),
+        PlannedKill("tombstoned", RECOVERY_STEP),
     ]
 
 
-def kill_by_plan(run: ServiceRun, plan: list[Moment], reference: Fingerprint, say: Say) -> None:
+def kill_by_plan(
+    run: ServiceRun, plan: list[PlannedKill], reference: Fingerprint, report: ReportProgress
+) -> None:
     switch = run.folder / "switch"
-    make_plan(switch, plan)
-    served = run.served
-    assert served is not None
-    if plan[0].other:
-        name_other(switch, served.pid)
+    write_plan(switch, plan)
+    service_process = run.service_process
+    assert service_process is not None
+    if plan[0].kills_other:
+        write_other_pid(switch, service_process.pid)
     run.start(switch)
-    for number, moment in enumerate(plan):
-        run.wait_until(lambda: fired(switch) > number or run.nursery.is_over())  # noqa: B023 - called here
-        assert fired(switch) > number, run.explain()
-        say(f"{'the server' if moment.other else 'the trainer'} died: {moment.point}, step {moment.step}")
-        if moment.other:
-            served.restart()
-            name_other(switch, served.pid)
+    for number, kill in enumerate(plan):
+        run.wait_until(lambda: count_fired_kills(switch) > number or run.fork_server.has_exited())  # noqa: B023
+        assert count_fired_kills(switch) > number, run.explain()
+        report(f"{'the server' if kill.kills_other else 'the trainer'} died: {kill.point}, step {kill.step}")
+        if kill.kills_other:
+            service_process.restart()
+            write_other_pid(switch, service_process.pid)
         else:
-            assert run.nursery.wait() == -9, run.explain()
+            assert run.fork_server.wait() == -9, run.explain()
             run.start(switch)
     run.finish()
     assert run.fingerprint() == reference, run.explain()
@@ -161,40 +176,45 @@ def kill_by_plan(run: ServiceRun, plan: list[Moment], reference: Fingerprint, sa
 @pytest.mark.parametrize("victim", ["trainer", "server"])
 def test_killed_in_every_state_of_a_step(
     victim: str,
-    lanes: list[Lane],
+    slots: list[RunSlot],
     reference: Fingerprint,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = victim == "server"
-    plans = [*spread(other=other), in_recovery(other=other)]
-    planned = {moment.point for plan in plans for moment in plan}
-    assert planned >= {*IN_STEP}
-    assert other or planned == {*IN_STEP, *IN_RECOVERY} == points(lanes[0].service).keys()
+    plans = [*make_step_plans(other=other), make_recovery_plan(other=other)]
+    planned = {kill.point for plan in plans for kill in plan}
+    assert planned >= {*STEP_POINT_NAMES}
+    assert (
+        other
+        or planned == {*STEP_POINT_NAMES, *RECOVERY_POINT_NAMES} == make_kill_points(slots[0].service).keys()
+    )
 
-    def work(lane: Lane, mine: list[list[Moment]]) -> Callable[[Say], None]:
-        def kill_all(say: Say) -> None:
+    def work(slot: RunSlot, mine: list[list[PlannedKill]]) -> Callable[[ReportProgress], None]:
+        def kill_all(report: ReportProgress) -> None:
             for plan in mine:
                 folder = tmp_path / f"{plans.index(plan)}"
-                kill_by_plan(lane.run(folder), plan, reference, say)
+                kill_by_plan(slot.create_run(folder), plan, reference, report)
 
         return kill_all
 
-    works = [work(lane, plans[number::AT_ONCE]) for number, lane in enumerate(lanes)]
-    side_by_side(works, capsys)
+    works = [work(slot, plans[number::CONCURRENT_RUNS]) for number, slot in enumerate(slots)]
+    run_concurrently(works, capsys)
 
 
-def kill_at_random(run: ServiceRun, draw: random.Random, most: int, longest: float, say: Say) -> int:
+def kill_at_random(
+    run: ServiceRun, draw: random.Random, most: int, longest: float, report: ReportProgress
+) -> int:
     """Kill its trainer and its server, ``most`` times, or until it is over all the same; returns how often.
     ``longest`` is the most time between two kills."""
-    served = run.served
-    assert served is not None
+    service_process = run.service_process
+    assert service_process is not None
     kills = 0
     run.start()
     while True:
         time.sleep(draw.uniform(0.0, longest))
-        if run.nursery.is_over():
-            if not run.gave_up():
+        if run.fork_server.has_exited():
+            if not run.has_given_up():
                 return kills
             run.start()
             continue
@@ -202,33 +222,38 @@ def kill_at_random(run: ServiceRun, draw: random.Random, most: int, longest: flo
             continue
         (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
         if victim == "trainer":
-            run.nursery.kill()
+            run.fork_server.kill()
             run.start()
         else:
-            served.nursery.kill()
+            service_process.fork_server.kill()
             time.sleep(draw.uniform(0.0, 0.2))
-            served.start()
+            service_process.start()
         kills += 1
-        say(f"{run.folder.name}, kill {kills}: {victim}, {run.progress()}")
+        report(f"{run.folder.name}, kill {kills}: {victim}, {run.progress()}")
 
 
 @pytest.mark.timeout(400)
 def test_killed_at_random_moments(
-    lanes: list[Lane],
-    undisturbed: float,
+    slots: list[RunSlot],
+    undisturbed_seconds: float,
     reference: Fingerprint,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def work(number: int, lane: Lane) -> Callable[[Say], None]:
-        def kill_enough(say: Say) -> None:
-            left, seed = int(os.environ.get("INSTAR_KILLS", "1")) * KILLS[lane.service] // AT_ONCE, number
+    def work(number: int, slot: RunSlot) -> Callable[[ReportProgress], None]:
+        def kill_enough(report: ReportProgress) -> None:
+            left, seed = (
+                int(os.environ.get("INSTAR_KILLS", "1")) * KILLS[slot.service] // CONCURRENT_RUNS,
+                number,
+            )
             while left > 0:
-                run = lane.run(tmp_path / f"seed {seed}")
-                left -= kill_at_random(run, random.Random(seed), left, LIVES * undisturbed, say)
+                run = slot.create_run(tmp_path / f"seed {seed}")
+                left -= kill_at_random(
+                    run, random.Random(seed), left, MAX_KILL_INTERVAL * undisturbed_seconds, report
+                )
                 assert run.fingerprint() == reference, run.explain()
-                seed += AT_ONCE
+                seed += CONCURRENT_RUNS
 
         return kill_enough
 
-    side_by_side([work(number, lane) for number, lane in enumerate(lanes)], capsys)
+    run_concurrently([work(number, slot) for number, slot in enumerate(slots)], capsys)

@@ -22,7 +22,7 @@ SECRET_HEADERS = {"authorization", "x-api-key", "cookie"}
 
 
 @dataclass(frozen=True)
-class Reply:
+class ScriptedReply:
     """What the model says: a text, then calls of tools. ``prompt_tokens`` is the length it claims the prompt
     has: agents compact their context by it."""
 
@@ -33,12 +33,12 @@ class Reply:
     """Anything else is a failure, and is all there is."""
 
 
-Script = Callable[[str, Json], Reply]
+Script = Callable[[str, Json], ScriptedReply]
 """From a dialect and the body of a request to the reply."""
 
 
 @dataclass
-class Exchange:
+class CapturedExchange:
     path: str
     headers: dict[str, str]
     body: Json
@@ -47,11 +47,11 @@ class Exchange:
 
 
 @dataclass
-class Capture:
+class CaptureServer:
     script: Script
-    exchanges: list[Exchange] = field(default_factory=list[Exchange])
+    exchanges: list[CapturedExchange] = field(default_factory=list[CapturedExchange])
 
-    def app(self) -> Starlette:
+    def create_app(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/{path:path}", self._serve, methods=["POST"]),
@@ -75,18 +75,18 @@ class Capture:
         headers = {key: value for key, value in request.headers.items() if key not in SECRET_HEADERS}
         if reply.status != 200:
             failure = {"type": "error", "error": {"type": "api_error", "message": "try again"}}
-            self.exchanges.append(Exchange(path, headers, body, failure))
+            self.exchanges.append(CapturedExchange(path, headers, body, failure))
             return JSONResponse(failure, reply.status)
-        whole, events = {"chat": _chat, "responses": _responses, "messages": _messages}[dialect](
-            reply, number, body.get("model", "")
-        )
-        self.exchanges.append(Exchange(path, headers, body, whole))
+        whole, events = {"chat": _encode_chat, "responses": _encode_responses, "messages": _encode_messages}[
+            dialect
+        ](reply, number, body.get("model", ""))
+        self.exchanges.append(CapturedExchange(path, headers, body, whole))
         if body.get("stream"):
-            return StreamingResponse(_sse(events), media_type="text/event-stream")
+            return StreamingResponse(_format_events(events), media_type="text/event-stream")
         return JSONResponse(whole)
 
 
-async def _sse(events: Iterator[tuple[str | None, Json | str]]) -> AsyncIterator[bytes]:
+async def _format_events(events: Iterator[tuple[str | None, Json | str]]) -> AsyncIterator[bytes]:
     for name, data in events:
         text = data if isinstance(data, str) else json.dumps(data)
         yield f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
@@ -95,7 +95,7 @@ async def _sse(events: Iterator[tuple[str | None, Json | str]]) -> AsyncIterator
 Events = Iterator[tuple[str | None, Json | str]]
 
 
-def _chat(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
+def _encode_chat(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
     calls = [
         {
             "id": f"call_{number:04d}{index}",
@@ -135,7 +135,7 @@ def _chat(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
     return whole, events()
 
 
-def _messages(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
+def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
     blocks: list[Json] = [{"type": "text", "text": reply.text}] if reply.text else []
     blocks += [
         {"type": "tool_use", "id": f"toolu_{number:04d}{index}", "name": name, "input": arguments}
@@ -176,7 +176,7 @@ def _messages(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
     return whole, events()
 
 
-def _responses(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
+def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
     items: list[Json] = []
     if reply.text:
         part = {"type": "output_text", "text": reply.text, "annotations": []}
@@ -194,7 +194,7 @@ def _responses(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
             "id": f"fc_{number:04d}{index}",
             "type": "function_call",
             "call_id": f"call_{number:04d}{index}",
-            **_namespaced(name),
+            **_split_namespace(name),
             "arguments": json.dumps(arguments),
             "status": "completed",
         }
@@ -242,7 +242,7 @@ def _responses(reply: Reply, number: int, model: str) -> tuple[Json, Events]:
     return whole, events()
 
 
-def _namespaced(name: str) -> Json:
+def _split_namespace(name: str) -> Json:
     """``space.tool`` is a tool of a namespace, which Responses says in a field of its own."""
     space, _, tool = name.rpartition(".")
     return {"namespace": space, "name": tool} if space else {"name": tool}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.once import make_once
+from tests.cached_folders import create_folder_once
 
 CACHE = Path(__file__).parents[3] / ".cache" / "agents"
 NODE = "24.21.0"
@@ -20,12 +20,12 @@ NODE = "24.21.0"
 INSTALL_TIMEOUT = 540
 
 
-class NotInstalled(Exception):
+class AgentInstallError(Exception):
     """Why an agent could not be had."""
 
 
 @dataclass(frozen=True)
-class Target:
+class ServerTarget:
     """Where an agent is pointed."""
 
     url: str
@@ -35,7 +35,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class AgentCommand:
     """A command, and what it is given besides a clean HOME."""
 
     argv: Sequence[str]
@@ -47,7 +47,7 @@ class CliAgent:
     name: str
     package: str
     version: str
-    prepare: Callable[[Path, Target, str], Prepared]
+    prepare: Callable[[Path, ServerTarget, str], AgentCommand]
     """From its HOME, the server and the task; may write settings into the HOME."""
 
     @property
@@ -58,14 +58,14 @@ class CliAgent:
         install("node", "node", NODE)
         install(self.name, self.package, self.version)
 
-    def run(self, home: Path, work: Path, target: Target, task: str, timeout: float = 120) -> str:
+    def run(self, home: Path, work: Path, target: ServerTarget, task: str, timeout: float = 120) -> str:
         """Its output. Raises CalledProcessError or TimeoutExpired, both with what it said."""
         home.mkdir(parents=True, exist_ok=True)
         prepared = self.prepare(home, target, task)
         done = subprocess.run(
             [str(self.folder / "node_modules" / ".bin" / prepared.argv[0]), *prepared.argv[1:]],
             cwd=work,
-            env=_environment(home, prepared.env),
+            env=_make_environment(home, prepared.env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -83,32 +83,34 @@ def install(name: str, package: str, version: str) -> None:
     def make(folder: Path) -> None:
         npm = shutil.which("npm")
         if npm is None:
-            raise NotInstalled("npm is not installed")
+            raise AgentInstallError("npm is not installed")
         folder.mkdir()
         command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@{version}"]
-        env = {**os.environ, "PATH": _path()}
+        env = {**os.environ, "PATH": _search_path()}
         try:
             subprocess.run(
                 command, env=env, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT
             )
         except subprocess.CalledProcessError as error:
-            raise NotInstalled(f"npm refused {package}@{version}: {error.stderr[-500:]}") from error
+            raise AgentInstallError(f"npm refused {package}@{version}: {error.stderr[-500:]}") from error
         except subprocess.TimeoutExpired as error:
-            raise NotInstalled(f"npm did not install {package}@{version} in {INSTALL_TIMEOUT} s") from error
+            raise AgentInstallError(
+                f"npm did not install {package}@{version} in {INSTALL_TIMEOUT} s"
+            ) from error
 
-    make_once(CACHE / f"{name}-{version}", make)
+    create_folder_once(CACHE / f"{name}-{version}", make)
 
 
-def _path() -> str:
+def _search_path() -> str:
     """With our Node in front of the machine's."""
     return f"{CACHE / f'node-{NODE}' / 'node_modules' / 'node' / 'bin'}:{os.environ['PATH']}"
 
 
-def _environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
+def _make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
     """Nothing of the machine's own settings reaches an agent."""
     return {
         "HOME": str(home),
-        "PATH": _path(),
+        "PATH": _search_path(),
         "TMPDIR": str(home),
         "LANG": "C.UTF-8",
         "TERM": "dumb",
@@ -117,8 +119,8 @@ def _environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _claude_code(home: Path, target: Target, task: str) -> Prepared:
-    return Prepared(
+def _claude_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+    return AgentCommand(
         ["claude", "-p", task, "--dangerously-skip-permissions", "--model", target.model],
         {
             "ANTHROPIC_BASE_URL": target.url,
@@ -130,7 +132,7 @@ def _claude_code(home: Path, target: Target, task: str) -> Prepared:
     )
 
 
-def _codex(home: Path, target: Target, task: str) -> Prepared:
+def _codex(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     settings = home / ".codex" / "config.toml"
     settings.parent.mkdir(exist_ok=True)
     settings.write_text(
@@ -145,14 +147,14 @@ env_key = "INSTAR_KEY"
 wire_api = "responses"
 """
     )
-    return Prepared(
+    return AgentCommand(
         ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", task],
         {"INSTAR_KEY": target.key},
     )
 
 
-def _qwen_code(home: Path, target: Target, task: str) -> Prepared:
-    return Prepared(
+def _qwen_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+    return AgentCommand(
         ["qwen", "-y", "--auth-type", "openai", "-p", task],
         {
             "OPENAI_BASE_URL": f"{target.url}/v1",
@@ -163,7 +165,7 @@ def _qwen_code(home: Path, target: Target, task: str) -> Prepared:
     )
 
 
-def _opencode(home: Path, target: Target, task: str) -> Prepared:
+def _opencode(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     settings = home / ".config" / "opencode" / "opencode.json"
     settings.parent.mkdir(parents=True, exist_ok=True)
     provider = {
@@ -182,10 +184,10 @@ def _opencode(home: Path, target: Target, task: str) -> Prepared:
             }
         )
     )
-    return Prepared(["opencode", "run", task], {"OPENCODE_DISABLE_MODELS_FETCH": "1"})
+    return AgentCommand(["opencode", "run", task], {"OPENCODE_DISABLE_MODELS_FETCH": "1"})
 
 
-def openclaw_with_all_tools(home: Path, target: Target, task: str) -> Prepared:
+def openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     """As it is installed. It then puts a note on running programs and sub-agents behind the last message, and
     takes it out again in the next request: no request continues another."""
     settings = home / ".openclaw" / "openclaw.json"
@@ -209,10 +211,10 @@ def openclaw_with_all_tools(home: Path, target: Target, task: str) -> Prepared:
             }
         )
     )
-    return Prepared(["openclaw", "agent", "--local", "--session-id", "tests", "--message", task])
+    return AgentCommand(["openclaw", "agent", "--local", "--session-id", "tests", "--message", task])
 
 
-def _openclaw(home: Path, target: Target, task: str) -> Prepared:
+def _openclaw(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     prepared = openclaw_with_all_tools(home, target, task)
     settings = home / ".openclaw" / "openclaw.json"
     without = {"tools": {"deny": ["process", "sessions_spawn"]}}

@@ -22,16 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from instar.gateway.serve import bind, serve
-from tests.integration.agents.capture import Capture, Exchange
-from tests.integration.agents.cli import AGENTS, CliAgent, Target, openclaw_with_all_tools
-from tests.integration.agents.hands import AFTER, BEFORE, FILE, task
-from tests.integration.agents.scenes import SCENES, SUMMARY
+from tests.integration.agents.agent_tools import AFTER, BEFORE, FILE, make_task
+from tests.integration.agents.capture import CapturedExchange, CaptureServer
+from tests.integration.agents.cli import AGENTS, CliAgent, ServerTarget, openclaw_with_all_tools
+from tests.integration.agents.scenarios import SCENARIOS, SUMMARY
 
 FIXTURES = Path(__file__).parents[2] / "unit" / "record" / "fixtures" / "traffic"
-LONGEST = 300
+MAX_TEXT_LENGTH = 300
 """Characters of a text that stays whole."""
-TELLING = re.compile(r"session|thread|agent|window|affinity|request-id|retry|idempotency|anthropic|metadata")
-RECORDED = {
+KEPT_HEADERS = re.compile(
+    r"session|thread|agent|window|affinity|request-id|retry|idempotency|anthropic|metadata"
+)
+RECORDED_SCENARIOS = {
     "claude-code": ["edit", "retry", "compaction", "subagents"],
     "codex": ["edit", "retry", "compaction", "subagents"],
     "qwen-code": ["edit", "retry", "compaction", "subagents"],
@@ -40,19 +42,19 @@ RECORDED = {
 }
 
 
-async def perform(agent: CliAgent, scene: str, folder: Path) -> list[Exchange]:
+async def run_scenario(agent: CliAgent, scene: str, folder: Path) -> list[CapturedExchange]:
     """The traffic of one run, which must have done its task."""
     work, home = folder / "project", folder / "home"
     work.mkdir()
     path = work / FILE
     path.write_text(BEFORE)
-    capture = Capture(SCENES[scene](agent.name, str(path)).script())
+    capture = CaptureServer(SCENARIOS[scene](agent.name, str(path)).make_script())
     listener = bind("127.0.0.1", 0)
     stop = asyncio.Event()
-    server = asyncio.create_task(serve(capture.app(), listener, stop=stop, grace=1))
-    target = Target(f"http://127.0.0.1:{listener.getsockname()[1]}", "sk-recorded")
+    server = asyncio.create_task(serve(capture.create_app(), listener, stop=stop, grace=1))
+    target = ServerTarget(f"http://127.0.0.1:{listener.getsockname()[1]}", "sk-recorded")
     try:
-        said = await asyncio.to_thread(agent.run, home, work, target, task(str(path)))
+        said = await asyncio.to_thread(agent.run, home, work, target, make_task(str(path)))
     finally:
         stop.set()
         await server
@@ -63,7 +65,7 @@ async def perform(agent: CliAgent, scene: str, folder: Path) -> list[Exchange]:
     return capture.exchanges
 
 
-def anonymous(exchanges: list[Exchange], folder: Path) -> list[dict[str, Any]]:
+def anonymize(exchanges: list[CapturedExchange], folder: Path) -> list[dict[str, Any]]:
     names = {
         str(folder): "/home/user",
         platform.release(): "6.1.0",
@@ -73,7 +75,9 @@ def anonymous(exchanges: list[Exchange], folder: Path) -> list[dict[str, Any]]:
         {
             "path": exchange.path,
             "headers": {
-                key: _clean(value, names) for key, value in exchange.headers.items() if TELLING.search(key)
+                key: _clean(value, names)
+                for key, value in exchange.headers.items()
+                if KEPT_HEADERS.search(key)
             },
             "body": _clean(exchange.body, names),
             "reply": _clean(exchange.reply, names),
@@ -92,10 +96,10 @@ def _clean(value: Any, names: dict[str, str]) -> Any:
     for name, instead in names.items():
         value = value.replace(name, instead)
     value = re.sub(r"(device_id\W+|installation_id\W+)[0-9a-f-]{32,}", r"\g<1>0", value)
-    if len(value) <= LONGEST or value.lstrip().startswith("{"):
+    if len(value) <= MAX_TEXT_LENGTH or value.lstrip().startswith("{"):
         return value
     digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
-    return f"{value[: LONGEST // 2]}… [{len(value)} characters, {digest}]"
+    return f"{value[: MAX_TEXT_LENGTH // 2]}… [{len(value)} characters, {digest}]"
 
 
 def record(agent: CliAgent, scene: str) -> Path:
@@ -104,7 +108,7 @@ def record(agent: CliAgent, scene: str) -> Path:
         agent = replace(agent, prepare=openclaw_with_all_tools)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        traffic = anonymous(asyncio.run(perform(agent, scene, folder)), folder)
+        traffic = anonymize(asyncio.run(run_scenario(agent, scene, folder)), folder)
     FIXTURES.mkdir(parents=True, exist_ok=True)
     target = FIXTURES / f"{agent.name}-{scene}.json.gz"
     text = json.dumps(traffic, ensure_ascii=False)
@@ -113,7 +117,7 @@ def record(agent: CliAgent, scene: str) -> Path:
 
 
 def main(wanted: list[str]) -> None:
-    for name, scenes in RECORDED.items():
+    for name, scenes in RECORDED_SCENARIOS.items():
         for scene in scenes:
             if not wanted or f"{name}-{scene}" in wanted or name in wanted:
                 target = record(AGENTS[name], scene)

@@ -17,21 +17,21 @@ from instar.models import DEFAULT_MODEL, resolve_model
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, CallStatus, Channel, Link, Session
-from tests.integration.agents.cli import AGENTS, CliAgent, NotInstalled, Target
-from tests.integration.agents.hands import AFTER, BEFORE, FILE, task
+from tests.integration.agents.agent_tools import AFTER, BEFORE, FILE, make_task
+from tests.integration.agents.cli import AGENTS, AgentInstallError, CliAgent, ServerTarget
 from tests.serving import ADMIN_KEY, running_gateway
 
-ASKED = re.compile(r"Change the word|Look into .*\.")
+TASK_PATTERN = re.compile(r"Change the word|Look into .*\.")
 OWN_SESSIONS = {"opencode", "qwen-code"}
 """Their sub-agents come under ids of their own, or none: they are sessions unless one was opened for all."""
 
 
 @dataclass
-class Run:
+class AgentRun:
     """What is left of a run."""
 
     file: str
-    said: str
+    output: str
     sessions: list[Session]
     calls: list[Call]
     """In the order they were recorded."""
@@ -39,20 +39,22 @@ class Run:
 
 @pytest.fixture(params=AGENTS)
 def agent(request: pytest.FixtureRequest) -> CliAgent:
-    return installed(request.param)
+    return install_agent(request.param)
 
 
-def installed(name: str) -> CliAgent:
+def install_agent(name: str) -> CliAgent:
     agent = AGENTS[name]
     try:
         agent.install()
-    except NotInstalled as why:
+    except AgentInstallError as why:
         print(why)
         pytest.skip(str(why))
     return agent
 
 
-async def run_agent(agent: CliAgent, folder: Path, *, helpers: bool = False, opened: bool = False) -> Run:
+async def run_agent(
+    agent: CliAgent, folder: Path, *, helpers: bool = False, opened: bool = False
+) -> AgentRun:
     """One run at a gateway of its own. ``opened``: in a session that was opened for it, by URL and key;
     else the agent has a key that opens no session, and the gateway finds out which calls belong together."""
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=200_000)
@@ -63,30 +65,30 @@ async def run_agent(agent: CliAgent, folder: Path, *, helpers: bool = False, ope
     work.mkdir()
     path = work / FILE
     path.write_text(BEFORE)
-    wanted = task(str(path)) + (" with helpers" if helpers else "")
+    wanted = make_task(str(path)) + (" with helpers" if helpers else "")
     async with running_gateway(RunConfig(name="agents", model=model), store, engine) as url:
-        target = await open_target(url) if opened else Target(url, ADMIN_KEY)
+        target = await open_target(url) if opened else ServerTarget(url, ADMIN_KEY)
         said = await asyncio.to_thread(agent.run, folder / "home", work, target, wanted)
     sessions = [row.session for row in await store.sessions("agents")]
     calls = [call for session in sessions for call in await store.calls(session.session_id)]
     await engine.close()
     await store.close()
-    return Run(path.read_text(), said, sessions, calls)
+    return AgentRun(path.read_text(), said, sessions, calls)
 
 
-async def open_target(url: str) -> Target:
+async def open_target(url: str) -> ServerTarget:
     client = GatewayClient(url, ADMIN_KEY)
     session = await client.open_session(channel=Channel.TRAIN)
     await client.close()
-    return Target(session.base_url.removesuffix("/v1"), session.api_key)
+    return ServerTarget(session.base_url.removesuffix("/v1"), session.api_key)
 
 
-def conversations(calls: Sequence[Call]) -> dict[str, list[Call]]:
+def group_by_task(calls: Sequence[Call]) -> dict[str, list[Call]]:
     """Calls by what the agent or its sub-agent was asked to do. Those without tools (titles) are left out."""
     found: dict[str, list[Call]] = {}
     for call in calls:
         said = "\n".join(message["content"] for message in call.messages if message["role"] == "user")
-        if call.tools and (asked := ASKED.search(said)):
+        if call.tools and (asked := TASK_PATTERN.search(said)):
             found.setdefault(asked.group(), []).append(call)
     return found
 
@@ -104,10 +106,10 @@ def check_exact(calls: Sequence[Call]) -> None:
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
 async def test_cli_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: bool, tmp_path: Path) -> None:
     run = await run_agent(agent, tmp_path, opened=opened)
-    assert run.file == AFTER, run.said
+    assert run.file == AFTER, run.output
     assert len(run.sessions) == 1
     assert all(call.status is CallStatus.OK for call in run.calls)
-    (calls,) = conversations(run.calls).values()
+    (calls,) = group_by_task(run.calls).values()
     assert len(calls) == 3
     check_exact(calls)
 
@@ -115,9 +117,9 @@ async def test_cli_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: b
 @pytest.mark.parametrize("name", ["claude-code", "codex", "qwen-code", "opencode"])
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
 async def test_sub_agents_have_their_own_conversations(name: str, opened: bool, tmp_path: Path) -> None:
-    run = await run_agent(installed(name), tmp_path, helpers=True, opened=opened)
-    assert run.file == AFTER, run.said
-    found = conversations(run.calls)
+    run = await run_agent(install_agent(name), tmp_path, helpers=True, opened=opened)
+    assert run.file == AFTER, run.output
+    found = group_by_task(run.calls)
     assert len(found) == 3, list(found)
     for calls in found.values():
         assert len(calls) >= 2

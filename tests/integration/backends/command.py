@@ -15,7 +15,7 @@ from typing import Any
 from instar.clouds.base import SERVICES
 from instar.trainer.monitor import read_steps
 from tests.integration.backends.environments import ROOT, interpreter
-from tests.torture.tortured import Tortured
+from tests.torture.run_process import RunProcess
 
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
 INSTAR = (sys.executable, "-m", "instar.cli.main")
@@ -69,12 +69,12 @@ def serving(name: str, model: str, folder: Path, *options: str) -> Generator[Ser
 def train(settings: dict[str, Any], folder: Path, service: Service | None = None) -> list[dict[str, Any]]:
     """The record of every step of a run that ended well."""
     folder.mkdir(exist_ok=True)
-    run = Tortured(folder, {**settings, "dir": str(folder / "run")})
+    run = RunProcess(folder, {**settings, "dir": str(folder / "run")})
     run.start(**(service.environment if service else {}))
     try:
         run.finish(TRAIN_SECONDS)
     finally:
-        if not run.is_over():
+        if not run.has_exited():
             run.kill()
     assert service is None or service.key not in run.explain()
     return read_steps(run.run_dir)

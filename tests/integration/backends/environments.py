@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.once import make_once
+from tests.cached_folders import create_folder_once
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / ".cache" / "envs"
@@ -44,7 +44,7 @@ def interpreter(name: str) -> Path:
         if name == "vllm":
             _finish_vllm(folder)
 
-    make_once(FOLDER / name, make)
+    create_folder_once(FOLDER / name, make)
     return FOLDER / name / "bin" / "python"
 
 

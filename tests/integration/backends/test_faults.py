@@ -19,9 +19,9 @@ from instar.conformance.server import PROTOCOLS
 from tests.integration.backends.bad_line import FAULTS, PASSING
 from tests.integration.backends.environments import interpreter
 from tests.tiny import make_tiny_model
-from tests.torture.certificates import few_certificates
-from tests.torture.nursery import ROOT, Nursery
-from tests.torture.service_run import Served
+from tests.torture.certificates import single_certificate_env
+from tests.torture.fork_server import ROOT, ForkServer
+from tests.torture.service_run import ServiceProcess
 
 pytestmark = pytest.mark.alone
 PROGRAM_SECONDS = 400
@@ -46,22 +46,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Generator[Nursery]:
-    nursery = Nursery("tests.torture.service_server", "peft")
+def nursery() -> Generator[ForkServer]:
+    nursery = ForkServer("tests.torture.service_server", "peft")
     yield nursery
     nursery.close()
 
 
-def play(service: str, what: str, model: Path, nursery: Nursery, folder: Path, ttl: float) -> dict[str, Any]:
+def play(
+    service: str, what: str, model: Path, nursery: ForkServer, folder: Path, ttl: float
+) -> dict[str, Any]:
     """What the program tells; the service's server runs beside it."""
-    served = Served(PROTOCOLS[service], model, folder, nursery, ttl)
+    served = ServiceProcess(PROTOCOLS[service], model, folder, nursery, ttl)
     served.start()
-    served.wait()
+    served.wait_until_listening()
     python = str(interpreter("mint")) if service == "mint" else sys.executable
     command = [python, "-m", "tests.integration.backends.faults_program", service, served.url]
     env = {
         **os.environ,
-        **few_certificates(),
+        **single_certificate_env(),
         SERVICES[service].key_env: served.key,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -101,7 +103,7 @@ def check_outcome(case: dict[str, Any], undisturbed: dict[str, Any]) -> None:
 @pytest.mark.timeout(PROGRAM_SECONDS + 60)
 @pytest.mark.parametrize("service", ["tinker", "weaver", "mint"])
 def test_backend_survives_connection_faults(
-    service: str, model: Path, nursery: Nursery, tmp_path: Path
+    service: str, model: Path, nursery: ForkServer, tmp_path: Path
 ) -> None:
     told = play(service, HALVES[service], model, nursery, tmp_path, 600.0)
     for call in CALLS[service]:
@@ -123,7 +125,7 @@ def test_backend_survives_connection_faults(
 @pytest.mark.timeout(PROGRAM_SECONDS + 60)
 @pytest.mark.parametrize("service", ["tinker", "weaver", "mint"])
 def test_backend_survives_expired_sessions(
-    service: str, model: Path, nursery: Nursery, tmp_path: Path
+    service: str, model: Path, nursery: ForkServer, tmp_path: Path
 ) -> None:
     told = play(service, "idle", model, nursery, tmp_path, FORGETS)
     lost = [error for case in told["cases"] for error in case["errors"]]

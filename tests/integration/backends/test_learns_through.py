@@ -14,7 +14,7 @@ import pytest
 from tests.integration.backends.command import INSTAR, PROTOCOLS, serving, train
 from tests.integration.backends.environments import ROOT, interpreter
 from tests.tiny import make_tiny_model
-from tests.torture import tortured
+from tests.torture import run_process
 from tests.unit.test_learns import LEARNED, run_config
 
 RANK = 8
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_batches(model: Path, folder: Path, backend: dict[str, Any]) -> dict[str, Any]:
     """A run whose replies are scripted, so that every backend is given the same."""
-    return {**tortured.settings(folder, model, steps=FOLLOWED), "backend": backend}
+    return {**run_process.make_config(folder, model, steps=FOLLOWED), "backend": backend}
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ import tinker
 from tinker.lib.retryable_exception import RetryableException
 
 from tests.integration.backends.environments import interpreter
-from tests.sdk_leaks import LEAKS, collected
+from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.tiny import make_tiny_model
 from tests.unit.protocol.tinker.raw import Raw
 from tests.unit.protocol.tinker.test_json import both
 from tests.unit.protocol.tinker.test_training import next_tokens, step
 
-pytestmark = [LEAKS, pytest.mark.timeout(300)]  # processes that each import torch
+pytestmark = [IGNORE_SDK_LEAKS, pytest.mark.timeout(300)]  # processes that each import torch
 INSTAR = str(Path(sys.executable).with_name("instar"))
 ROOT = Path(__file__).resolve().parents[3]
 KEY, MINT_KEY = "tml-0123456789abcdef", "sk-0123456789abcdefgh"
@@ -74,7 +74,7 @@ def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Pa
 
 
 def test_server_killed_during_a_step_restarts(model: Path, tmp_path: Path) -> None:
-    with collected(), serving(model, tmp_path) as (url, process):
+    with collect_sdk_leaks(), serving(model, tmp_path) as (url, process):
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         training = service.create_lora_training_client(str(model), rank=4, seed=3)
         step(training)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from tests.integration.backends.environments import ROOT, interpreter
 from tests.tiny import make_tiny_model
-from tests.torture.tortured import Tortured, settings
+from tests.torture.run_process import RunProcess, make_config
 
 CHECK = Path(__file__).with_name("verl_check.py")
 STEPS = 4
@@ -36,7 +36,7 @@ def test_run_continues_after_the_trainer_is_killed(python: Path, tmp_path: Path)
     local.finish()
     verl = start(tmp_path / "verl", model, {"type": "verl", "lora": {"rank": 4}, "python": str(python)})
     assert verl.wait_until(
-        lambda: verl.is_up() and bool(verl.query("SELECT 1 FROM steps WHERE state = 'committed'")),
+        lambda: verl.is_ready() and bool(verl.query("SELECT 1 FROM steps WHERE state = 'committed'")),
         timeout=200,
     )
     ranks = ranks_now()
@@ -52,9 +52,9 @@ def test_run_continues_after_the_trainer_is_killed(python: Path, tmp_path: Path)
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "ranks outlived their trainer"
 
 
-def start(folder: Path, model: Path, backend: dict[str, Any]) -> Tortured:
+def start(folder: Path, model: Path, backend: dict[str, Any]) -> RunProcess:
     folder.mkdir()
-    run = Tortured(folder, settings(folder, model, steps=STEPS) | {"backend": backend})
+    run = RunProcess(folder, make_config(folder, model, steps=STEPS) | {"backend": backend})
     run.start()
     return run
 
@@ -72,13 +72,13 @@ def ranks_now() -> list[int]:
     return actual
 
 
-def trained(run: Tortured) -> list[Any]:
+def trained(run: RunProcess) -> list[Any]:
     return run.query(
         "SELECT step, sample_key, reward, advantage FROM claims WHERE outcome = 'trained' ORDER BY 1, 2"
     )
 
 
-def weights(run: Tortured) -> dict[str, np.ndarray]:
+def weights(run: RunProcess) -> dict[str, np.ndarray]:
     """Of the last policy that was published."""
     (path,) = run.query("SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC")[
         0

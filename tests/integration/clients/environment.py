@@ -12,8 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tests.cached_folders import create_folder_once
 from tests.integration.backends.environments import install
-from tests.once import make_once
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
@@ -22,36 +22,36 @@ RUN_TIMEOUT = 100
 
 
 @dataclass(frozen=True)
-class Job:
+class ClientJob:
     """One conversation of a client, as `programs/job.py` reads it."""
 
     url: str
     key: str
-    way: str
+    variant: str
     question: str
-    then: str
+    follow_up: str
 
 
 @dataclass(frozen=True)
-class Outcome:
-    said: list[Any]
+class ClientResult:
+    answers: list[Any]
     usage: list[tuple[int, int]]
     error: str
 
 
-def installed() -> Path:
+def install_clients() -> Path:
     """The clients' interpreter. Another list of requirements is another environment."""
     folder = CACHE / sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
     # The list is complete, so there is nothing to resolve.
-    make_once(folder, lambda fresh: install(fresh, "--no-deps", "-r", str(REQUIREMENTS)))
+    create_folder_once(folder, lambda fresh: install(fresh, "--no-deps", "-r", str(REQUIREMENTS)))
     return folder / "bin" / "python"
 
 
 async def run_client(
-    name: str, jobs: Sequence[Job], home: Path, timeout: float = RUN_TIMEOUT
-) -> list[Outcome]:
+    name: str, jobs: Sequence[ClientJob], home: Path, timeout: float = RUN_TIMEOUT
+) -> list[ClientResult]:
     """All jobs at once, in one process of ``programs/run_<name>.py``. ``home`` is a folder."""
-    python = await asyncio.to_thread(installed)
+    python = await asyncio.to_thread(install_clients)
     process = await asyncio.create_subprocess_exec(
         str(python),
         str(HERE / "programs" / f"run_{name}.py"),
@@ -71,8 +71,8 @@ async def run_client(
     if process.returncode:
         raise RuntimeError(f"{name} ended with {process.returncode}: {err.decode()[-2000:]}")
     found = json.loads(out.decode().splitlines()[-1])
-    return [Outcome(one["said"], [(a, b) for a, b in one["usage"]], one["error"]) for one in found]
+    return [ClientResult(one["answers"], [(a, b) for a, b in one["usage"]], one["error"]) for one in found]
 
 
 if __name__ == "__main__":
-    print(installed())
+    print(install_clients())

@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Callable
 
-ASKED = re.compile(r"Work out (\d+) \* (\d+) \+ (\d+) (\w+)\.")
-SAID = re.compile(r"calc says (\d+)")
+QUESTION_PATTERN = re.compile(r"Work out (\d+) \* (\d+) \+ (\d+) (\w+)\.")
+TOOL_RESULT_PATTERN = re.compile(r"calc says (\d+)")
 THANKS = "Thank you."
 WELCOME = "You are welcome."
 THINKING = "<think>\nLet me think.\n</think>\n\n"
@@ -20,24 +20,24 @@ MALFORMED = "I call <tool_call>{'name': calc}</tool_call>"
 WriteCall = Callable[[str, dict[str, object]], str]
 
 
-def question(number: int, how: str = "stepwise") -> str:
+def make_question(number: int, style: str = "stepwise") -> str:
     """``how``: stepwise, helped, typed, finally, coded, bashed, fenced, plainly or badly."""
-    return f"Work out {number} * 310 + 5 {how}."
+    return f"Work out {number} * 310 + 5 {style}."
 
 
-def answer(number: int) -> int:
+def compute_answer(number: int) -> int:
     return number * 310 + 5
 
 
 def reply(prompt: str, call: WriteCall) -> str:
-    questions = list(ASKED.finditer(prompt))
+    questions = list(QUESTION_PATTERN.finditer(prompt))
     if not questions:
         return "I see."
     asked = questions[-1]
     a, b, c = map(int, asked.group(1, 2, 3))
     how, since = asked.group(4), prompt[asked.end() :]
     product, total = a * b, a * b + c
-    done = len(SAID.findall(since))
+    done = len(TOOL_RESULT_PATTERN.findall(since))
     thanked = THANKS in since
     if how == "badly":
         return WELCOME if thanked else MALFORMED
@@ -67,16 +67,16 @@ def reply(prompt: str, call: WriteCall) -> str:
     return WELCOME if thanked else f"It is {total}."
 
 
-def tagged(name: str, arguments: dict[str, object]) -> str:
+def format_tagged_call(name: str, arguments: dict[str, object]) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def bare(name: str, arguments: dict[str, object]) -> str:
+def format_bare_call(name: str, arguments: dict[str, object]) -> str:
     return f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
 
 
 def smollm2(prompt: str, seed: int | None) -> str:
-    return reply(prompt, lambda name, arguments: f"Let me see.\n{tagged(name, arguments)}")
+    return reply(prompt, lambda name, arguments: f"Let me see.\n{format_tagged_call(name, arguments)}")
 
 
 def qwen2_5(prompt: str, seed: int | None) -> str:
@@ -84,12 +84,12 @@ def qwen2_5(prompt: str, seed: int | None) -> str:
 
 
 def qwen3(prompt: str, seed: int | None) -> str:
-    return THINKING + reply(prompt, tagged)
+    return THINKING + reply(prompt, format_tagged_call)
 
 
 def llama3(prompt: str, seed: int | None) -> str:
     """A call is a reply of its own."""
-    return reply(prompt, bare)
+    return reply(prompt, format_bare_call)
 
 
 def deepseek_v3(prompt: str, seed: int | None) -> str:

@@ -20,7 +20,12 @@ from instar.rollout.base import AgentSession
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel
-from tests.integration.clients.accounts import Recorded, is_exact, sampled_tokens, trained_tokens
+from tests.integration.clients.recorded_sessions import (
+    RecordedSession,
+    count_sampled_tokens,
+    count_trained_tokens,
+    is_exact,
+)
 from tests.serving import ADMIN_KEY, running_gateway
 
 QUESTIONS = ("Name a colour.", "And another one.", "Which is nicer?")
@@ -28,25 +33,25 @@ LENGTH = 12
 
 
 @dataclass
-class House:
+class RealModelHarness:
     client: GatewayClient
     store: SqliteStore
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def house(tmp_path: Path) -> AsyncIterator[RealModelHarness]:
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=1024)
     engine, store = LocalEngine(model, LocalEngineConfig(threads=2)), SqliteStore(tmp_path / "store.db")
     async with running_gateway(RunConfig(name="real", model=model), store, engine) as url:
         client = GatewayClient(url, ADMIN_KEY)
-        yield House(client, store)
+        yield RealModelHarness(client, store)
         await client.close()
     await engine.close()
     await store.close()
 
 
 @dataclass(frozen=True)
-class Told:
+class ReceivedReply:
     """What the client was told of a reply."""
 
     text: str
@@ -54,8 +59,8 @@ class Told:
     pieces: int
 
 
-async def chat(session: AgentSession) -> list[Told]:
-    told: list[Told] = []
+async def chat(session: AgentSession) -> list[ReceivedReply]:
+    told: list[ReceivedReply] = []
     messages: list[Any] = [{"role": "system", "content": "Be short."}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for question in QUESTIONS:
@@ -72,13 +77,13 @@ async def chat(session: AgentSession) -> list[Told]:
             usage = chunks[-1].usage
             assert usage is not None
             text = "".join(piece or "" for piece in pieces)
-            told.append(Told(text, (usage.prompt_tokens, usage.completion_tokens), len(pieces)))
+            told.append(ReceivedReply(text, (usage.prompt_tokens, usage.completion_tokens), len(pieces)))
             messages.append({"role": "assistant", "content": text})
     return told
 
 
-async def responses(session: AgentSession) -> list[Told]:
-    told: list[Told] = []
+async def responses(session: AgentSession) -> list[ReceivedReply]:
+    told: list[ReceivedReply] = []
     items: list[Any] = []
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for question in QUESTIONS:
@@ -90,13 +95,13 @@ async def responses(session: AgentSession) -> list[Told]:
             answer: Any = events[-1].response  # type: ignore[union-attr]  # completed, or cut short
             pieces = sum(event.type == "response.output_text.delta" for event in events)
             usage = answer.usage.input_tokens, answer.usage.output_tokens
-            told.append(Told(answer.output_text, usage, pieces))
+            told.append(ReceivedReply(answer.output_text, usage, pieces))
             items += answer.output
     return told
 
 
-async def messages(session: AgentSession) -> list[Told]:
-    told: list[Told] = []
+async def messages(session: AgentSession) -> list[ReceivedReply]:
+    told: list[ReceivedReply] = []
     said: list[Any] = []
     url = session.base_url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=url, api_key=session.api_key) as client:
@@ -108,20 +113,20 @@ async def messages(session: AgentSession) -> list[Told]:
                 pieces = [text async for text in stream.text_stream]
                 answer = await stream.get_final_message()
             prompt = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-            told.append(Told("".join(pieces), (prompt, answer.usage.output_tokens), len(pieces)))
+            told.append(ReceivedReply("".join(pieces), (prompt, answer.usage.output_tokens), len(pieces)))
             said.append({"role": "assistant", "content": answer.content})
     return told
 
 
 @pytest.mark.parametrize("converse", [chat, responses, messages])
 async def test_what_a_model_says_is_streamed_and_recorded_exactly(
-    house: House, converse: Callable[[AgentSession], Awaitable[list[Told]]]
+    house: RealModelHarness, converse: Callable[[AgentSession], Awaitable[list[ReceivedReply]]]
 ) -> None:
     opened = await house.client.open_session(channel=Channel.TRAIN, seed=3)
     told = await converse(opened)
     session = await house.store.session(opened.session_id)
     assert session is not None
-    found = Recorded(session, await house.store.calls(opened.session_id))
+    found = RecordedSession(session, await house.store.calls(opened.session_id))
     assert len(found.calls) == len(QUESTIONS)
     for one, call in zip(told, found.calls, strict=True):
         assert one.text == call.reply["content"]
@@ -130,4 +135,4 @@ async def test_what_a_model_says_is_streamed_and_recorded_exactly(
         assert np.isfinite(call.logprobs).all()
     for before, after in pairwise(found.calls):
         assert is_exact(after, before)
-    assert trained_tokens(found) == sampled_tokens(found.calls) > LENGTH
+    assert count_trained_tokens(found) == count_sampled_tokens(found.calls) > LENGTH

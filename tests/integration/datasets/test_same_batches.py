@@ -18,7 +18,7 @@ from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
 from instar.store.factory import open_store
 from tests.tiny import make_tiny_model
-from tests.torture.tortured import ROOT, Tortured, Trained, settings
+from tests.torture.run_process import ROOT, RunProcess, StoredRun, make_config
 
 STEPS = 2
 UNUSED_EPOCH = 1
@@ -32,14 +32,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_settings(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, Any]:
     """Return the settings of a run in a folder that holds several runs."""
-    config = settings(folder, model, steps=STEPS)
+    config = make_config(folder, model, steps=STEPS)
     return {**config, "name": name, "dir": str(folder / "runs" / name), **changes}
 
 
-def run_to_end(folder: Path, config: dict[str, Any]) -> Tortured:
+def run_to_end(folder: Path, config: dict[str, Any]) -> RunProcess:
     run_folder = folder / config["name"]
     run_folder.mkdir()
-    run = Tortured(run_folder, config)
+    run = RunProcess(run_folder, config)
     run.start()
     run.finish()
     return run
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def original(folder: Path, model: Path) -> Tortured:
+def original(folder: Path, model: Path) -> RunProcess:
     return run_to_end(folder, make_settings(folder, model, "original"))
 
 
@@ -87,7 +87,7 @@ async def train_on_store(config: RunConfig) -> list[tuple[StepBatch, str]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("format", ["jsonl", "parquet", "hf"])
 def test_imported_run_trains_bit_for_bit_like_the_original(
-    original: Tortured, folder: Path, format: str
+    original: RunProcess, folder: Path, format: str
 ) -> None:
     out, copy_dir = folder / f"out-{format}", folder / format / "original"
     exported = run_cli(folder, "sessions", "export", original.run_dir, "--to", out, "--format", format)
@@ -126,7 +126,7 @@ def _copy_store(run_dir: Path, to: Path) -> Path:
 
 @pytest.mark.timeout(300)
 def test_run_on_a_dataset_alone_gives_the_weights_of_the_original(
-    original: Tortured, folder: Path, model: Path
+    original: RunProcess, folder: Path, model: Path
 ) -> None:
     """No agent runs, so the weights depend on the data alone."""
     run_cli(folder, "sessions", "export", original.run_dir, "--as", "golden")
@@ -136,7 +136,7 @@ def test_run_on_a_dataset_alone_gives_the_weights_of_the_original(
     assert run.query("SELECT DISTINCT role FROM endpoints WHERE role = 'rollout'") == []
     assert {epoch for (epoch,) in run.query("SELECT epoch FROM claims")} == {0}
     assert run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'") == [(STEPS,)]
-    original_state, run_state = (Trained(each.run_dir, STEPS).fingerprint() for each in (original, run))
+    original_state, run_state = (StoredRun(each.run_dir, STEPS).fingerprint() for each in (original, run))
     assert (run_state.adapter, run_state.optimizer) == (original_state.adapter, original_state.optimizer)
     assert [(step, reward, advantage) for step, _, reward, advantage in run_state.trained] == [
         (step, reward, advantage) for step, _, reward, advantage in original_state.trained
@@ -145,7 +145,7 @@ def test_run_on_a_dataset_alone_gives_the_weights_of_the_original(
 
 @pytest.mark.timeout(300)
 def test_run_on_live_and_dataset_groups_follows_their_shares(
-    original: Tortured, folder: Path, model: Path
+    original: RunProcess, folder: Path, model: Path
 ) -> None:
     run_cli(folder, "sessions", "export", original.run_dir, "--as", "half", "--format", "parquet")
     shares = [{"source": "live", "share": 0.5}, {"source": "dataset:half", "share": 0.5}]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.tortured import Tortured, settings
+from tests.torture.run_process import RunProcess, make_config
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def no_cluster_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_worker_niceness", "0")
 
 
-def on_ray(folder: Path, model: Path, **trainer: Any) -> Tortured:
-    return Tortured(folder, {**settings(folder, model, **trainer), "cluster": {"type": "ray"}})
+def on_ray(folder: Path, model: Path, **trainer: Any) -> RunProcess:
+    return RunProcess(folder, {**make_config(folder, model, **trainer), "cluster": {"type": "ray"}})
 
 
 def descendants(pid: int) -> set[int]:
@@ -63,11 +63,11 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 def test_a_run_ends_well_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
     run = on_ray(tmp_path, model, steps=3)
     process = run.start()
-    assert run.wait_until(run.is_up, 200)
+    assert run.wait_until(run.is_ready, 200)
     logs = dict(run.query("SELECT name, log FROM endpoints"))
     assert logs["trainer"] == f"127.0.0.1:{run.run_dir / 'logs' / 'trainer.log'}"
     of_ray = descendants(process.pid)
-    environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in run.processes()]
+    environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in run.list_processes()]
     assert all(b"INSTAR_LEASE=" in each for each in environments)
     run.finish(200)
     run.assert_consistent()
@@ -79,7 +79,7 @@ def test_ctrl_c_drains_and_no_role_outlives_its_driver(model: Path, tmp_path: Pa
     run = on_ray(tmp_path, model, steps=6, checkpoint_every=100)
     process = run.start()
     assert run.wait_until(
-        lambda: run.is_up() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")), 200
+        lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")), 200
     )
     process.send_signal(signal.SIGINT)
     assert run.wait(100) == 130, run.explain()
@@ -87,6 +87,6 @@ def test_ctrl_c_drains_and_no_role_outlives_its_driver(model: Path, tmp_path: Pa
     assert json.loads(run.output.read_text().splitlines()[-1])["stopped"] is True
 
     run.start(resume=True)
-    assert run.wait_until(lambda: "trainer" in run.processes().values(), 200)
+    assert run.wait_until(lambda: "trainer" in run.list_processes().values(), 200)
     run.kill()
     run.assert_no_orphans(within=30)  # Ray's own agents take a minute to notice

@@ -8,7 +8,7 @@ from instar.config import PluginConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer, Transcript
 from instar.types import Reward, RewardSource, Task
-from tests.torture.play import rule
+from tests.torture.workload import rule
 
 
 class SlowRule(Scorer):

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.tortured import HERE, Tortured, settings
+from tests.torture.run_process import WORKLOAD_MODULE, RunProcess, make_config
 
 
 @pytest.mark.timeout(180)
 def test_run_is_scored_in_background_despite_killed_process(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
-    config = settings(tmp_path, model, steps=3)
+    config = make_config(tmp_path, model, steps=3)
     config["reward"] = [{"type": "plugin", "name": "tests.integration.rewards.slow:SlowRule"}]
     config["eval"] = {
-        "tasks": {"type": "python", "function": f"{HERE}:tasks", "args": {"count": 4}},
+        "tasks": {"type": "python", "function": f"{WORKLOAD_MODULE}:tasks", "args": {"count": 4}},
         "modes": {"sampled": {}},
     }
-    run = Tortured(tmp_path, config)
+    run = RunProcess(tmp_path, config)
     run.start()
-    assert run.wait_until(lambda: run.is_up() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
+    assert run.wait_until(lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
     assert run.kill_role("rewards")
     run.finish()
     assert "rewards ended with signal SIGKILL; starting it again" in run.output.read_text()

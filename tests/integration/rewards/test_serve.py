@@ -32,7 +32,7 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         "name": "live",
         "dir": str(tmp_path / "run"),
         "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
-        "engine": {"type": "scripted", "function": "tests.integration.sayer:say"},
+        "engine": {"type": "scripted", "function": "tests.integration.scripted_replies:reply"},
         "reward": [{"type": "agent"}, {"type": "rule", "function": f"{__name__}:long_enough"}],
     }
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.vllm.servers import vllm_model
 from tests.integration.vllm.test_run import RUN_SECONDS, check_every_token, servers, settings
-from tests.torture.tortured import Tortured
+from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -19,7 +19,7 @@ async def test_run_with_ray_sync_records_exact_logprobs(
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     model = vllm_model(tmp_path / "model")
     config = settings(tmp_path, model, "merged", tokens=24, steps=3, mode="sync")
-    run = Tortured(tmp_path, config | {"sync": {"route": "ray", "chunk_mib": 1}})
+    run = RunProcess(tmp_path, config | {"sync": {"route": "ray", "chunk_mib": 1}})
     run.start()
     run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()

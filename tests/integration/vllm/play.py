@@ -7,7 +7,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from instar.rollout.base import AgentSession
-from tests.torture.play import note
+from tests.torture.workload import append_reply_id
 
 
 def tasks(count: int = 64) -> list[dict[str, Any]]:
@@ -27,5 +27,5 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str, tok
         async for chunk in stream:
             name = chunk.id
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-    note(ledger, name)
+    append_reply_id(ledger, name)
     return sum(letter.isalpha() for letter in text) / max(1, len(text))

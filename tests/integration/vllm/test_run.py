@@ -22,7 +22,7 @@ from instar.types import Call, Floats
 from tests.integration.backends.environments import interpreter
 from tests.integration.vllm.parity import GAP
 from tests.integration.vllm.servers import vllm_model
-from tests.torture.tortured import Tortured
+from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(1300)
 RUN_SECONDS = 600
@@ -87,7 +87,7 @@ class Policies:
         return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy()
 
 
-async def recorded(run: Tortured) -> tuple[list[Call], dict[int, str]]:
+async def recorded(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
     store = open_store(RunFolder(run.run_dir).read_config(), read_only=True)
     try:
         published = {
@@ -99,7 +99,7 @@ async def recorded(run: Tortured) -> tuple[list[Call], dict[int, str]]:
         await store.close()
 
 
-async def check_every_token(run: Tortured, model: Path) -> set[int]:
+async def check_every_token(run: RunProcess, model: Path) -> set[int]:
     """Every recorded token has the logprob that the version it is stamped with gives it."""
     calls, adapters = await recorded(run)
     policies = Policies(model, adapters)
@@ -113,7 +113,7 @@ async def check_every_token(run: Tortured, model: Path) -> set[int]:
     return seen
 
 
-def servers(run: Tortured) -> Iterator[int]:
+def servers(run: RunProcess) -> Iterator[int]:
     """Processes of vLLM that sample for this run: those whose log lies in its folder."""
     for entry in Path("/proc").iterdir():
         try:
@@ -126,24 +126,24 @@ def servers(run: Tortured) -> Iterator[int]:
 
 
 @contextmanager
-def started(run: Tortured) -> Iterator[None]:
+def started(run: RunProcess) -> Iterator[None]:
     """Leaves nothing behind, whatever becomes of the test."""
     run.start()
     try:
         yield
     finally:
-        if not run.is_over():
+        if not run.has_exited():
             run.kill()
 
 
-def committed(run: Tortured) -> int:
-    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_up() else 0
+def committed(run: RunProcess) -> int:
+    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
 
 
 async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
     # Sessions of the last step begin under version 2 at the earliest, however fast the engines are.
     config = settings(tmp_path, model, "merged", tokens=160, steps=6, max_staleness=3)
-    run = Tortured(tmp_path, config)
+    run = RunProcess(tmp_path, config)
     with started(run):
         assert run.wait_until(lambda: committed(run) >= 2, timeout=RUN_SECONDS), run.explain()
         victim, _other = sorted(servers(run))
@@ -161,7 +161,7 @@ async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp
 
 
 async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: Path) -> None:
-    run = Tortured(tmp_path, settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
+    run = RunProcess(tmp_path, settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
     with started(run):
         run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()

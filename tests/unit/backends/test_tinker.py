@@ -21,12 +21,12 @@ from instar.conformance.batches import make_sample, tree_samples
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 from instar.protocol.base import ServiceLimits
 from instar.types import Artifact
-from tests.sdk_leaks import LEAKS, collected
+from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.unit.backends.conformance import ADAM, BackendConformance, begun
 from tests.unit.protocol.serving import served
 
 KEY = "tml-a-key-of-the-tests"
-pytestmark = LEAKS
+pytestmark = IGNORE_SDK_LEAKS
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(model: ModelConfig, kept: Path) -> Generator[str]:
     # A closed backend's model stays until the server misses its session.
     with (
-        collected(),
+        collect_sdk_leaks(),
         served("tinker", model, folder=kept, keys=[KEY], limits=ServiceLimits(max_models=64)) as address,
     ):
         yield address
@@ -203,14 +203,14 @@ async def test_a_call_before_the_session_and_after_it_was_lost(
 async def test_a_server_that_was_restarted_has_lost_the_session(
     model: ModelConfig, kept: Path, tmp_path: Path
 ) -> None:
-    with collected(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
+    with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
         backend = backend_of(model, first, deadline=30)
         await backend.start()
         await backend.forward_backward(tree_samples(), LossConfig())
         await backend.save_state(tmp_path / "state")
         before = await backend.forward(tree_samples())
     port = int(first.rsplit(":", 1)[1])
-    with collected(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY], port=port):
+    with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY], port=port):
         with pytest.raises(BackendLost):
             await backend.optim_step(ADAM)
         with pytest.raises(BackendLost):
@@ -231,7 +231,7 @@ async def test_a_service_that_is_not_there_is_given_up_in_time(model: ModelConfi
 
 
 async def test_a_service_that_stalls_is_given_up_in_time(model: ModelConfig, tmp_path: Path) -> None:
-    with collected(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address:
+    with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address:
         backend = backend_of(model, address, deadline=30)
         await backend.start()
     # Nothing listens there any more, and the SDK goes on trying for minutes.

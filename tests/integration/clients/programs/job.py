@@ -20,14 +20,14 @@ class Job:
     url: str
     """Of the server or of a session, without ``/v1``."""
     key: str
-    way: str
+    variant: str
     """Which of the client's ways to ask, words joined by ``-``."""
     question: str
-    then: str
+    follow_up: str
 
     @property
     def words(self) -> set[str]:
-        return set(self.way.split("-"))
+        return set(self.variant.split("-"))
 
     @property
     def openai(self) -> dict[str, Any]:
@@ -35,8 +35,8 @@ class Job:
 
 
 @dataclass
-class Outcome:
-    said: list[Any] = field(default_factory=list)
+class JobResult:
+    answers: list[Any] = field(default_factory=list)
     """The final answer to each question."""
     usage: list[tuple[int, int]] = field(default_factory=list)
     """Prompt and sampled tokens of each call, where the client tells them."""
@@ -54,18 +54,18 @@ def calc(expression: str) -> str:
     return f"calc says {value}"
 
 
-def serve(run: Callable[[Job, Outcome], None]) -> None:
+def serve(run: Callable[[Job, JobResult], None]) -> None:
     jobs = [Job(**job) for job in json.load(sys.stdin)]
     with ThreadPoolExecutor(len(jobs)) as pool:
-        outcomes = list(pool.map(lambda job: _attempt(run, job), jobs))
-    print("\n" + json.dumps([vars(outcome) for outcome in outcomes]), flush=True)
+        results = list(pool.map(lambda job: _attempt(run, job), jobs))
+    print("\n" + json.dumps([vars(job_result) for job_result in results]), flush=True)
     os._exit(0)  # some clients leave threads behind that wait for the network
 
 
-def _attempt(run: Callable[[Job, Outcome], None], job: Job) -> Outcome:
-    outcome = Outcome()
+def _attempt(run: Callable[[Job, JobResult], None], job: Job) -> JobResult:
+    job_result = JobResult()
     try:
-        run(job, outcome)
+        run(job, job_result)
     except Exception:  # noqa: BLE001 — whatever a client raises is what the test is told
-        outcome.error = traceback.format_exc()
-    return outcome
+        job_result.error = traceback.format_exc()
+    return job_result

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import anthropic
-from job import Job, Outcome, calc, serve
+from job import Job, JobResult, calc, serve
 
 TOOL: Any = {
     "name": "calc",
@@ -41,15 +41,15 @@ def ask(job: Job, asked: dict[str, Any]) -> Any:
             return stream.get_final_message()
 
 
-def run(job: Job, outcome: Outcome) -> None:
+def run(job: Job, job_result: JobResult) -> None:
     asked: dict[str, Any] = {"model": "instar", "max_tokens": 500, "system": "Be exact.", "tools": [TOOL]}
     messages: list[Any] = []
-    for question in (job.question, job.then):
+    for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
         while True:
             answer = ask(job, {**asked, "messages": messages})
             prompt = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-            outcome.usage.append((prompt, answer.usage.output_tokens))
+            job_result.usage.append((prompt, answer.usage.output_tokens))
             messages.append({"role": "assistant", "content": answer.content})
             results = [
                 {"type": "tool_result", "tool_use_id": block.id, "content": calc(**block.input)}
@@ -57,7 +57,9 @@ def run(job: Job, outcome: Outcome) -> None:
                 if block.type == "tool_use"
             ]
             if not results:
-                outcome.said.append("".join(block.text for block in answer.content if block.type == "text"))
+                job_result.answers.append(
+                    "".join(block.text for block in answer.content if block.type == "text")
+                )
                 break
             messages.append({"role": "user", "content": results})
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from job import Job, Outcome, calc, serve
+from job import Job, JobResult, calc, serve
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage
@@ -31,10 +31,10 @@ def agent_of(job: Job) -> Any:
     return create_agent(model_of(job), [calc], system_prompt="Work it out.")
 
 
-def run(job: Job, outcome: Outcome) -> None:
+def run(job: Job, job_result: JobResult) -> None:
     agent = agent_of(job)
     messages: list[Any] = []
-    for question in (job.question, job.then):
+    for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
         told = len(messages)
         if "stream" in job.words:
@@ -46,8 +46,8 @@ def run(job: Job, outcome: Outcome) -> None:
         for message in messages[told:]:
             if isinstance(message, AIMessage) and message.usage_metadata:
                 usage = message.usage_metadata
-                outcome.usage.append((usage["input_tokens"], usage["output_tokens"]))
-        outcome.said.append(messages[-1].text)
+                job_result.usage.append((usage["input_tokens"], usage["output_tokens"]))
+        job_result.answers.append(messages[-1].text)
 
 
 serve(run)

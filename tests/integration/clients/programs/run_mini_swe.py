@@ -15,7 +15,7 @@ os.environ |= {
 }
 
 import yaml
-from job import Job, Outcome, serve
+from job import Job, JobResult, serve
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import builtin_config_dir
 from minisweagent.environments.local import LocalEnvironment
@@ -24,7 +24,7 @@ from minisweagent.models.litellm_response_model import LitellmResponseModel
 from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
 
-def run(job: Job, outcome: Outcome) -> None:
+def run(job: Job, job_result: JobResult) -> None:
     file = "mini_textbased.yaml" if "text" in job.words else "mini.yaml"
     settings = yaml.safe_load((builtin_config_dir / file).read_text())
     settings["agent"].pop("mode", None)
@@ -39,7 +39,7 @@ def run(job: Job, outcome: Outcome) -> None:
             kind(model_name=f"{provider}/instar", **options), environment, **settings["agent"]
         )
         agent.run(job.question)
-        outcome.said.append(Path(folder, "answer.txt").read_text().strip())
+        job_result.answers.append(Path(folder, "answer.txt").read_text().strip())
 
 
 serve(run)

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import openai
-from job import Job, Outcome, calc, serve
+from job import Job, JobResult, calc, serve
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 FUNCTION = {"name": "calc", "description": "Evaluate arithmetic.", "parameters": PARAMETERS}
@@ -61,34 +61,34 @@ async def _all(stream: Any) -> list[Any]:
     return [chunk async for chunk in stream]
 
 
-def chat(asker: Asker, job: Job, outcome: Outcome) -> None:
+def chat(asker: Asker, job: Job, job_result: JobResult) -> None:
     options: Any = {"stream_options": {"include_usage": True}} if "stream" in job.words else {}
     messages: list[Any] = [{"role": "system", "content": "Be exact."}]
-    for question in (job.question, job.then):
+    for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
         while True:
             tools = [{"type": "function", "function": FUNCTION}]
             answer = asker.chat(model="instar", messages=messages, tools=tools, **options)
-            outcome.usage.append((answer.usage.prompt_tokens, answer.usage.completion_tokens))
+            job_result.usage.append((answer.usage.prompt_tokens, answer.usage.completion_tokens))
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
             for call in message.tool_calls or ():
                 result = calc(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             if not message.tool_calls:
-                outcome.said.append(message.content)
+                job_result.answers.append(message.content)
                 break
 
 
-def responses(asker: Asker, job: Job, outcome: Outcome) -> None:
+def responses(asker: Asker, job: Job, job_result: JobResult) -> None:
     tools: Any = [{"type": "function", "strict": False, **FUNCTION}]
     asked: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": tools}
     items: list[Any] = []
-    for question in (job.question, job.then):
+    for question in (job.question, job.follow_up):
         items.append({"role": "user", "content": question})
         while True:
             answer = asker.responses(input=items, **asked)
-            outcome.usage.append((answer.usage.input_tokens, answer.usage.output_tokens))
+            job_result.usage.append((answer.usage.input_tokens, answer.usage.output_tokens))
             if "previous" in job.words:
                 asked["previous_response_id"] = answer.id
                 items = []
@@ -99,24 +99,24 @@ def responses(asker: Asker, job: Job, outcome: Outcome) -> None:
                 result = calc(**json.loads(call.arguments))
                 items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
             if not calls:
-                outcome.said.append(answer.output_text)
+                job_result.answers.append(answer.output_text)
                 break
 
 
-def completions(asker: Asker, job: Job, outcome: Outcome) -> None:
+def completions(asker: Asker, job: Job, job_result: JobResult) -> None:
     prompt = ""
-    for question in (job.question, job.then):
+    for question in (job.question, job.follow_up):
         prompt += f"Q: {question}\nA:"
         text, usage = asker.completions(model="instar", prompt=prompt, max_tokens=200)
-        outcome.usage.append((usage.prompt_tokens, usage.completion_tokens))
-        outcome.said.append(text)
+        job_result.usage.append((usage.prompt_tokens, usage.completion_tokens))
+        job_result.answers.append(text)
         prompt += f"{text}\n"
 
 
-def run(job: Job, outcome: Outcome) -> None:
+def run(job: Job, job_result: JobResult) -> None:
     asker = Asker(job)
     ways = {"chat": chat, "responses": responses, "completions": completions}
-    ways[job.way.partition("-")[0]](asker, job, outcome)
+    ways[job.variant.partition("-")[0]](asker, job, job_result)
     asker.close()
 
 

@@ -14,13 +14,13 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from job import Job, Outcome, calc, serve
+from job import Job, JobResult, calc, serve
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
 
 
-async def converse(job: Job, outcome: Outcome) -> None:
+async def converse(job: Job, job_result: JobResult) -> None:
     client = AsyncOpenAI(**job.openai)
     kind = OpenAIResponsesModel if "responses" in job.words else OpenAIChatCompletionsModel
     model = kind(model="instar", openai_client=client)
@@ -29,7 +29,7 @@ async def converse(job: Job, outcome: Outcome) -> None:
     if "handoff" in job.words:
         agent = Agent(name="Front", instructions="Hand it over.", handoffs=[agent], **given)
     items: list[Any] = []
-    for question in (job.question, job.then):
+    for question in (job.question, job.follow_up):
         items.append({"role": "user", "content": question})
         if "stream" in job.words:
             result: Any = Runner.run_streamed(agent, items)
@@ -37,14 +37,14 @@ async def converse(job: Job, outcome: Outcome) -> None:
                 pass
         else:
             result = await Runner.run(agent, items)
-        outcome.said.append(result.final_output)
-        outcome.usage += [(r.usage.input_tokens, r.usage.output_tokens) for r in result.raw_responses]
+        job_result.answers.append(result.final_output)
+        job_result.usage += [(r.usage.input_tokens, r.usage.output_tokens) for r in result.raw_responses]
         items, agent = result.to_input_list(), result.last_agent
     await client.close()
 
 
-def run(job: Job, outcome: Outcome) -> None:
-    asyncio.run(converse(job, outcome))
+def run(job: Job, job_result: JobResult) -> None:
+    asyncio.run(converse(job, job_result))
 
 
 serve(run)

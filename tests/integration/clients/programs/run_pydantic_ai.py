@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable
 from typing import Any
 
 from anthropic import AsyncAnthropic
-from job import Job, Outcome, calc, serve
+from job import Job, JobResult, calc, serve
 from pydantic import BaseModel
 from pydantic_ai import Agent, ModelResponse
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -35,17 +35,17 @@ async def follow(_: Any, events: AsyncIterable[Any]) -> None:
         pass
 
 
-async def converse(job: Job, outcome: Outcome) -> None:
+async def converse(job: Job, job_result: JobResult) -> None:
     kind: Any = Answer if "typed" in job.words else str
     agent = Agent(model_of(job), instructions="Work it out.", output_type=kind)
     agent.tool_plain(calc)
     history: list[Any] = []
-    for question in (job.question, job.then):
+    for question in (job.question, job.follow_up):
         handler = follow if "stream" in job.words else None
         result = await agent.run(question, message_history=history, event_stream_handler=handler)
         said: Any = result.output
-        outcome.said.append(said.value if isinstance(said, Answer) else said)
-        outcome.usage += [
+        job_result.answers.append(said.value if isinstance(said, Answer) else said)
+        job_result.usage += [
             (message.usage.input_tokens, message.usage.output_tokens)
             for message in result.new_messages()
             if isinstance(message, ModelResponse)
@@ -53,8 +53,8 @@ async def converse(job: Job, outcome: Outcome) -> None:
         history = result.all_messages()
 
 
-def run(job: Job, outcome: Outcome) -> None:
-    asyncio.run(converse(job, outcome))
+def run(job: Job, job_result: JobResult) -> None:
+    asyncio.run(converse(job, job_result))
 
 
 serve(run)

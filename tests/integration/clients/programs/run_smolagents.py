@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from job import Job, Outcome, calc, serve
+from job import Job, JobResult, calc, serve
 from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 
 
-def run(job: Job, outcome: Outcome) -> None:
+def run(job: Job, job_result: JobResult) -> None:
     model = OpenAIServerModel("instar", api_base=f"{job.url}/v1", api_key=job.key)
     kind: Any = CodeAgent if "code" in job.words else ToolCallingAgent
     agent = kind([tool(calc)], model, verbosity_level=LogLevel.OFF, stream_outputs="stream" in job.words)
-    outcome.said.append(agent.run(job.question))
-    outcome.said.append(agent.run(job.then, reset=False))
+    job_result.answers.append(agent.run(job.question))
+    job_result.answers.append(agent.run(job.follow_up, reset=False))
     for step in agent.memory.steps:
         if usage := getattr(step, "token_usage", None):
-            outcome.usage.append((usage.input_tokens, usage.output_tokens))
+            job_result.usage.append((usage.input_tokens, usage.output_tokens))
 
 
 serve(run)

@@ -7,7 +7,7 @@ import tinker
 
 from instar.config import ModelConfig
 from instar.protocol.base import ServiceLimits
-from tests.sdk_leaks import collected
+from tests.sdk_leaks import collect_sdk_leaks
 from tests.unit.protocol.serving import served, tiny
 
 KEY, OTHER_KEY, MINT_KEY = "tml-the-key-of-tests", "tml-someone-elses", "sk-as-mint-has-them"
@@ -26,7 +26,7 @@ def url(tiny_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Ge
     folder = tmp_path_factory.mktemp("checkpoints")
     keys = [KEY, OTHER_KEY, MINT_KEY]
     options = {"folder": folder, "keys": keys, "base_model": NAME, "limits": limits}
-    with collected(), served("tinker", tiny_model, **options) as address:
+    with collect_sdk_leaks(), served("tinker", tiny_model, **options) as address:
         yield address
 
 

@@ -7,13 +7,13 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.sdk_leaks import LEAKS
+from tests.sdk_leaks import IGNORE_SDK_LEAKS
 from tests.unit.protocol.tinker.conftest import NAME
 from tests.unit.protocol.tinker.test_training import TOKENS, logprobs, next_tokens, step
 
 PROMPT = types.ModelInput.from_ints(TOKENS)
 
-pytestmark = LEAKS
+pytestmark = IGNORE_SDK_LEAKS
 
 
 def scored(sampling: tinker.SamplingClient, tokens: list[int] = TOKENS) -> list[float]:

@@ -11,13 +11,13 @@ from tinker import types
 from tinker.lib.retryable_exception import RetryableException
 
 from instar.config import ModelConfig
-from tests.sdk_leaks import LEAKS
+from tests.sdk_leaks import IGNORE_SDK_LEAKS
 from tests.unit.protocol.serving import served
 from tests.unit.protocol.tinker.conftest import KEY, NAME, OTHER_KEY
 from tests.unit.protocol.tinker.raw import Raw
 from tests.unit.protocol.tinker.test_training import ADAM, next_tokens, step
 
-pytestmark = LEAKS
+pytestmark = IGNORE_SDK_LEAKS
 
 
 def test_request_without_valid_key_is_rejected(url: str) -> None:

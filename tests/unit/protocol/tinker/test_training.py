@@ -10,7 +10,7 @@ import tinker
 import torch
 from tinker import types
 
-from tests.sdk_leaks import LEAKS
+from tests.sdk_leaks import IGNORE_SDK_LEAKS
 from tests.unit.protocol.tinker.conftest import NAME
 from tests.unit.protocol.tinker.test_passes import datum
 
@@ -19,7 +19,7 @@ STAY = types.AdamParams(learning_rate=0.0)
 TOKENS = [5, 9, 20, 33, 47, 61]
 RATIO_LOSSES: list[Any] = ["importance_sampling", "ppo", "cispo", "dro"]
 
-pytestmark = LEAKS
+pytestmark = IGNORE_SDK_LEAKS
 
 
 def next_tokens(tokens: list[int] = TOKENS, **tensors: list[float]) -> types.Datum:

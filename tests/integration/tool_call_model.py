@@ -45,7 +45,7 @@ def random_text(rng: random.Random, most: int = 6) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(0, most)))
 
 
-def random_opening(rng: random.Random) -> list[Message]:
+def random_messages(rng: random.Random) -> list[Message]:
     system = Message(role="system", content=random_text(rng))
     user = Message(role="user", content=random_text(rng))
     return [system, user] if rng.random() < 0.5 else [user]
@@ -55,14 +55,14 @@ def random_tools(rng: random.Random) -> list[Tool]:
     return rng.sample(TOOLS, rng.choice([0, 1, 1, 2, 3]))
 
 
-async def teach_tool_calls(folder: Path, *, steps: int = 60, batch: int = 12) -> Path:
+async def train_tool_call_model(folder: Path, *, steps: int = 60, batch: int = 12) -> Path:
     """A model of random weights that was taught, in fp32, to call its tools; returns its folder."""
     make_tiny_model(folder / "random", std=0.1, context=CONTEXT)
     model = model_config(folder / "random")
     renderer, rng = load_renderer(folder / "random", model), random.Random(0)
     backend = LocalBackend(model, LocalBackendConfig(lora=None, threads=1))
     for step in range(steps):
-        samples = [_lesson(renderer, rng, f"{step}/{number}") for number in range(batch)]
+        samples = [_make_training_sample(renderer, rng, f"{step}/{number}") for number in range(batch)]
         await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
         await backend.optim_step(AdamConfig(lr=4e-3))
     await backend.publish(folder / "taught")
@@ -70,10 +70,10 @@ async def teach_tool_calls(folder: Path, *, steps: int = 60, batch: int = 12) ->
     return folder / "taught"
 
 
-def _lesson(renderer: Renderer, rng: random.Random, key: str) -> Sample:
+def _make_training_sample(renderer: Renderer, rng: random.Random, key: str) -> Sample:
     """One question and what to say to it: a call of a tool, if there is one."""
     tools = random_tools(rng)
-    prompt = renderer.render(random_opening(rng), tools)
+    prompt = renderer.render(random_messages(rng), tools)
     text = "The answer is 893."
     if tools:
         tool = rng.choice(tools)
@@ -82,10 +82,10 @@ def _lesson(renderer: Renderer, rng: random.Random, key: str) -> Sample:
         text = f"<tool_call>{json.dumps(call)}</tool_call>"
     tokenizer: Any = make_tiny_tokenizer()
     reply: list[int] = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    return as_sample(key, prompt, reply)
+    return make_sample(key, prompt, reply)
 
 
-def as_sample(key: str, prompt: list[int], reply: list[int]) -> Sample:
+def make_sample(key: str, prompt: list[int], reply: list[int]) -> Sample:
     tokens = np.asarray([*prompt, *reply], np.int32)
     mask = np.zeros(len(tokens), np.float32)
     mask[len(prompt) :] = 1.0
@@ -101,20 +101,20 @@ def as_sample(key: str, prompt: list[int], reply: list[int]) -> Sample:
 
 
 @dataclass(frozen=True)
-class Lineage:
+class PolicyLineage:
     """Versions 0 (the model itself) to n: what an engine loads, and the training state of each."""
 
     policies: list[Policy]
     states: list[Path]
     backend: LocalBackend
 
-    async def at(self, version: int) -> LocalBackend:
+    async def load_version(self, version: int) -> LocalBackend:
         """The backend with the weights of that version."""
         await self.backend.load_state(self.states[version], optimizer=False)
         return self.backend
 
 
-async def train_lineage(model: Path, folder: Path, versions: int) -> Lineage:
+async def train_lineage(model: Path, folder: Path, versions: int) -> PolicyLineage:
     """Adapters that differ a lot from one another, each trained on from the one before."""
     settings = model_config(model)
     backend = LocalBackend(settings, LocalBackendConfig(lora=LoraConfig(rank=4, alpha=16), threads=1))
@@ -123,10 +123,10 @@ async def train_lineage(model: Path, folder: Path, versions: int) -> Lineage:
     await backend.save_state(states[0])
     for version in range(1, versions + 1):
         for number in range(3):
-            samples = [_lesson(renderer, rng, f"{version}/{number}/{i}") for i in range(4)]
+            samples = [_make_training_sample(renderer, rng, f"{version}/{number}/{i}") for i in range(4)]
             await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
             await backend.optim_step(AdamConfig(lr=5e-3))
         states.append(folder / f"state-{version}")
         await backend.save_state(states[-1])
         policies.append(Policy("exact", version, await backend.publish(folder / f"policy-{version}")))
-    return Lineage(policies, states, backend)
+    return PolicyLineage(policies, states, backend)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def say(prompt: str, seed: int | None) -> str:
+def reply(prompt: str, seed: int | None) -> str:
     """More digits or fewer, as the seed has it."""
     return ("1 " * ((seed or 0) % 5) + "a ") * 100

@@ -19,18 +19,18 @@ import yaml
 from instar.backends.local.state import hash_adapter
 
 ROOT = Path(__file__).parents[2]
-HERE = "tests.torture.play"
+WORKLOAD_MODULE = "tests.torture.workload"
 ROLES = ("engine", "gateway", "trainer", "rollout")
 
 
-def settings(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dict[str, Any]:
+def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dict[str, Any]:
     """The run's config: everything in it is a function of the seed."""
     return {
         "name": "tortured",
         "dir": str(folder / "run"),
         "seed": 11,
         "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
-        "engine": {"type": "scripted", "function": f"{HERE}:reply", "delay": 0.002},
+        "engine": {"type": "scripted", "function": f"{WORKLOAD_MODULE}:reply", "delay": 0.002},
         "backend": {"type": "local", "threads": 1, "lora": {"rank": 4}},
         "trainer": {
             "mode": "sync",
@@ -42,17 +42,17 @@ def settings(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dict[s
             **trainer,
         },
         "rollout": {
-            "tasks": {"type": "python", "function": f"{HERE}:tasks"},
+            "tasks": {"type": "python", "function": f"{WORKLOAD_MODULE}:tasks"},
             "agent": {
                 "type": "function",
-                "function": f"{HERE}:agent",
+                "function": f"{WORKLOAD_MODULE}:agent",
                 "args": {"ledger": str(folder / "ledger.txt")},
             },
             "group_size": 4,
             "timeout": 120,
             "retries": 6,
         },
-        "reward": {"type": "rule", "function": f"{HERE}:rule"},
+        "reward": {"type": "rule", "function": f"{WORKLOAD_MODULE}:rule"},
     }
 
 
@@ -68,7 +68,7 @@ class Fingerprint:
     optimizer: str
 
 
-class Trained:
+class StoredRun:
     """What a run left in its store, or has there so far."""
 
     def __init__(self, run_dir: Path, steps: int) -> None:
@@ -109,15 +109,15 @@ class Trained:
                     "AND step IS NOT NULL ORDER BY step, sample_key"
                 )
             ),
-            adapter=hash_adapter(self.adapter_at(artifact)),
-            optimizer=hash_adapter(self.state_at(Path(state) / "backend")),
+            adapter=hash_adapter(self.adapter_folder(artifact)),
+            optimizer=hash_adapter(self.state_folder(Path(state) / "backend")),
         )
 
-    def adapter_at(self, artifact: str) -> Path:
+    def adapter_folder(self, artifact: str) -> Path:
         """The folder of what was published."""
         return Path(artifact)
 
-    def state_at(self, saved: Path) -> Path:
+    def state_folder(self, saved: Path) -> Path:
         """The folder of the weights and the optimizer that the backend saved."""
         return saved
 
@@ -140,7 +140,7 @@ class Trained:
         assert [version for _, _, version in steps if version is not None] == live
 
 
-class Tortured(Trained):
+class RunProcess(StoredRun):
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         super().__init__(Path(config["dir"]), config["trainer"]["steps"])
         self.folder = folder
@@ -186,7 +186,7 @@ class Tortured(Trained):
 
     # --- its processes -------------------------------------------------------------------------
 
-    def processes(self) -> dict[int, str]:
+    def list_processes(self) -> dict[int, str]:
         """Role processes of this run that are alive, by id; from the process table, not from what the
         run says."""
         found: dict[int, str] = {}
@@ -204,15 +204,15 @@ class Tortured(Trained):
 
     def kill_role(self, role: str) -> bool:
         """kill -9; False when it is not up."""
-        for pid, name in self.processes().items():
+        for pid, name in self.list_processes().items():
             if name == role:
                 os.kill(pid, signal.SIGKILL)
                 return True
         return False
 
-    def is_up(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether every role that is to run does, and has said that it is past loading."""
-        alive = self.processes()
+        alive = self.list_processes()
         try:
             said = self.query("SELECT pid, doing FROM endpoints")
         except sqlite3.OperationalError:
@@ -220,7 +220,7 @@ class Tortured(Trained):
         ready = {alive.get(pid) for pid, doing in said if not doing.startswith(("loading", "starting"))}
         return ready >= set(ROLES)
 
-    def is_over(self) -> bool:
+    def has_exited(self) -> bool:
         return self.process is not None and self.process.poll() is not None
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 90) -> bool:
@@ -236,7 +236,7 @@ class Tortured(Trained):
 
     def assert_no_orphans(self, within: float = 5.0) -> None:
         deadline = time.monotonic() + within
-        while left := self.processes():
+        while left := self.list_processes():
             assert time.monotonic() < deadline, f"still running without a supervisor: {left}"
             time.sleep(0.05)
 
@@ -244,11 +244,11 @@ class Tortured(Trained):
 
     def assert_consistent(self) -> None:
         super().assert_consistent()
-        self.assert_recorded()
+        self.assert_replies_recorded()
         last = json.loads(self.output.read_text().splitlines()[-1])
         assert last["steps"] == self.steps, "the metrics lack a step"
 
-    def assert_recorded(self) -> None:
+    def assert_replies_recorded(self) -> None:
         """Every reply that ended for the agent is in the store."""
         ended = set((self.folder / "ledger.txt").read_text().splitlines())
         stored = {row[0] for row in self.query("SELECT request_id FROM calls WHERE status = 'ok'")}

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 
 
-def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+def create_folder_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Have ``make`` fill ``folder``, unless it is there. Others that want it wait, and a
     half-made folder is never taken for a whole one."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -16,31 +16,35 @@ from instar.types import Call, Link, Message, Session
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedSession:
     session: Session
     calls: list[Call]
 
 
-async def recorded(store: Store, run_id: str) -> list[Recorded]:
+async def load_recorded_sessions(store: Store, run_id: str) -> list[RecordedSession]:
     rows = [row.session for row in await store.sessions(run_id)]
-    return [Recorded(session, await store.calls(session.session_id)) for session in rows]
+    return [RecordedSession(session, await store.calls(session.session_id)) for session in rows]
 
 
-def asking(found: Sequence[Recorded], question: str, decode: Callable[[list[int]], str]) -> list[Recorded]:
+def select_calls_with_question(
+    found: Sequence[RecordedSession], question: str, decode: Callable[[list[int]], str]
+) -> list[RecordedSession]:
     """The sessions with calls whose prompt holds the question, with those calls alone."""
     held = [
-        Recorded(one.session, [call for call in one.calls if question in decode(call.prompt_ids.tolist())])
+        RecordedSession(
+            one.session, [call for call in one.calls if question in decode(call.prompt_ids.tolist())]
+        )
         for one in found
     ]
     return [one for one in held if one.calls]
 
 
-def continued(call: Call, before: Sequence[Call]) -> Call | None:
+def find_continued_call(call: Call, before: Sequence[Call]) -> Call | None:
     """The latest call whose messages and reply this one's begin with, by what they say: told from the
     messages alone, not from what the gateway made of them."""
-    own = [_gist(message) for message in call.messages]
+    own = [_normalize_message(message) for message in call.messages]
     for earlier in reversed(before):
-        said = [_gist(message) for message in (*earlier.messages, earlier.reply)]
+        said = [_normalize_message(message) for message in (*earlier.messages, earlier.reply)]
         if earlier.tools == call.tools and own[: len(said)] == said and len(own) > len(said):
             return earlier
     return None
@@ -53,26 +57,26 @@ def is_exact(call: Call, before: Call) -> bool:
     return call.link is Link.EXTENDS and np.array_equal(call.prompt_ids[: len(sequence)], sequence)
 
 
-def trained_tokens(found: Recorded) -> int:
+def count_trained_tokens(found: RecordedSession) -> int:
     return sum(sample.trained_tokens for sample in linearize(found.session, found.calls))
 
 
-def sampled_tokens(calls: Iterable[Call]) -> int:
+def count_sampled_tokens(calls: Iterable[Call]) -> int:
     return sum(len(call.sampled_ids) for call in calls)
 
 
-def usage_of(calls: Iterable[Call]) -> Counter[tuple[int, int]]:
+def count_usage(calls: Iterable[Call]) -> Counter[tuple[int, int]]:
     """Prompt and sampled tokens of each."""
     return Counter((len(call.prompt_ids), len(call.sampled_ids)) for call in calls)
 
 
-def _gist(message: Message) -> Any:
+def _normalize_message(message: Message) -> Any:
     """Without reasoning, which agents do not send back, and the spelling of arguments."""
-    calls = [(call["name"], _parsed(call["arguments"])) for call in message.get("tool_calls", ())]
+    calls = [(call["name"], _parse_arguments(call["arguments"])) for call in message.get("tool_calls", ())]
     return message["role"], message["content"].strip(), calls
 
 
-def _parsed(arguments: str) -> Any:
+def _parse_arguments(arguments: str) -> Any:
     try:
         return json.loads(arguments)
     except ValueError:

@@ -50,7 +50,7 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
     messages: list[Any] = [{"role": "user", "content": f"say {task['number']}"}]
     async with client:
         first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
-        note(ledger, first.id)
+        append_reply_id(ledger, first.id)
         message = first.choices[0].message
         assert message.tool_calls, f"no tool call in {message.content!r}"
         messages.append(message.model_dump(exclude_none=True))
@@ -63,10 +63,10 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
         stream = await client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=True)
         async for chunk in cast(AsyncIterator[ChatCompletionChunk], stream):
             if chunk.choices and chunk.choices[0].finish_reason is not None:
-                note(ledger, chunk.id)
+                append_reply_id(ledger, chunk.id)
 
 
-def note(ledger: str, reply_id: str) -> None:
+def append_reply_id(ledger: str, reply_id: str) -> None:
     """On disk when this returns, whatever happens to the process after."""
     with Path(ledger).open("a") as file:
         file.write(f"{reply_id}\n")

@@ -1,6 +1,6 @@
 """Processes that are up at once: each is forked from one that has imported what they need.
 
-As a program, ``python -m tests.torture.nursery module...`` imports the modules, then forks for every line
+As a program, ``python -m tests.torture.fork_server module...`` imports the modules, then forks for every line
 that it is sent, waits for the child's end and tells how it ended.
 """
 
@@ -18,14 +18,14 @@ from typing import NoReturn
 
 import msgspec
 
-from tests.torture.certificates import few_certificates
+from tests.torture.certificates import single_certificate_env
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
 """For its imports, and for the end of a child that is waited for."""
 
 
-class Life(msgspec.Struct):
+class ChildSpec(msgspec.Struct):
     function: str
     """`module:name`, called without arguments; what it raises ends the process with 1."""
     arguments: list[str]
@@ -35,26 +35,26 @@ class Life(msgspec.Struct):
     """File that it writes to."""
 
 
-class Nursery:
+class ForkServer:
     """Has one child at a time."""
 
     def __init__(self, *modules: str, python: str = sys.executable) -> None:
         self._process = subprocess.Popen(
-            [python, "-m", "tests.torture.nursery", *modules],
+            [python, "-m", "tests.torture.fork_server", *modules],
             cwd=ROOT,
-            env={**os.environ, **few_certificates(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **single_certificate_env(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
         self.pid: int | None = None
         """Of the child, if there is one whose end is not known yet."""
 
-    def start(self, life: Life) -> None:
+    def start(self, life: ChildSpec) -> None:
         assert self.pid is None
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(life) + b"\n")
         self._process.stdin.flush()
-        self.pid = self._read()
+        self.pid = self._read_integer()
 
     def signal(self, number: int) -> None:
         assert self.pid is not None
@@ -67,11 +67,11 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
-        code = self._read()
+        code = self._read_integer()
         self.pid = None
         return code
 
-    def is_over(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether the child has ended."""
         assert self.pid is not None
         stat = Path(f"/proc/{self.pid}/stat").read_text()
@@ -90,7 +90,7 @@ class Nursery:
             assert pipe is not None
             pipe.close()
 
-    def _read(self) -> int:
+    def _read_integer(self) -> int:
         assert self._process.stdout is not None
         there, _, _ = select.select([self._process.stdout], [], [], DEADLINE)
         assert there, f"nothing came of it within {DEADLINE:g} s"
@@ -99,7 +99,7 @@ class Nursery:
         return int(line)
 
 
-def live(life: Life) -> NoReturn:
+def run_child(life: ChildSpec) -> NoReturn:
     code = 1
     try:
         output = os.open(life.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -127,7 +127,7 @@ def main() -> None:
     while line := sys.stdin.buffer.readline():
         pid = os.fork()
         if pid == 0:
-            live(msgspec.json.decode(line, type=Life))
+            run_child(msgspec.json.decode(line, type=ChildSpec))
         print(pid, flush=True)
         if not sys.stdin.buffer.readline():  # who asked for the child is gone
             os.kill(pid, signal.SIGKILL)

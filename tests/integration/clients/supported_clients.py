@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.integration.clients.script import MALFORMED, WELCOME, answer
+from tests.integration.clients.script import MALFORMED, WELCOME, compute_answer
 
 
 @dataclass(frozen=True)
@@ -12,17 +12,19 @@ class Client:
     """A program of `programs/`, and its ways: how each is asked, and how it is to be answered."""
 
     name: str
-    ways: dict[str, str]
-    rewrites: bool = False
+    variants: dict[str, str]
+    rewrites_replies: bool = False
     """Whether it sends the replies back in words of its own."""
 
 
-WHOLE = ("", "-stream", "-async", "-async-stream")
+SDK_VARIANTS = ("", "-stream", "-async", "-async-stream")
 CLIENTS = [
-    Client("openai", {f"chat{way}": "stepwise" for way in WHOLE}),
-    Client("openai", {f"responses{way}": "stepwise" for way in (*WHOLE, "-previous", "-previous-stream")}),
-    Client("openai", {f"completions{way}": "plainly" for way in WHOLE}),
-    Client("anthropic", {f"messages{way}": "stepwise" for way in WHOLE}),
+    Client("openai", {f"chat{way}": "stepwise" for way in SDK_VARIANTS}),
+    Client(
+        "openai", {f"responses{way}": "stepwise" for way in (*SDK_VARIANTS, "-previous", "-previous-stream")}
+    ),
+    Client("openai", {f"completions{way}": "plainly" for way in SDK_VARIANTS}),
+    Client("anthropic", {f"messages{way}": "stepwise" for way in SDK_VARIANTS}),
     Client(
         "openai_agents",
         {
@@ -47,19 +49,19 @@ CLIENTS = [
             for way in ("", "-stream", "-react")
         },
     ),
-    Client("smolagents", {"chat": "finally", "chat-stream": "finally"}, rewrites=True),
-    Client("smolagents", {"chat-code": "coded", "chat-code-stream": "coded"}, rewrites=True),
+    Client("smolagents", {"chat": "finally", "chat-stream": "finally"}, rewrites_replies=True),
+    Client("smolagents", {"chat-code": "coded", "chat-code-stream": "coded"}, rewrites_replies=True),
     Client(
         "mini_swe", {"chat": "bashed", "responses": "bashed", "messages": "bashed", "chat-text": "fenced"}
     ),
 ]
-CALLS = {"helped": 5, "bashed": 3, "fenced": 3, "plainly": 2, "badly": 2}
+CALL_COUNTS = {"helped": 5, "bashed": 3, "fenced": 3, "plainly": 2, "badly": 2}
 """How many a conversation takes; the others take 4."""
 
 
-def expected(number: int, how: str) -> list[object]:
-    total = answer(number)
-    match how:
+def expected_answers(number: int, style: str) -> list[object]:
+    total = compute_answer(number)
+    match style:
         case "typed":
             return [total, total]
         case "bashed" | "fenced":

@@ -8,17 +8,17 @@ from typing import Any
 
 FILE = "greeting.txt"
 BEFORE, AFTER = "hello world\n", "hello moon\n"
-DELEGATED = "Look into"
+SUBAGENT_TASK_PREFIX = "Look into"
 """How the task of a sub-agent begins."""
 ToolUse = tuple[str, dict[str, Any]]
 
 
-def task(path: str) -> str:
+def make_task(path: str) -> str:
     return f"Change the word world to moon in {path}"
 
 
 @dataclass(frozen=True)
-class Hands:
+class AgentTools:
     """The calls of one agent's tools that read a file, edit it and ask a sub-agent. ``{path}`` and
     ``{prompt}`` stand for what differs."""
 
@@ -26,23 +26,23 @@ class Hands:
     edit: ToolUse
     delegate: ToolUse
 
-    def reading(self, path: str) -> ToolUse:
-        return _filled(self.read, path=path)
+    def make_read_call(self, path: str) -> ToolUse:
+        return _fill_template(self.read, path=path)
 
-    def editing(self, path: str) -> ToolUse:
-        return _filled(self.edit, path=path)
+    def make_edit_call(self, path: str) -> ToolUse:
+        return _fill_template(self.edit, path=path)
 
-    def delegating(self, path: str, what: str) -> ToolUse:
-        return _filled(self.delegate, prompt=f"{DELEGATED} {path} and report its {what}.")
+    def make_delegate_call(self, path: str, what: str) -> ToolUse:
+        return _fill_template(self.delegate, prompt=f"{SUBAGENT_TASK_PREFIX} {path} and report its {what}.")
 
 
-def codex_waiting(text: str) -> ToolUse:
+def make_codex_wait_call(text: str) -> ToolUse:
     """Codex does not wait for its sub-agents by itself; their ids stand in what it was told of them."""
     ids = dict.fromkeys(re.findall(r"agent_id\W+([0-9a-f-]{36})", text))
     return "multi_agent_v1.wait_agent", {"targets": list(ids), "timeout_ms": 20000}
 
 
-def _filled(use: ToolUse, **values: str) -> ToolUse:
+def _fill_template(use: ToolUse, **values: str) -> ToolUse:
     def fill(value: Any) -> Any:
         if isinstance(value, str):
             for name, text in values.items():
@@ -55,28 +55,28 @@ def _filled(use: ToolUse, **values: str) -> ToolUse:
     return use[0], fill(use[1])
 
 
-HANDS = {
-    "claude-code": Hands(
+AGENT_TOOLS = {
+    "claude-code": AgentTools(
         ("Read", {"file_path": "{path}"}),
         ("Edit", {"file_path": "{path}", "old_string": "world", "new_string": "moon"}),
         ("Agent", {"description": "Look", "prompt": "{prompt}", "run_in_background": False}),
     ),
-    "codex": Hands(
+    "codex": AgentTools(
         ("exec_command", {"cmd": "cat {path}"}),
         ("exec_command", {"cmd": "sed -i s/world/moon/ {path}"}),
         ("multi_agent_v1.spawn_agent", {"message": "{prompt}"}),
     ),
-    "qwen-code": Hands(
+    "qwen-code": AgentTools(
         ("read_file", {"file_path": "{path}"}),
         ("edit", {"file_path": "{path}", "old_string": "world", "new_string": "moon"}),
         ("agent", {"description": "Look", "prompt": "{prompt}", "subagent_type": "general-purpose"}),
     ),
-    "opencode": Hands(
+    "opencode": AgentTools(
         ("read", {"filePath": "{path}"}),
         ("edit", {"filePath": "{path}", "oldString": "world", "newString": "moon"}),
         ("task", {"description": "Look", "prompt": "{prompt}", "subagent_type": "general"}),
     ),
-    "openclaw": Hands(
+    "openclaw": AgentTools(
         ("read", {"path": "{path}"}),
         ("edit", {"path": "{path}", "edits": [{"oldText": "world", "newText": "moon"}]}),
         ("sessions_spawn", {"task": "{prompt}"}),

@@ -1,4 +1,4 @@
-"""An interpreter with a kill switch: ``python -m tests.torture.killer FOLDER -m module arguments...``
+"""An interpreter with a kill switch: ``python -m tests.torture.kill_switch FOLDER -m module arguments...``
 
 Runs the module as `python -m` would, and ends its own process by SIGKILL at the moments that
 `plan.json` in the folder names, one after the other, each once. It is how a test reaches every state
@@ -22,78 +22,78 @@ from typing import Any
 
 import msgspec
 
-OTHER_WITHIN = 30.0
-RECOVERY = 0
+OTHER_PID_TIMEOUT = 30.0
+RECOVERY_STEP = 0
 """The step of what happens before a process has taken up one."""
 
 
-class Moment(msgspec.Struct, frozen=True):
+class PlannedKill(msgspec.Struct, frozen=True):
     """Right after the point was passed in the step."""
 
     point: str
     step: int
-    whole: bool = False
+    kills_supervisor: bool = False
     """Whether the supervisor is killed first."""
-    other: bool = False
+    kills_other: bool = False
     """Whether another process is killed instead. The folder's `other` holds its id; it is waited for, and
     used once."""
 
 
 @dataclass(frozen=True)
-class Point:
+class KillPoint:
     target: str
-    step_at: int | None = None
+    step_argument: int | None = None
     """Place of the step among the arguments, where it is one of them."""
-    where: tuple[int, str] | None = None
+    argument_filter: tuple[int, str] | None = None
     """(place, value): only calls with this argument count."""
-    before: bool = False
+    fires_before_call: bool = False
     """Whether it is passed when the call begins, and not when it has ended."""
 
 
 STORE = "instar.store.sqlite:SqliteStore"
 BACKEND = "instar.backends.local.backend:LocalBackend"
-POINTS = {
-    "claimed": Point(f"{STORE}.claim_step", 2),
-    "submitted": Point(f"{STORE}.advance_step", 2, (3, "submitted")),
-    "forward_backward": Point(f"{BACKEND}.forward_backward"),
-    "optim_step": Point(f"{BACKEND}.optim_step"),
-    "half a checkpoint": Point("instar.backends.local.state:write_tensors"),
-    "checkpoint renamed": Point("instar.trainer.checkpoint:save_checkpoint"),
-    "saved": Point(f"{STORE}.advance_step", 2, (3, "saved")),
-    "version reserved": Point(f"{STORE}.reserve_version", 3),
-    "artifact written": Point(f"{BACKEND}.publish"),
-    "published": Point(f"{STORE}.publish"),
-    "pushed": Point("instar.sync.files:FileSync.push"),
-    "committed": Point(f"{STORE}.advance_step", 2, (3, "committed")),
+STEP_POINTS = {
+    "claimed": KillPoint(f"{STORE}.claim_step", 2),
+    "submitted": KillPoint(f"{STORE}.advance_step", 2, (3, "submitted")),
+    "forward_backward": KillPoint(f"{BACKEND}.forward_backward"),
+    "optim_step": KillPoint(f"{BACKEND}.optim_step"),
+    "half a checkpoint": KillPoint("instar.backends.local.state:write_tensors"),
+    "checkpoint renamed": KillPoint("instar.trainer.checkpoint:save_checkpoint"),
+    "saved": KillPoint(f"{STORE}.advance_step", 2, (3, "saved")),
+    "version reserved": KillPoint(f"{STORE}.reserve_version", 3),
+    "artifact written": KillPoint(f"{BACKEND}.publish"),
+    "published": KillPoint(f"{STORE}.publish"),
+    "pushed": KillPoint("instar.sync.files:FileSync.push"),
+    "committed": KillPoint(f"{STORE}.advance_step", 2, (3, "committed")),
 }
-IN_RECOVERY = {
-    "state loaded": Point(f"{BACKEND}.load_state"),
-    "tombstoned": Point(f"{STORE}.tombstone"),
-    "released": Point(f"{STORE}.release_steps"),
+RECOVERY_POINTS = {
+    "state loaded": KillPoint(f"{BACKEND}.load_state"),
+    "tombstoned": KillPoint(f"{STORE}.tombstone"),
+    "released": KillPoint(f"{STORE}.release_steps"),
 }
 
 
-class Switch:
+class KillSwitch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.moments = msgspec.json.decode((folder / "plan.json").read_bytes(), type=list[Moment])
-        self.step = RECOVERY
+        self.plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=list[PlannedKill])
+        self.step = RECOVERY_STEP
 
-    def passed(self, name: str) -> None:
+    def reach_point(self, name: str) -> None:
         number = len(list(self.folder.glob("fired-*")))
-        if number == len(self.moments):
+        if number == len(self.plan):
             return
-        moment = self.moments[number]
+        moment = self.plan[number]
         if (moment.point, moment.step) != (name, self.step):
             return
         (self.folder / f"fired-{number}").touch()
-        if moment.whole:
+        if moment.kills_supervisor:
             os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(self._other() if moment.other else os.getpid(), signal.SIGKILL)
+        os.kill(self._take_other_pid() if moment.kills_other else os.getpid(), signal.SIGKILL)
 
-    def _other(self) -> int:
+    def _take_other_pid(self) -> int:
         file = self.folder / "other"
-        until = time.monotonic() + OTHER_WITHIN
+        until = time.monotonic() + OTHER_PID_TIMEOUT
         while not file.exists():
             assert time.monotonic() < until, "there is no other process to kill"
             time.sleep(0.01)
@@ -102,27 +102,31 @@ class Switch:
         return process
 
 
-def arm(switch: Switch, points: Mapping[str, Point]) -> None:
+def install_kill_points(switch: KillSwitch, points: Mapping[str, KillPoint]) -> None:
     for name, point in points.items():
         module_name, _, path = point.target.partition(":")
         owner: Any = import_module(module_name)
         *parents, attribute = path.split(".")
         for parent in parents:
             owner = getattr(owner, parent)
-        setattr(owner, attribute, _watched(getattr(owner, attribute), name, point, switch))
+        setattr(owner, attribute, _wrap_function(getattr(owner, attribute), name, point, switch))
 
 
-def _watched(function: Callable[..., Any], name: str, point: Point, switch: Switch) -> Callable[..., Any]:
+def _wrap_function(
+    function: Callable[..., Any], name: str, point: KillPoint, switch: KillSwitch
+) -> Callable[..., Any]:
     def before(arguments: tuple[Any, ...]) -> None:
-        if point.step_at is not None:
-            switch.step = arguments[point.step_at]
-        if point.before:
-            switch.passed(name)
+        if point.step_argument is not None:
+            switch.step = arguments[point.step_argument]
+        if point.fires_before_call:
+            switch.reach_point(name)
 
     def after(arguments: tuple[Any, ...]) -> None:
-        counts = point.where is None or arguments[point.where[0]] == point.where[1]
-        if counts and not point.before:
-            switch.passed(name)
+        counts = (
+            point.argument_filter is None or arguments[point.argument_filter[0]] == point.argument_filter[1]
+        )
+        if counts and not point.fires_before_call:
+            switch.reach_point(name)
 
     @functools.wraps(function)
     async def later(*arguments: Any, **named: Any) -> Any:
@@ -141,35 +145,35 @@ def _watched(function: Callable[..., Any], name: str, point: Point, switch: Swit
     return later if inspect.iscoroutinefunction(function) else at_once
 
 
-def name_other(folder: Path, process: int) -> None:
+def write_other_pid(folder: Path, process: int) -> None:
     """Tell the switch which other process there is."""
     scratch = folder / "other.new"
     scratch.write_text(str(process))
     scratch.rename(folder / "other")
 
 
-def make_plan(folder: Path, moments: list[Moment]) -> None:
+def write_plan(folder: Path, moments: list[PlannedKill]) -> None:
     folder.mkdir()
     (folder / "plan.json").write_bytes(msgspec.json.encode(moments))
 
 
-def make_interpreter(folder: Path, moments: list[Moment]) -> Path:
+def write_interpreter(folder: Path, moments: list[PlannedKill]) -> Path:
     """A program to name as `backend.python`."""
-    make_plan(folder, moments)
+    write_plan(folder, moments)
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.torture.killer "{folder}" "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.torture.kill_switch "{folder}" "$@"\n')
     program.chmod(0o755)
     return program
 
 
-def fired(folder: Path) -> int:
+def count_fired_kills(folder: Path) -> int:
     return len(list(folder.glob("fired-*")))
 
 
 def main() -> None:
     folder, flag, module, *arguments = sys.argv[1:]
     assert flag == "-m"
-    arm(Switch(Path(folder)), POINTS | IN_RECOVERY)
+    install_kill_points(KillSwitch(Path(folder)), STEP_POINTS | RECOVERY_POINTS)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -14,13 +14,13 @@ import aiohttp
 
 from instar.rollout.base import AgentSession
 from instar.types import Json
-from tests.integration.taught import TOOLS, random_text
+from tests.integration.tool_call_model import TOOLS, random_text
 
 STOPS = (["12"], ["} }", "9"], ["answer", "é"], [" "])
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentRequest:
     """A request that was answered."""
 
     request_id: str
@@ -30,7 +30,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Conversation:
     """A conversation up to a place where the model is to speak; ``parent`` answered last in it."""
 
     messages: list[Json]
@@ -38,104 +38,115 @@ class Turn:
 
 
 @dataclass
-class Rambler:
+class RandomAgent:
     """One session."""
 
     http: aiohttp.ClientSession
     session: AgentSession
     rng: random.Random
-    sent: list[Sent] = field(default_factory=list[Sent])
-    did: Counter[str] = field(default_factory=Counter[str])
+    requests: list[SentRequest] = field(default_factory=list[SentRequest])
+    event_counts: Counter[str] = field(default_factory=Counter[str])
 
     def __post_init__(self) -> None:
         self.tools = [
             {"type": "function", "function": dict(tool)}
             for tool in self.rng.sample(TOOLS, self.rng.choice([0, 1, 1, 2, 3]))
         ]
-        self.marks = 0
+        self.message_count = 0
 
     async def run(self) -> None:
-        turn = Turn(self._opening())
-        moves = [self.ask, self.ask, self.ask, self.ask_for_several, self.ask_again, self.ask_twice_at_once,
-                 self.lose_the_reply, self.hang_up, self.fork]  # fmt: skip
+        conversation = Conversation(self._first_messages())
+        actions = [
+            self.request_reply,
+            self.request_reply,
+            self.request_reply,
+            self.request_several_choices,
+            self.repeat_request,
+            self.repeat_request_concurrently,
+            self.retry_lost_reply,
+            self.disconnect_mid_stream,
+            self.fork_conversation,
+        ]
         for _ in range(self.rng.randint(1, 5)):
-            if self.rng.random() < 0.15 and turn.parent:
-                turn = self._rewritten(turn)
-            elif self.rng.random() < 0.05 and turn.parent:
-                await self.ask(Turn(self._opening()))
-                self.did["sub-agent"] += 1
-            move = self.rng.choice(moves)
-            self.did[move.__name__] += 1
-            turn = self._continued(turn, await move(turn))
+            if self.rng.random() < 0.15 and conversation.parent:
+                conversation = self._rewrite_history(conversation)
+            elif self.rng.random() < 0.05 and conversation.parent:
+                await self.request_reply(Conversation(self._first_messages()))
+                self.event_counts["sub-agent"] += 1
+            action = self.rng.choice(actions)
+            self.event_counts[action.__name__] += 1
+            conversation = self._continue_conversation(conversation, await action(conversation))
 
     # --- ways to ask: each returns the wire message to go on with, and the request it came from --------
 
-    async def ask(self, turn: Turn, **options: Any) -> tuple[Json, str]:
-        request_id, (message, *_) = await self._post(turn, **options)
+    async def request_reply(self, conversation: Conversation, **options: Any) -> tuple[Json, str]:
+        request_id, (message, *_) = await self._post(conversation, **options)
         return message, request_id
 
-    async def ask_for_several(self, turn: Turn) -> tuple[Json, str]:
-        request_id, messages = await self._post(turn, n=self.rng.randint(2, 3))
+    async def request_several_choices(self, conversation: Conversation) -> tuple[Json, str]:
+        request_id, messages = await self._post(conversation, n=self.rng.randint(2, 3))
         return self.rng.choice(messages), request_id
 
-    async def ask_again(self, turn: Turn) -> tuple[Json, str]:
+    async def repeat_request(self, conversation: Conversation) -> tuple[Json, str]:
         """Another reply to the same: the first one did not please."""
-        first = await self.ask(turn)
-        return self.rng.choice([first, await self.ask(turn)])
+        first = await self.request_reply(conversation)
+        return self.rng.choice([first, await self.request_reply(conversation)])
 
-    async def ask_twice_at_once(self, turn: Turn) -> tuple[Json, str]:
-        return self.rng.choice(await asyncio.gather(self.ask(turn), self.ask(turn)))
+    async def repeat_request_concurrently(self, conversation: Conversation) -> tuple[Json, str]:
+        return self.rng.choice(
+            await asyncio.gather(self.request_reply(conversation), self.request_reply(conversation))
+        )
 
-    async def lose_the_reply(self, turn: Turn) -> tuple[Json, str]:
+    async def retry_lost_reply(self, conversation: Conversation) -> tuple[Json, str]:
         """As an SDK does that retries: the recorded reply is played, and nothing is sampled."""
-        message, request_id = await self.ask(turn)
-        replayed, same_id = await self.ask(turn, retried=True)
+        message, request_id = await self.request_reply(conversation)
+        replayed, same_id = await self.request_reply(conversation, retried=True)
         assert same_id == request_id
         assert (replayed["content"] or "") == (message["content"] or "")
-        self.sent.pop()
+        self.requests.pop()
         return replayed, request_id
 
-    async def hang_up(self, turn: Turn) -> tuple[Json, str]:
+    async def disconnect_mid_stream(self, conversation: Conversation) -> tuple[Json, str]:
         """Go away while the reply is coming, then ask again."""
         # The seed that the session would give is free again when a request came to nothing.
-        body = self._body(turn, stream=True, max_tokens=64) | {"seed": self.rng.getrandbits(62)}
-        async with self._request(body) as response:
+        body = self._make_body(conversation, stream=True, max_tokens=64) | {"seed": self.rng.getrandbits(62)}
+        async with self._send_body(body) as response:
             await response.content.readany()
-        return await self.ask(turn)
+        return await self.request_reply(conversation)
 
-    async def fork(self, turn: Turn) -> tuple[Json, str]:
+    async def fork_conversation(self, conversation: Conversation) -> tuple[Json, str]:
         """Two different questions behind the same reply, at once."""
-        message, request_id = await self.ask(turn)
-        ways = [self._continued(turn, (message, request_id)) for _ in range(2)]
-        await asyncio.gather(*map(self.ask, ways))
+        message, request_id = await self.request_reply(conversation)
+        ways = [self._continue_conversation(conversation, (message, request_id)) for _ in range(2)]
+        await asyncio.gather(*map(self.request_reply, ways))
         return message, request_id
 
     # --- the conversation --------------------------------------------------------------------------
 
-    def _opening(self) -> list[Json]:
-        messages = [self._user()]
+    def _first_messages(self) -> list[Json]:
+        messages = [self._next_user_message()]
         if self.rng.random() < 0.5:
             messages.insert(0, {"role": "system", "content": random_text(self.rng)})
         return messages
 
-    def _user(self) -> Json:
-        """No two are the same, so that each turn is known by its messages."""
-        self.marks += 1
-        return {"role": "user", "content": f"{random_text(self.rng)}#{self.marks}"}
+    def _next_user_message(self) -> Json:
+        """No two are the same, so that each conversation is known by its messages."""
+        self.message_count += 1
+        return {"role": "user", "content": f"{random_text(self.rng)}#{self.message_count}"}
 
-    def _continued(self, turn: Turn, answered: tuple[Json, str]) -> Turn:
+    def _continue_conversation(self, conversation: Conversation, answered: tuple[Json, str]) -> Conversation:
         reply, request_id = answered
         new: list[Json] = []
         for call in reply.get("tool_calls", ()):
-            self.did["tool call"] += 1
-            self.marks += 1
-            content = f"{random_text(self.rng, 3)}#{self.marks}"
+            self.event_counts["tool call"] += 1
+            self.message_count += 1
+            content = f"{random_text(self.rng, 3)}#{self.message_count}"
             new.append({"role": "tool", "tool_call_id": call["id"], "content": content})
         if not new or self.rng.random() < 0.2:
-            new.append(self._user())
-        return Turn([*turn.messages, self._echoed(reply), *new], request_id)
+            new.append(self._next_user_message())
+        return Conversation([*conversation.messages, self._echo_reply(reply), *new], request_id)
 
-    def _echoed(self, reply: Json) -> Json:
+    def _echo_reply(self, reply: Json) -> Json:
         """The reply as agents send it back: whole, or changed in ways that say the same."""
         match self.rng.randrange(3):
             case 0:
@@ -144,25 +155,29 @@ class Rambler:
                 return {**reply, "content": (reply["content"] or "").strip(), "refusal": None}
             case _:
                 calls: Sequence[Any] = reply.get("tool_calls", ())
-                return {**reply, "tool_calls": [_respaced(call) for call in calls]} if calls else reply
+                return (
+                    {**reply, "tool_calls": [_reformat_arguments(call) for call in calls]} if calls else reply
+                )
 
-    def _rewritten(self, turn: Turn) -> Turn:
+    def _rewrite_history(self, conversation: Conversation) -> Conversation:
         """History as it was not: an earlier reply changed, or all of it summed up in one message."""
         if self.rng.random() < 0.5:
-            self.did["compacted"] += 1
-            return Turn([{"role": "user", "content": "So far: " + random_text(self.rng)}, self._user()])
-        self.did["tampered"] += 1
-        messages = list(turn.messages)
+            self.event_counts["compacted"] += 1
+            return Conversation(
+                [{"role": "user", "content": "So far: " + random_text(self.rng)}, self._next_user_message()]
+            )
+        self.event_counts["tampered"] += 1
+        messages = list(conversation.messages)
         at = self.rng.choice([i for i, message in enumerate(messages) if message["role"] == "assistant"])
         messages[at] = {**messages[at], "content": f"{messages[at].get('content') or ''} (edited)"}
-        return Turn(messages)
+        return Conversation(messages)
 
     # --- the wire ----------------------------------------------------------------------------------
 
-    def _body(self, turn: Turn, **options: Any) -> Json:
+    def _make_body(self, conversation: Conversation, **options: Any) -> Json:
         body: Json = {
             "model": "m",
-            "messages": turn.messages,
+            "messages": conversation.messages,
             "max_tokens": self.rng.choice([1, 2, 5, 16, 48, 64]),
             "stream": self.rng.random() < 0.5,
             **options,
@@ -175,24 +190,28 @@ class Rambler:
             body["tools"] = self.tools
         return body
 
-    def _request(self, body: Json, retried: bool = False) -> Any:
+    def _send_body(self, body: Json, retried: bool = False) -> Any:
         headers = {"Authorization": f"Bearer {self.session.api_key}"}
         if retried:
             headers["x-stainless-retry-count"] = "1"
         return self.http.post(f"{self.session.base_url}/chat/completions", json=body, headers=headers)
 
-    async def _post(self, turn: Turn, *, retried: bool = False, **options: Any) -> tuple[str, list[Json]]:
-        body = self._body(turn, **options)
-        async with self._request(body, retried) as response:
+    async def _post(
+        self, conversation: Conversation, *, retried: bool = False, **options: Any
+    ) -> tuple[str, list[Json]]:
+        body = self._make_body(conversation, **options)
+        async with self._send_body(body, retried) as response:
             text = (await response.read()).decode()
             assert response.status == 200, text
-        request_id, messages, reasons = (_from_events if body["stream"] else _from_json)(text)
-        self.did.update(f"finish {reason}" for reason in reasons)
-        self.sent.append(Sent(request_id, "follows" if turn.parent else "fresh", turn.parent))
+        request_id, messages, reasons = (_parse_stream if body["stream"] else _parse_json)(text)
+        self.event_counts.update(f"finish {reason}" for reason in reasons)
+        self.requests.append(
+            SentRequest(request_id, "follows" if conversation.parent else "fresh", conversation.parent)
+        )
         return request_id, messages
 
 
-def _respaced(call: Json) -> Json:
+def _reformat_arguments(call: Json) -> Json:
     """A tool call whose arguments went through a JSON library. Those of a malformed one cannot."""
     function = call["function"]
     try:
@@ -202,13 +221,13 @@ def _respaced(call: Json) -> Json:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _from_json(text: str) -> tuple[str, list[Json], list[str]]:
+def _parse_json(text: str) -> tuple[str, list[Json], list[str]]:
     answer = json.loads(text)
     choices = answer["choices"]
     return answer["id"], [c["message"] for c in choices], [c["finish_reason"] for c in choices]
 
 
-def _from_events(text: str) -> tuple[str, list[Json], list[str]]:
+def _parse_stream(text: str) -> tuple[str, list[Json], list[str]]:
     """Put a streamed answer together, as a client does."""
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert events.pop() == "[DONE]"

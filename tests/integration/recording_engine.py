@@ -11,10 +11,10 @@ from typing import Any, cast
 from instar.engines.base import Engine, EngineInfo, EngineStatus
 from instar.types import Policy, SamplingParams, TokenChunk
 
-Key = tuple[int, bytes]
+EmissionKey = tuple[int, bytes]
 
 
-def emission_key(prompt_ids: Sequence[int], params: SamplingParams) -> Key:
+def make_emission_key(prompt_ids: Sequence[int], params: SamplingParams) -> EmissionKey:
     assert params.seed is not None
     return params.seed, array("i", prompt_ids).tobytes()
 
@@ -25,16 +25,16 @@ class Emission:
 
     prompt: list[int]
     params: SamplingParams
-    loaded: int
+    loaded_version: int
     """Newest version whose load had ended when the request was made."""
-    settled: bool
+    is_settled: bool
     """Whether no other load was under way then."""
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
-    newest: list[int] = field(default_factory=list[int])
+    newest_versions: list[int] = field(default_factory=list[int])
     """For each token, the newest version whose load had begun when the token came out."""
-    finished: bool = False
+    is_finished: bool = False
 
 
 class RecordingEngine(Engine):
@@ -42,31 +42,33 @@ class RecordingEngine(Engine):
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.emissions: dict[Key, Emission] = {}
-        self.begun = self.loaded = 0
+        self.emissions: dict[EmissionKey, Emission] = {}
+        self.loading_version = self.loaded_version = 0
 
     @property
     def info(self) -> EngineInfo:
         return self.engine.info
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
-        key = emission_key(prompt_ids, params)
+        key = make_emission_key(prompt_ids, params)
         assert key not in self.emissions
-        emission = Emission(list(prompt_ids), params, self.loaded, self.loaded == self.begun)
+        emission = Emission(
+            list(prompt_ids), params, self.loaded_version, self.loaded_version == self.loading_version
+        )
         self.emissions[key] = emission
         async with aclosing(cast(Any, self.engine.generate(prompt_ids, params))) as chunks:
             async for chunk in chunks:
                 emission.ids += chunk.token_ids
                 emission.logprobs += chunk.logprobs
                 emission.versions += chunk.versions
-                emission.newest += [self.begun] * len(chunk.token_ids)
-                emission.finished = chunk.finish_reason is not None
+                emission.newest_versions += [self.loading_version] * len(chunk.token_ids)
+                emission.is_finished = chunk.finish_reason is not None
                 yield chunk
 
     async def load(self, policy: Policy) -> None:
-        self.begun = policy.version
+        self.loading_version = policy.version
         await self.engine.load(policy)
-        self.loaded = policy.version
+        self.loaded_version = policy.version
 
     async def status(self) -> EngineStatus:
         return await self.engine.status()
