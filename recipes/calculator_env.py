@@ -1,4 +1,4 @@
-"""An environment for `verifiers`: word problems, a calculator, and a rubric that looks at the last number."""
+"""An environment for `verifiers`: word problems, a calculator, and a rubric that checks the last number."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ async def calc(expression: str) -> str:
 
 
 async def right(completion: list[Any], answer: str) -> float:
-    """1 if the last number of the last reply is the answer."""
+    """Return 1 if the last number of the last reply is the answer."""
     return float(final_number(completion[-1].content or "") == final_number(answer))
 
 
 def rows(split: Any, size: int) -> Dataset:
-    """Each problem behind the demo's worked examples."""
+    """Return the problems, each after the demo's worked examples."""
     return Dataset.from_list(
         [
             {
