@@ -1,6 +1,6 @@
-"""tinker's SDK leaves connections to the garbage collector, which warns of each, and warnings are errors.
+"""Tinker's SDK leaves connections open until garbage collection, which warns; warnings are errors here.
 
-A test module that drives it has ``pytestmark = LEAKS`` and holds `collected` around its server.
+A test module that uses it sets ``pytestmark = IGNORE_SDK_LEAKS`` and runs its server in `collect_sdk_leaks`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IGNORE_SDK_LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 @contextmanager
 def collect_sdk_leaks() -> Generator[None]:
-    """What the SDK left behind goes here, and not in another module's test."""
+    """Collect the SDK's leaked connections here, not in a test of another module."""
     try:
         yield
     finally:

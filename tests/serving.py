@@ -19,7 +19,7 @@ ADMIN_KEY = "sk-instar-test-admin"
 
 @asynccontextmanager
 async def running_gateway(config: RunConfig, store: Store, engine: Engine) -> AsyncGenerator[str]:
-    """Its address, while it is up. The run's name is that of its policy."""
+    """Run a gateway and yield its URL; the policy is named after the run."""
     app = create_app(
         store=store,
         engine=engine,

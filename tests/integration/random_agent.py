@@ -1,4 +1,4 @@
-"""An agent that does everything agents do to a conversation, at random, and notes what it did."""
+"""An agent that performs random actions on its conversations and records what it did."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ STOPS = (["12"], ["} }", "9"], ["answer", "é"], [" "])
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that was answered."""
+    """A request that received a response."""
 
     request_id: str
     kind: str
-    """`follows`: it extends the reply to ``parent``. `fresh`: nothing recorded leads up to it."""
+    """`follows`: the request extends the reply to ``parent``. `fresh`: it continues no recorded call."""
     parent: str | None = None
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation up to a place where the model is to speak; ``parent`` answered last in it."""
+    """A conversation up to the next reply of the model; ``parent`` is the request of its latest reply."""
 
     messages: list[Json]
     parent: str | None = None
@@ -39,7 +39,7 @@ class Conversation:
 
 @dataclass
 class RandomAgent:
-    """One session."""
+    """An agent in one session."""
 
     http: aiohttp.ClientSession
     session: AgentSession
@@ -77,7 +77,7 @@ class RandomAgent:
             self.event_counts[action.__name__] += 1
             conversation = self._continue_conversation(conversation, await action(conversation))
 
-    # --- ways to ask: each returns the wire message to go on with, and the request it came from --------
+    # --- actions: each returns the message to continue with and the id of its request -----------------
 
     async def request_reply(self, conversation: Conversation, **options: Any) -> tuple[Json, str]:
         request_id, (message, *_) = await self._post(conversation, **options)
@@ -88,7 +88,7 @@ class RandomAgent:
         return self.rng.choice(messages), request_id
 
     async def repeat_request(self, conversation: Conversation) -> tuple[Json, str]:
-        """Another reply to the same: the first one did not please."""
+        """Request a second reply to the same messages, as after an unsatisfactory first one."""
         first = await self.request_reply(conversation)
         return self.rng.choice([first, await self.request_reply(conversation)])
 
@@ -98,7 +98,7 @@ class RandomAgent:
         )
 
     async def retry_lost_reply(self, conversation: Conversation) -> tuple[Json, str]:
-        """As an SDK does that retries: the recorded reply is played, and nothing is sampled."""
+        """Retry as an SDK does: the gateway replays the recorded reply and samples nothing."""
         message, request_id = await self.request_reply(conversation)
         replayed, same_id = await self.request_reply(conversation, retried=True)
         assert same_id == request_id
@@ -107,18 +107,18 @@ class RandomAgent:
         return replayed, request_id
 
     async def disconnect_mid_stream(self, conversation: Conversation) -> tuple[Json, str]:
-        """Go away while the reply is coming, then ask again."""
-        # The seed that the session would give is free again when a request came to nothing.
+        """Disconnect while the reply is streaming, then send the request again."""
+        # An explicit seed: the session would give the seed of an abandoned request to the next one.
         body = self._make_body(conversation, stream=True, max_tokens=64) | {"seed": self.rng.getrandbits(62)}
         async with self._send_body(body) as response:
             await response.content.readany()
         return await self.request_reply(conversation)
 
     async def fork_conversation(self, conversation: Conversation) -> tuple[Json, str]:
-        """Two different questions behind the same reply, at once."""
+        """Continue the same reply with two different messages concurrently."""
         message, request_id = await self.request_reply(conversation)
-        ways = [self._continue_conversation(conversation, (message, request_id)) for _ in range(2)]
-        await asyncio.gather(*map(self.request_reply, ways))
+        continuations = [self._continue_conversation(conversation, (message, request_id)) for _ in range(2)]
+        await asyncio.gather(*map(self.request_reply, continuations))
         return message, request_id
 
     # --- the conversation --------------------------------------------------------------------------
@@ -130,24 +130,26 @@ class RandomAgent:
         return messages
 
     def _next_user_message(self) -> Json:
-        """No two are the same, so that each conversation is known by its messages."""
+        """Return a unique message, so that a conversation is identified by its messages."""
         self.message_count += 1
         return {"role": "user", "content": f"{random_text(self.rng)}#{self.message_count}"}
 
-    def _continue_conversation(self, conversation: Conversation, answered: tuple[Json, str]) -> Conversation:
-        reply, request_id = answered
-        new: list[Json] = []
+    def _continue_conversation(
+        self, conversation: Conversation, latest_reply: tuple[Json, str]
+    ) -> Conversation:
+        reply, request_id = latest_reply
+        new_messages: list[Json] = []
         for call in reply.get("tool_calls", ()):
             self.event_counts["tool call"] += 1
             self.message_count += 1
             content = f"{random_text(self.rng, 3)}#{self.message_count}"
-            new.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-        if not new or self.rng.random() < 0.2:
-            new.append(self._next_user_message())
-        return Conversation([*conversation.messages, self._echo_reply(reply), *new], request_id)
+            new_messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+        if not new_messages or self.rng.random() < 0.2:
+            new_messages.append(self._next_user_message())
+        return Conversation([*conversation.messages, self._echo_reply(reply), *new_messages], request_id)
 
     def _echo_reply(self, reply: Json) -> Json:
-        """The reply as agents send it back: whole, or changed in ways that say the same."""
+        """Return the reply as agents send it back: unchanged, or changed without a change of meaning."""
         match self.rng.randrange(3):
             case 0:
                 return {key: value for key, value in reply.items() if value is not None}
@@ -160,7 +162,7 @@ class RandomAgent:
                 )
 
     def _rewrite_history(self, conversation: Conversation) -> Conversation:
-        """History as it was not: an earlier reply changed, or all of it summed up in one message."""
+        """Return the conversation with an earlier reply edited, or with its history replaced by a summary."""
         if self.rng.random() < 0.5:
             self.event_counts["compacted"] += 1
             return Conversation(
@@ -168,8 +170,8 @@ class RandomAgent:
             )
         self.event_counts["tampered"] += 1
         messages = list(conversation.messages)
-        at = self.rng.choice([i for i, message in enumerate(messages) if message["role"] == "assistant"])
-        messages[at] = {**messages[at], "content": f"{messages[at].get('content') or ''} (edited)"}
+        index = self.rng.choice([i for i, message in enumerate(messages) if message["role"] == "assistant"])
+        messages[index] = {**messages[index], "content": f"{messages[index].get('content') or ''} (edited)"}
         return Conversation(messages)
 
     # --- the wire ----------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class RandomAgent:
 
 
 def _reformat_arguments(call: Json) -> Json:
-    """A tool call whose arguments went through a JSON library. Those of a malformed one cannot."""
+    """Return the tool call with its arguments reserialized as JSON; malformed arguments stay as they are."""
     function = call["function"]
     try:
         arguments = json.dumps(json.loads(function["arguments"]), indent=1)
@@ -222,13 +224,13 @@ def _reformat_arguments(call: Json) -> Json:
 
 
 def _parse_json(text: str) -> tuple[str, list[Json], list[str]]:
-    answer = json.loads(text)
-    choices = answer["choices"]
-    return answer["id"], [c["message"] for c in choices], [c["finish_reason"] for c in choices]
+    response = json.loads(text)
+    choices = response["choices"]
+    return response["id"], [c["message"] for c in choices], [c["finish_reason"] for c in choices]
 
 
 def _parse_stream(text: str) -> tuple[str, list[Json], list[str]]:
-    """Put a streamed answer together, as a client does."""
+    """Assemble the messages of a streamed response, as a client does."""
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert events.pop() == "[DONE]"
     messages: dict[int, Json] = {}
@@ -238,12 +240,14 @@ def _parse_stream(text: str) -> tuple[str, list[Json], list[str]]:
         message = messages.setdefault(choice["index"], {"role": "assistant", "content": ""})
         delta = choice["delta"]
         message["content"] += delta.get("content") or ""
-        for piece in delta.get("tool_calls", ()):
+        for call_delta in delta.get("tool_calls", ()):
             calls = message.setdefault("tool_calls", [])
-            if piece["index"] == len(calls):
-                calls.append({"id": piece["id"], "type": "function", "function": {**piece["function"]}})
+            if call_delta["index"] == len(calls):
+                calls.append(
+                    {"id": call_delta["id"], "type": "function", "function": {**call_delta["function"]}}
+                )
             else:
-                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+                calls[call_delta["index"]]["function"]["arguments"] += call_delta["function"]["arguments"]
         if choice["finish_reason"]:
             reasons.append(choice["finish_reason"])
     return chunks[0]["id"], [messages[index] for index in sorted(messages)], reasons

@@ -1,4 +1,4 @@
-"""An engine that notes what another one emits: what every later account of it is held against."""
+"""An engine that records what another engine emits, as the ground truth for later comparisons."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def make_emission_key(prompt_ids: Sequence[int], params: SamplingParams) -> Emis
 
 @dataclass
 class Emission:
-    """One reply as it left the engine."""
+    """One reply as the engine emitted it."""
 
     prompt: list[int]
     params: SamplingParams
     loaded_version: int
-    """Newest version whose load had ended when the request was made."""
+    """The newest version that was completely loaded when the request arrived."""
     is_settled: bool
-    """Whether no other load was under way then."""
+    """True if no other version was being loaded at that time."""
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     newest_versions: list[int] = field(default_factory=list[int])
-    """For each token, the newest version whose load had begun when the token came out."""
+    """For each token, the newest version whose load had begun when the token was emitted."""
     is_finished: bool = False
 
 
 class RecordingEngine(Engine):
-    """Replies are known by their prompt and seed, so no two requests may have both in common."""
+    """An engine that identifies replies by prompt and seed, so no two requests may share both."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

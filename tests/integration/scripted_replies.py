@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def reply(prompt: str, seed: int | None) -> str:
-    """More digits or fewer, as the seed has it."""
+    """Return a text in which the seed determines the number of digits."""
     return ("1 " * ((seed or 0) % 5) + "a ") * 100

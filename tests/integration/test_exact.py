@@ -1,11 +1,11 @@
-"""Token-exactness, over sessions in which an agent does at random whatever agents do.
+"""Token-exactness over sessions in which an agent performs random actions.
 
 The model is tiny, in fp32, and trained to call tools, so that sampling at temperature 1 yields valid calls,
-broken ones and plain text. Agents speak to a gateway on a socket, streamed and not, with 0 to 3 tools, 1 to
-5 turns, replies cut at 1 to 64 tokens, stop strings, text of several scripts and characters cut in half,
-tool results, several choices, the same question again, twice at once, or retried by the client, replies
-left half-way, forks, sub-agents, and histories that were tampered with or summed up. What is trained on is
-held against what the engine emitted, as an engine around it noted it.
+malformed ones and plain text. Agents talk to a gateway on a socket, streamed and not, with 0 to 3 tools, 1 to
+5 turns, replies cut at 1 to 64 tokens, stop strings, text of several scripts, characters split over tokens,
+tool results, several choices, requests that are repeated, sent twice concurrently or retried by the client,
+abandoned replies, forks, sub-agents, and histories that were edited or summarized. The training samples are
+compared with what the engine emitted, as recorded by `RecordingEngine`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def tool_call_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class ExactnessHarness:
-    """Where sessions run: a recorded engine behind a gateway, and the store."""
+    """A recording engine behind a gateway, with the store."""
 
     engine: RecordingEngine
     store: SqliteStore
@@ -55,7 +55,7 @@ class ExactnessHarness:
     event_counts: Counter[str]
 
     async def run_agents(self, sessions: int, name: str) -> list[RandomAgent]:
-        """So many sessions, ``CONCURRENCY`` at a time."""
+        """Run this many sessions, ``CONCURRENCY`` at a time."""
         slots = asyncio.Semaphore(CONCURRENCY)
 
         async def one(number: int) -> RandomAgent:
@@ -71,7 +71,7 @@ class ExactnessHarness:
         return [task.result() for task in tasks]
 
     async def _open_session(self, rng: random.Random) -> AgentSession:
-        """Some are sampled otherwise; their logprobs are those of the full softmax all the same."""
+        """Open a session, some with other sampling; the logprobs are those of the full softmax anyway."""
         sampling = {"temperature": 0.7, "top_p": 0.9} if rng.random() < 0.1 else {}
         return await self.client.open_session(
             channel=Channel.TRAIN, seed=rng.getrandbits(60), sampling=sampling
@@ -99,7 +99,7 @@ async def harness(tool_call_model: Path, tmp_path: Path) -> AsyncIterator[Exactn
 
 
 def check_calls(harness: ExactnessHarness, calls: list[Call]) -> None:
-    """What is recorded is what the engine emitted, to the bit."""
+    """Check that the recorded calls equal what the engine emitted, bit for bit."""
     for call in calls:
         emission = harness.find_emission(call)
         kept = len(call.sampled_ids)
@@ -112,21 +112,21 @@ def check_calls(harness: ExactnessHarness, calls: list[Call]) -> None:
 
 
 def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sample]) -> int:
-    """Every whole reply is trained, once, behind the very prompt it was sampled from; returns the number
-    of trained tokens."""
+    """Check that every complete reply is trained one time, after the prompt it was sampled from; return the
+    number of trained tokens."""
     by_id = {call.call_id: call for call in calls}
     trained: Counter[str] = Counter()
     for sample in samples:
         masked = np.zeros(len(sample), bool)
         for span in sample.spans:
-            where = slice(span.start, span.start + span.length)
-            if not sample.mask[where].any():
+            positions = slice(span.start, span.start + span.length)
+            if not sample.mask[positions].any():
                 continue
             emission = harness.find_emission(by_id[span.call_id])
             assert sample.token_ids[: span.start].tolist() == emission.prompt
-            assert sample.token_ids[where].tolist() == emission.ids
-            assert sample.versions[where].tolist() == emission.versions
-            masked[where] = True
+            assert sample.token_ids[positions].tolist() == emission.ids
+            assert sample.versions[positions].tolist() == emission.versions
+            masked[positions] = True
             trained[span.call_id] += 1
         np.testing.assert_array_equal(sample.mask, masked)
     assert trained == Counter(call.call_id for call in calls if call.status is CallStatus.OK)
@@ -134,7 +134,7 @@ def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sa
 
 
 def check_links(agent: RandomAgent, calls: list[Call]) -> int:
-    """A turn that extends history begins with its tokens, exactly; returns how many do."""
+    """Check that turns that extend history begin with its exact tokens; return the number of such turns."""
     by_id = {call.call_id: call for call in calls}
     by_request: dict[str, list[Call]] = {}
     for call in calls:
@@ -148,7 +148,7 @@ def check_links(agent: RandomAgent, calls: list[Call]) -> int:
             assert call.link in (Link.EXTENDS, Link.SIBLING)
             assert call.parent_id is not None
             parent = by_id[call.parent_id]
-            # Replies that read the same cannot be told apart by who sends one back.
+            # The gateway cannot distinguish replies with equal text when an agent sends one back.
             assert parent.messages == by_request[sent.parent or ""][0].messages
             assert call.prompt_ids[: len(parent.sequence)].tolist() == parent.sequence.tolist()
             followed += 1
@@ -165,10 +165,12 @@ async def check_session(harness: ExactnessHarness, agent: RandomAgent) -> tuple[
 
 
 @pytest.mark.timeout(600)
-async def test_what_is_trained_is_what_was_sampled(harness: ExactnessHarness, tool_call_model: Path) -> None:
+async def test_training_samples_of_random_sessions_equal_engine_emissions(
+    harness: ExactnessHarness, tool_call_model: Path
+) -> None:
     agents = await harness.run_agents(SESSIONS, "exact")
     checked = [await check_session(harness, agent) for agent in agents]
-    samples = [sample for found, _, _ in checked for sample in found]
+    samples = [sample for session_samples, _, _ in checked for sample in session_samples]
     trained, followed = sum(tokens for _, tokens, _ in checked), sum(turns for _, _, turns in checked)
 
     backend = LocalBackend(
@@ -182,19 +184,19 @@ async def test_what_is_trained_is_what_was_sampled(harness: ExactnessHarness, to
         f"\n{trained} tokens trained, {followed} turns followed, largest gap {gap:.1e}; "
         f"{dict(harness.event_counts)}"
     )
-    # That all of it really happened, and often.
+    # Every kind of event must have happened often enough.
     assert trained > 20 * SESSIONS
     assert followed > SESSIONS
     finished = sum(emission.is_finished for emission in harness.engine.emissions.values())
-    assert finished < len(harness.engine.emissions), "no client went away in time"
-    for thing in ("tool call", "finish length", "finish stop", "finish tool_calls", "compacted", "tampered"):
-        assert harness.event_counts[thing] >= SESSIONS // 50, thing
+    assert finished < len(harness.engine.emissions), "no client disconnected before the end of its reply"
+    for event in ("tool call", "finish length", "finish stop", "finish tool_calls", "compacted", "tampered"):
+        assert harness.event_counts[event] >= SESSIONS // 50, event
 
 
 def compute_max_gap(
     samples: list[Sample], logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]]
 ) -> float:
-    """Between recorded and computed logprobs of the trained tokens."""
+    """Return the largest gap between recorded and computed logprobs of the trained tokens."""
     return max(
         float(np.abs(computed - sample.logprobs)[sample.mask > 0].max())
         for sample, computed in zip(samples, logprobs, strict=True)
@@ -207,11 +209,11 @@ VERSIONS = 4
 
 
 @pytest.mark.timeout(300)
-async def test_swapped_weights_leave_no_trace(
+async def test_replies_after_weight_swap_use_only_new_weights(
     harness: ExactnessHarness, tool_call_model: Path, tmp_path: Path
 ) -> None:
-    """Weights are swapped while sessions run. Each token is stamped with the weights that made it, and what
-    is asked after a swap is computed by the new ones alone, though its history was read by the old."""
+    """Weights are swapped while sessions run. Each token carries the version that sampled it, and a request
+    after a swap is computed by the new weights alone, although the old ones had computed its history."""
     lineage = await train_lineage(tool_call_model, tmp_path, VERSIONS)
     running = asyncio.create_task(harness.run_agents(120, "swapped"))
     for policy in lineage.policies[1:]:
@@ -232,47 +234,53 @@ async def test_swapped_weights_leave_no_trace(
     assert sum(emission.versions[0] != emission.versions[-1] for emission in emissions) >= VERSIONS
 
     for version in range(VERSIONS + 1):
-        # Asked when these weights were in place: tokens stamped with them had no others behind them.
-        pure = [e for e in emissions if e.is_settled and e.loaded_version == version == e.versions[0]]
-        assert len(pure) >= 30
-        samples = [make_version_sample(emission, version) for emission in pure]
+        # Requested when these weights were loaded: no other version computed the tokens before these.
+        version_emissions = [
+            e for e in emissions if e.is_settled and e.loaded_version == version == e.versions[0]
+        ]
+        assert len(version_emissions) >= 30
+        samples = [make_version_sample(emission, version) for emission in version_emissions]
         gap = compute_max_gap(samples, await (await lineage.load_version(version)).forward(samples))
         assert gap < TOLERANCE
         if version:
-            # The proof would see it if a prompt had been read by the weights before.
+            # The comparison would notice if the previous weights had computed a prompt.
             stale = compute_max_gap(samples, await (await lineage.load_version(version - 1)).forward(samples))
             assert stale > 100 * TOLERANCE
-    assert (await harness.engine.status()).cached_tokens > 10_000, "nothing was reused, so nothing was proved"
+    assert (await harness.engine.status()).cached_tokens > 10_000, (
+        "no cached tokens were reused, so the test proves nothing"
+    )
     await lineage.backend.close()
 
 
 def make_version_sample(emission: Emission, version: int) -> Sample:
-    """The tokens of a reply that this version made, behind its prompt."""
+    """Return a sample of the prompt and the tokens of the reply that this version sampled."""
     count = emission.versions.count(version)
     sample = make_sample(str(emission.params.seed), emission.prompt, emission.ids[:count])
     sample.logprobs[len(emission.prompt) :] = emission.logprobs[:count]
     return sample
 
 
-async def test_a_swapped_engine_equals_a_fresh_one(
+async def test_engine_after_weight_swap_equals_fresh_engine(
     harness: ExactnessHarness, tool_call_model: Path, tmp_path: Path
 ) -> None:
-    """The second turn of sessions whose first was read by other weights, token for token."""
+    """Second turns whose first turn was computed by other weights are compared token by token."""
     lineage = await train_lineage(tool_call_model, tmp_path, 1)
-    first = await harness.run_agents(24, "before")
+    first_agents = await harness.run_agents(24, "before")
     await harness.engine.load(lineage.policies[1])
-    calls = [call for agent in first for call in await harness.store.calls(agent.session.session_id)]
+    calls = [call for agent in first_agents for call in await harness.store.calls(agent.session.session_id)]
     fresh = LocalEngine(model_config(tool_call_model), LocalEngineConfig(threads=1))
     await fresh.load(lineage.policies[1])
     before = (await harness.engine.status()).cached_tokens
     for number, call in enumerate(calls[-24:]):
         params = SamplingParams(max_tokens=24, seed=number)
         prompt = call.sequence.tolist()
-        swapped = [chunk async for chunk in harness.engine.engine.generate(prompt, params)]
-        anew = [chunk async for chunk in fresh.generate(prompt, params)]
-        assert [chunk.token_ids for chunk in swapped] == [chunk.token_ids for chunk in anew]
-        ours, theirs = ([chunk.logprobs[0] for chunk in chunks] for chunks in (swapped, anew))
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        swapped_chunks = [chunk async for chunk in harness.engine.engine.generate(prompt, params)]
+        fresh_chunks = [chunk async for chunk in fresh.generate(prompt, params)]
+        assert [chunk.token_ids for chunk in swapped_chunks] == [chunk.token_ids for chunk in fresh_chunks]
+        actual, expected = (
+            [chunk.logprobs[0] for chunk in chunks] for chunks in (swapped_chunks, fresh_chunks)
+        )
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
     reused = (await harness.engine.status()).cached_tokens - before
     assert reused == (await fresh.status()).cached_tokens
     await fresh.close()

@@ -1,7 +1,7 @@
-"""Tiny models for the proofs: one that makes tool calls when it samples, and adapters that change it.
+"""Tiny models for the exactness tests: one that samples tool calls, and adapters that change it.
 
-Random weights never write a valid tool call. A few seconds of supervised steps make them do so often, and
-go wrong in many ways otherwise.
+A model with random weights never writes a valid tool call. After a few seconds of supervised training it
+often does, and otherwise writes malformed ones of many kinds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def random_tools(rng: random.Random) -> list[Tool]:
 
 
 async def train_tool_call_model(folder: Path, *, steps: int = 60, batch: int = 12) -> Path:
-    """A model of random weights that was taught, in fp32, to call its tools; returns its folder."""
+    """Train a randomly initialized fp32 model to call its tools; return its folder."""
     make_tiny_model(folder / "random", std=0.1, context=CONTEXT)
     model = model_config(folder / "random")
     renderer, rng = load_renderer(folder / "random", model), random.Random(0)
@@ -65,13 +65,13 @@ async def train_tool_call_model(folder: Path, *, steps: int = 60, batch: int = 1
         samples = [_make_training_sample(renderer, rng, f"{step}/{number}") for number in range(batch)]
         await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
         await backend.optim_step(AdamConfig(lr=4e-3))
-    await backend.publish(folder / "taught")
+    await backend.publish(folder / "trained")
     await backend.close()
-    return folder / "taught"
+    return folder / "trained"
 
 
 def _make_training_sample(renderer: Renderer, rng: random.Random, key: str) -> Sample:
-    """One question and what to say to it: a call of a tool, if there is one."""
+    """Return a random prompt with the reply to learn: a tool call if there are tools, else a text."""
     tools = random_tools(rng)
     prompt = renderer.render(random_messages(rng), tools)
     text = "The answer is 893."
@@ -102,20 +102,20 @@ def make_sample(key: str, prompt: list[int], reply: list[int]) -> Sample:
 
 @dataclass(frozen=True)
 class PolicyLineage:
-    """Versions 0 (the model itself) to n: what an engine loads, and the training state of each."""
+    """Policy versions 0 (the model itself) to n, with the training state of each."""
 
     policies: list[Policy]
     states: list[Path]
     backend: LocalBackend
 
     async def load_version(self, version: int) -> LocalBackend:
-        """The backend with the weights of that version."""
+        """Return the backend with the weights of that version."""
         await self.backend.load_state(self.states[version], optimizer=False)
         return self.backend
 
 
 async def train_lineage(model: Path, folder: Path, versions: int) -> PolicyLineage:
-    """Adapters that differ a lot from one another, each trained on from the one before."""
+    """Train adapters that differ strongly from one another, each from the one before."""
     settings = model_config(model)
     backend = LocalBackend(settings, LocalBackendConfig(lora=LoraConfig(rank=4, alpha=16), threads=1))
     renderer, rng = load_renderer(model, settings), random.Random(1)

@@ -1,5 +1,5 @@
-"""An SDK's clients read all certificates there are, several times in every life of a process, which takes
-them longer than anything else that they do in a test."""
+"""A short certificate file: an SDK's clients load all installed certificates several times per process, which
+takes longer than anything else they do in a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END = "-----END CERTIFICATE-----\n"
 
 @cache
 def single_certificate_env() -> dict[str, str]:
-    """The variable that names a file with one of them, for processes that talk to this machine alone."""
+    """Return the variable that names a file with one certificate, for processes that only use localhost."""
     file = Path(tempfile.mkdtemp()) / "one.pem"
     first, end, _ = certifi.contents().partition(END)
     file.write_text(first + end)

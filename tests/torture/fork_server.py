@@ -1,7 +1,7 @@
-"""Processes that are up at once: each is forked from one that has imported what they need.
+"""Processes that start immediately: each is forked from one that has already imported its modules.
 
-As a program, ``python -m tests.torture.fork_server module...`` imports the modules, then forks for every line
-that it is sent, waits for the child's end and tells how it ended.
+As a program, ``python -m tests.torture.fork_server module...`` imports the modules, forks a child for every
+line on standard input, waits for the child to exit and prints its exit code.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tests.torture.certificates import single_certificate_env
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 120.0
-"""For its imports, and for the end of a child that is waited for."""
+"""Seconds for the imports, and for a child to exit after `wait` was called."""
 
 
 class ChildSpec(msgspec.Struct):
     function: str
-    """`module:name`, called without arguments; what it raises ends the process with 1."""
+    """`module:name`, called without arguments; the process exits with 1 if it raises."""
     arguments: list[str]
-    """What it finds in `sys.argv`."""
+    """The arguments in `sys.argv`."""
     env: dict[str, str]
     output: str
-    """File that it writes to."""
+    """The file that receives standard output and standard error."""
 
 
 class ForkServer:
-    """Has one child at a time."""
+    """A process that forks one child at a time."""
 
     def __init__(self, *modules: str, python: str = sys.executable) -> None:
         self._process = subprocess.Popen(
@@ -47,22 +47,22 @@ class ForkServer:
             stdout=subprocess.PIPE,
         )
         self.pid: int | None = None
-        """Of the child, if there is one whose end is not known yet."""
+        """The child's process id until `wait` has returned its exit code."""
 
-    def start(self, life: ChildSpec) -> None:
+    def start(self, spec: ChildSpec) -> None:
         assert self.pid is None
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(life) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(spec) + b"\n")
         self._process.stdin.flush()
         self.pid = self._read_integer()
 
     def signal(self, number: int) -> None:
         assert self.pid is not None
-        # Not reaped before `wait` is told, so that the id is still this child's.
+        # The fork server reaps the child only when `wait` asks, so the id still belongs to this child.
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Its exit code, as `subprocess` has them."""
+        """Return the child's exit code; it is negative after a signal, as in `subprocess`."""
         assert self.pid is not None
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
@@ -72,7 +72,6 @@ class ForkServer:
         return code
 
     def has_exited(self) -> bool:
-        """Whether the child has ended."""
         assert self.pid is not None
         stat = Path(f"/proc/{self.pid}/stat").read_text()
         return stat.rsplit(")", 1)[1].split()[0] == "Z"
@@ -92,27 +91,27 @@ class ForkServer:
 
     def _read_integer(self) -> int:
         assert self._process.stdout is not None
-        there, _, _ = select.select([self._process.stdout], [], [], DEADLINE)
-        assert there, f"nothing came of it within {DEADLINE:g} s"
+        readable, _, _ = select.select([self._process.stdout], [], [], DEADLINE)
+        assert readable, f"the fork server did not answer within {DEADLINE:g} s"
         line = self._process.stdout.readline()
-        assert line, "the nursery has died"
+        assert line, "the fork server has died"
         return int(line)
 
 
-def run_child(life: ChildSpec) -> NoReturn:
+def run_child(spec: ChildSpec) -> NoReturn:
     code = 1
     try:
-        output = os.open(life.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = os.open(spec.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore - it is a TextIOWrapper
         os.close(0)
-        os.environ.update(life.env)
-        sys.argv = [life.function, *life.arguments]
-        module, _, name = life.function.partition(":")
+        os.environ.update(spec.env)
+        sys.argv = [spec.function, *spec.arguments]
+        module, _, name = spec.function.partition(":")
         getattr(import_module(module), name)()
         code = 0
-    except BaseException:  # noqa: BLE001 - as the interpreter does
+    except BaseException:  # noqa: BLE001 - the interpreter, too, prints whatever ends a program
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -123,13 +122,13 @@ def run_child(life: ChildSpec) -> NoReturn:
 def main() -> None:
     for module in sys.argv[1:]:
         import_module(module)
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads is not to be forked"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not be forked"
     while line := sys.stdin.buffer.readline():
         pid = os.fork()
         if pid == 0:
             run_child(msgspec.json.decode(line, type=ChildSpec))
         print(pid, flush=True)
-        if not sys.stdin.buffer.readline():  # who asked for the child is gone
+        if not sys.stdin.buffer.readline():  # the parent has exited
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)

@@ -1,8 +1,8 @@
 """An interpreter with a kill switch: ``python -m tests.torture.kill_switch FOLDER -m module arguments...``
 
-Runs the module as `python -m` would, and ends its own process by SIGKILL at the moments that
-`plan.json` in the folder names, one after the other, each once. It is how a test reaches every state
-of a training step without a hook in the product.
+It runs the module as `python -m` would and kills its own process with SIGKILL at the points that
+`plan.json` in the folder lists, in that order, each one time. A test reaches every state of a training
+step this way, without a hook in the product.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ import msgspec
 
 OTHER_PID_TIMEOUT = 30.0
 RECOVERY_STEP = 0
-"""The step of what happens before a process has taken up one."""
+"""The step number for everything that happens before a process has started a step."""
 
 
 class PlannedKill(msgspec.Struct, frozen=True):
-    """Right after the point was passed in the step."""
+    """A kill as soon as the point is reached in the step."""
 
     point: str
     step: int
     kills_supervisor: bool = False
-    """Whether the supervisor is killed first."""
+    """True if the supervisor is killed first."""
     kills_other: bool = False
-    """Whether another process is killed instead. The folder's `other` holds its id; it is waited for, and
-    used once."""
+    """True if another process is killed instead. The file `other` in the folder holds its id; the switch
+    waits for the file and deletes it after reading."""
 
 
 @dataclass(frozen=True)
 class KillPoint:
     target: str
     step_argument: int | None = None
-    """Place of the step among the arguments, where it is one of them."""
+    """The position of the step among the arguments, if it is one of them."""
     argument_filter: tuple[int, str] | None = None
-    """(place, value): only calls with this argument count."""
+    """(position, value): only calls with this argument reach the point."""
     fires_before_call: bool = False
-    """Whether it is passed when the call begins, and not when it has ended."""
+    """True if the point is reached when the call begins, not when it has ended."""
 
 
 STORE = "instar.store.sqlite:SqliteStore"
@@ -93,9 +93,9 @@ class KillSwitch:
 
     def _take_other_pid(self) -> int:
         file = self.folder / "other"
-        until = time.monotonic() + OTHER_PID_TIMEOUT
+        deadline = time.monotonic() + OTHER_PID_TIMEOUT
         while not file.exists():
-            assert time.monotonic() < until, "there is no other process to kill"
+            assert time.monotonic() < deadline, "no other process to kill was keywords"
             time.sleep(0.01)
         process = int(file.read_text())
         file.unlink()
@@ -115,38 +115,38 @@ def install_kill_points(switch: KillSwitch, points: Mapping[str, KillPoint]) -> 
 def _wrap_function(
     function: Callable[..., Any], name: str, point: KillPoint, switch: KillSwitch
 ) -> Callable[..., Any]:
-    def before(arguments: tuple[Any, ...]) -> None:
+    def before_call(arguments: tuple[Any, ...]) -> None:
         if point.step_argument is not None:
             switch.step = arguments[point.step_argument]
         if point.fires_before_call:
             switch.reach_point(name)
 
-    def after(arguments: tuple[Any, ...]) -> None:
-        counts = (
+    def after_call(arguments: tuple[Any, ...]) -> None:
+        matches = (
             point.argument_filter is None or arguments[point.argument_filter[0]] == point.argument_filter[1]
         )
-        if counts and not point.fires_before_call:
+        if matches and not point.fires_before_call:
             switch.reach_point(name)
 
     @functools.wraps(function)
-    async def later(*arguments: Any, **named: Any) -> Any:
-        before(arguments)
-        result = await function(*arguments, **named)
-        after(arguments)
+    async def call_async(*arguments: Any, **keywords: Any) -> Any:
+        before_call(arguments)
+        result = await function(*arguments, **keywords)
+        after_call(arguments)
         return result
 
     @functools.wraps(function)
-    def at_once(*arguments: Any, **named: Any) -> Any:
-        before(arguments)
-        result = function(*arguments, **named)
-        after(arguments)
+    def call_sync(*arguments: Any, **keywords: Any) -> Any:
+        before_call(arguments)
+        result = function(*arguments, **keywords)
+        after_call(arguments)
         return result
 
-    return later if inspect.iscoroutinefunction(function) else at_once
+    return call_async if inspect.iscoroutinefunction(function) else call_sync
 
 
 def write_other_pid(folder: Path, process: int) -> None:
-    """Tell the switch which other process there is."""
+    """Name the process that a kill with ``kills_other`` ends."""
     scratch = folder / "other.new"
     scratch.write_text(str(process))
     scratch.rename(folder / "other")
@@ -158,7 +158,7 @@ def write_plan(folder: Path, moments: list[PlannedKill]) -> None:
 
 
 def write_interpreter(folder: Path, moments: list[PlannedKill]) -> Path:
-    """A program to name as `backend.python`."""
+    """Write the plan and a program for `backend.python`; return the program's path."""
     write_plan(folder, moments)
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.torture.kill_switch "{folder}" "$@"\n')

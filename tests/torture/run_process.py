@@ -24,7 +24,7 @@ ROLES = ("engine", "gateway", "trainer", "rollout")
 
 
 def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dict[str, Any]:
-    """The run's config: everything in it is a function of the seed."""
+    """Return the config of a run in which everything is determined by the seed."""
     return {
         "name": "tortured",
         "dir": str(folder / "run"),
@@ -58,7 +58,7 @@ def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dic
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What two runs that learned the same from the same have in common."""
+    """The results that are equal for two runs that trained identically."""
 
     trained: tuple[tuple[int, str, float, float], ...]
     """(step, sample key, reward, advantage), in order."""
@@ -69,7 +69,7 @@ class Fingerprint:
 
 
 class StoredRun:
-    """What a run left in its store, or has there so far."""
+    """The store of a run, finished or in progress."""
 
     def __init__(self, run_dir: Path, steps: int) -> None:
         self.run_dir = run_dir
@@ -83,7 +83,7 @@ class StoredRun:
             store.close()
 
     def progress(self) -> str:
-        """How far it is, for people."""
+        """Return the number of committed steps as text for a person."""
         try:
             (steps,) = self.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0]
         except sqlite3.OperationalError:
@@ -114,20 +114,22 @@ class StoredRun:
         )
 
     def adapter_folder(self, artifact: str) -> Path:
-        """The folder of what was published."""
+        """Return the folder of a published adapter."""
         return Path(artifact)
 
     def state_folder(self, saved: Path) -> Path:
-        """The folder of the weights and the optimizer that the backend saved."""
+        """Return the folder of the weights and optimizer state that the backend saved."""
         return saved
 
     def assert_consistent(self) -> None:
-        """Whatever happened, these hold."""
+        """Check the invariants that hold after any sequence of crashes."""
         steps = self.query("SELECT step, state, version FROM steps ORDER BY step")
         assert [step for step, _, _ in steps] == list(range(1, self.steps + 1))
         assert {state for _, state, _ in steps} == {"committed"}, steps
-        again = self.query("SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1")
-        assert not again, f"claimed twice: {again}"
+        duplicates = self.query(
+            "SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1"
+        )
+        assert not duplicates, f"claimed twice: {duplicates}"
         trained = self.query(
             "SELECT c.session_id, s.status FROM claims c JOIN sessions s USING (session_id) "
             "WHERE c.outcome = 'trained' AND s.status != 'completed'"
@@ -136,11 +138,13 @@ class StoredRun:
         versions = self.query("SELECT version, state FROM policies ORDER BY version")
         assert [version for version, _ in versions] == list(range(1, len(versions) + 1))
         assert {state for _, state in versions} <= {"published", "tombstoned"}, versions
-        live = [version for version, state in versions if state == "published"]
-        assert [version for _, _, version in steps if version is not None] == live
+        published = [version for version, state in versions if state == "published"]
+        assert [version for _, _, version in steps if version is not None] == published
 
 
 class RunProcess(StoredRun):
+    """An `instar train` process that can be started, killed and resumed."""
+
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         super().__init__(Path(config["dir"]), config["trainer"]["steps"])
         self.folder = folder
@@ -168,7 +172,7 @@ class RunProcess(StoredRun):
         return self.process.wait(timeout)
 
     def finish(self, timeout: float = 120) -> None:
-        """Wait for a good end."""
+        """Wait until the run has exited successfully."""
         code = self.wait(timeout)
         assert code == 0, f"exit code {code}\n{self.explain()}"
 
@@ -178,18 +182,16 @@ class RunProcess(StoredRun):
         self.process.wait()
 
     def explain(self) -> str:
-        """What the run printed, and the end of every role's log."""
+        """Return the run's output and the end of every role's log."""
         parts = [self.output.read_text(errors="replace")[-4000:]]
         for log in sorted((self.run_dir / "logs").glob("*.log")):
             parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")
         return "\n".join(parts)
 
-    # --- its processes -------------------------------------------------------------------------
-
     def list_processes(self) -> dict[int, str]:
-        """Role processes of this run that are alive, by id; from the process table, not from what the
-        run says."""
-        found: dict[int, str] = {}
+        """Return the names of the run's live role processes by process id, read from the process table
+        and not from the run's store."""
+        roles: dict[int, str] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
                 continue
@@ -197,13 +199,13 @@ class RunProcess(StoredRun):
                 arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
             except OSError:
-                continue  # it ended meanwhile
+                continue  # the process has exited in the meantime
             if "instar.cluster.role" in arguments and str(self.run_dir) in arguments and state != "Z":
-                found[int(entry.name)] = arguments[arguments.index("instar.cluster.role") + 1]
-        return found
+                roles[int(entry.name)] = arguments[arguments.index("instar.cluster.role") + 1]
+        return roles
 
     def kill_role(self, role: str) -> bool:
-        """kill -9; False when it is not up."""
+        """Kill the role with SIGKILL; return False if it is not running."""
         for pid, name in self.list_processes().items():
             if name == role:
                 os.kill(pid, signal.SIGKILL)
@@ -211,20 +213,20 @@ class RunProcess(StoredRun):
         return False
 
     def is_ready(self) -> bool:
-        """Whether every role that is to run does, and has said that it is past loading."""
+        """True if every role is running and reports that it has finished loading."""
         alive = self.list_processes()
         try:
-            said = self.query("SELECT pid, doing FROM endpoints")
+            endpoints = self.query("SELECT pid, doing FROM endpoints")
         except sqlite3.OperationalError:
             return False
-        ready = {alive.get(pid) for pid, doing in said if not doing.startswith(("loading", "starting"))}
+        ready = {alive.get(pid) for pid, doing in endpoints if not doing.startswith(("loading", "starting"))}
         return ready >= set(ROLES)
 
     def has_exited(self) -> bool:
         return self.process is not None and self.process.poll() is not None
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 90) -> bool:
-        """Until it holds; False when the run was over before."""
+        """Wait until the condition holds; return False if the run exits first."""
         assert self.process is not None
         deadline = time.monotonic() + timeout
         while not condition():
@@ -240,8 +242,6 @@ class RunProcess(StoredRun):
             assert time.monotonic() < deadline, f"still running without a supervisor: {left}"
             time.sleep(0.05)
 
-    # --- what became of it ---------------------------------------------------------------------
-
     def assert_consistent(self) -> None:
         super().assert_consistent()
         self.assert_replies_recorded()
@@ -249,8 +249,8 @@ class RunProcess(StoredRun):
         assert last["steps"] == self.steps, "the metrics lack a step"
 
     def assert_replies_recorded(self) -> None:
-        """Every reply that ended for the agent is in the store."""
-        ended = set((self.folder / "ledger.txt").read_text().splitlines())
+        """Check that every reply that the agent received completely is in the store."""
+        received = set((self.folder / "ledger.txt").read_text().splitlines())
         stored = {row[0] for row in self.query("SELECT request_id FROM calls WHERE status = 'ok'")}
-        assert ended, "the agent noted nothing"
-        assert ended <= stored, f"acknowledged and not recorded: {sorted(ended - stored)}"
+        assert received, "the agent recorded no reply"
+        assert received <= stored, f"acknowledged and not recorded: {sorted(received - stored)}"

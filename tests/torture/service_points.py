@@ -1,4 +1,4 @@
-"""The moments of a step at a training service that a trainer can die at."""
+"""The points of a step at a training service at which a trainer can be killed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ REQUEST_SENT_POINTS = {
     "mint": KillPoint("instar.clouds.tinker_training:TinkerTrainingSession.send"),
     "weaver": KillPoint("instar.clouds.weaver:WeaverCallPolicy.await_operation", fires_before_call=True),
 }
-"""A call is on its way, and its answer is not there."""
+"""A request was sent and its response has not arrived."""
 STEP_POINT_NAMES = (
     "claimed",
     "submitted",
     "sent",
     "forward_backward",
     "optim_step",
-    "saved there",
+    "saved at service",
     "state written",
     "checkpoint renamed",
     "saved",
     "version reserved",
-    "artifact made",
+    "artifact written",
     "published",
     "pushed",
     "committed",
@@ -35,26 +35,28 @@ RECOVERY_POINT_NAMES = ("started", "state loaded", "tombstoned", "released")
 
 
 def make_kill_points(backend: str) -> dict[str, KillPoint]:
-    made = BACKENDS[backend]
-    found = {
+    backend_class = BACKENDS[backend]
+    points = {
         "claimed": KillPoint(f"{STORE}.claim_step", 2),
         "submitted": KillPoint(f"{STORE}.advance_step", 2, (3, "submitted")),
         "sent": REQUEST_SENT_POINTS[backend],
-        "forward_backward": KillPoint(f"{made}.forward_backward"),
-        "optim_step": KillPoint(f"{made}.optim_step"),
-        "saved there": KillPoint(f"{made.partition(':')[0]}:write_folder", fires_before_call=True),
-        "state written": KillPoint(f"{made}.save_state"),
+        "forward_backward": KillPoint(f"{backend_class}.forward_backward"),
+        "optim_step": KillPoint(f"{backend_class}.optim_step"),
+        "saved at service": KillPoint(
+            f"{backend_class.partition(':')[0]}:write_folder", fires_before_call=True
+        ),
+        "state written": KillPoint(f"{backend_class}.save_state"),
         "checkpoint renamed": KillPoint("instar.trainer.loop:save_checkpoint"),
         "saved": KillPoint(f"{STORE}.advance_step", 2, (3, "saved")),
         "version reserved": KillPoint(f"{STORE}.reserve_version", 3),
-        "artifact made": KillPoint(f"{made}.publish"),
+        "artifact written": KillPoint(f"{backend_class}.publish"),
         "published": KillPoint(f"{STORE}.publish"),
         "pushed": KillPoint("instar.sync.files:FileSync.push"),
         "committed": KillPoint(f"{STORE}.advance_step", 2, (3, "committed")),
-        "started": KillPoint(f"{made}.start"),
-        "state loaded": KillPoint(f"{made}.load_state"),
+        "started": KillPoint(f"{backend_class}.start"),
+        "state loaded": KillPoint(f"{backend_class}.load_state"),
         "tombstoned": KillPoint(f"{STORE}.tombstone"),
         "released": KillPoint(f"{STORE}.release_steps"),
     }
-    assert found.keys() == {*STEP_POINT_NAMES, *RECOVERY_POINT_NAMES}
-    return found
+    assert points.keys() == {*STEP_POINT_NAMES, *RECOVERY_POINT_NAMES}
+    return points

@@ -1,4 +1,4 @@
-"""A trainer and the service that it trains at, as processes that can be started, killed and compared."""
+"""A trainer and its training service as processes that can be started, killed and compared."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tests.unit.data.builders import RUN, add_group, begin
 
 STEPS = 6
 DEADLINE = 60.0
-"""Of one call to the service, and of anything that is waited for here."""
+"""Seconds for one call to the service, and for every wait in this module."""
 NEVER_STALE_VERSION = 1000
-"""A version that no group is too old at, in whatever step it is trained."""
+"""A policy version so high that a group is never too stale for any step."""
 SERVICE_ERROR = re.compile(r"^instar\.errors\.Backend(Unavailable|Lost): ", re.M)
-"""How a trainer ends that is to be started again."""
+"""The last error of a trainer that is to be started again."""
 
 
 @dataclass
 class ServiceProcess:
-    """A server, always on the same port, folder and key."""
+    """A server process that keeps its port, folder and key over restarts."""
 
     protocol: str
     model: Path
@@ -52,7 +52,7 @@ class ServiceProcess:
         self.checkpoints = self.folder / "checkpoints"
 
     def start(self) -> None:
-        """It may take a moment until it answers."""
+        """Start the process without waiting until it accepts connections."""
         arguments = [
             self.protocol,
             str(self.model),
@@ -71,21 +71,19 @@ class ServiceProcess:
         return self.fork_server.pid
 
     def wait_until_listening(self) -> None:
-        """Until it takes connections."""
-        until = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + DEADLINE
         while not _is_listening(self.port):
-            assert time.monotonic() < until, "the server does not come up"
+            assert time.monotonic() < deadline, "the server does not accept connections"
             time.sleep(0.05)
 
     def restart(self) -> None:
-        """After a kill."""
+        """Start the server again after it was killed."""
         assert self.fork_server.wait() == -9, self.output.read_text()
         self.start()
 
 
 def _find_free_port() -> int:
-    """Below those that the system gives to whoever asks for any: it is to be free still when the server comes
-    back."""
+    """Return a port below the ephemeral range, so that it is still free when the server restarts."""
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -99,7 +97,7 @@ def _is_listening(port: int) -> bool:
 
 
 class ServiceRun(StoredRun):
-    """A run in a folder of its own. ``service`` may be `local`: then the trainer computes itself."""
+    """A run in its own folder. With the service `local` the trainer computes without a server."""
 
     def __init__(
         self,
@@ -131,27 +129,25 @@ class ServiceRun(StoredRun):
         assert code == 0, f"exit code {code}\n{self.explain()}"
 
     def has_given_up(self) -> bool:
-        """Whether the trainer has ended for want of the service, as it may; its end is noted then."""
+        """Return True if the trainer exited because the service was unavailable; reap it if it has exited."""
         if not self.fork_server.has_exited():
             return False
         code = self.fork_server.wait()
-        said = self.output.read_text(errors="replace").rpartition("Traceback")[2]
+        last_traceback = self.output.read_text(errors="replace").rpartition("Traceback")[2]
         assert code in (0, 1), f"exit code {code}\n{self.explain()}"
-        assert code == 0 or SERVICE_ERROR.search(said), self.explain()
+        assert code == 0 or SERVICE_ERROR.search(last_traceback), self.explain()
         return code == 1
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + DEADLINE
         while not condition():
-            assert time.monotonic() < until, f"not within {DEADLINE:g} s\n{self.explain()}"
+            assert time.monotonic() < deadline, f"not within {DEADLINE:g} s\n{self.explain()}"
             time.sleep(0.01)
 
     def explain(self) -> str:
         parts = [self.output] if self.service_process is None else [self.output, self.service_process.output]
-        there = [part for part in parts if part.exists()]
-        return "\n".join(f"--- {part.name}\n{part.read_text(errors='replace')[-3000:]}" for part in there)
-
-    # --- where the service keeps it --------------------------------------------------------------
+        existing = [part for part in parts if part.exists()]
+        return "\n".join(f"--- {part.name}\n{part.read_text(errors='replace')[-3000:]}" for part in existing)
 
     def adapter_folder(self, artifact: str) -> Path:
         return (
@@ -161,11 +157,14 @@ class ServiceRun(StoredRun):
     def state_folder(self, saved: Path) -> Path:
         if self.service_process is None:
             return saved
-        told: dict[str, Any] = json.loads((saved / "state.json").read_text())
-        return self._checkpoint_folder(told["state"] if "state" in told else told["path"]) / "state"
+        saved_state: dict[str, Any] = json.loads((saved / "state.json").read_text())
+        return (
+            self._checkpoint_folder(saved_state["state"] if "state" in saved_state else saved_state["path"])
+            / "state"
+        )
 
     def _checkpoint_folder(self, path: str) -> Path:
-        """Weaver's names for the folders are others."""
+        """Return the folder of a checkpoint on the server; Weaver uses other folder names."""
         assert self.service_process is not None
         model, folder, name = path.partition("://")[2].split("/")
         return self.service_process.checkpoints / model / SERVICE_FOLDERS.get(folder, folder) / name
@@ -198,7 +197,7 @@ def make_config(
 
 
 async def add_groups(config: RunConfig) -> None:
-    """Every group is there from the start, and always the same."""
+    """Every group is existing from the start, and always the same."""
     store = SqliteStore(config.store_path)
     await begin(store)
     for index in range(STEPS):

@@ -1,4 +1,4 @@
-"""A protocol's server as a process that can be killed. Its key is in INSTAR_PROTOCOL_KEYS."""
+"""A protocol server as a process that can be killed; INSTAR_PROTOCOL_KEYS holds its key."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 MAX_MODELS = 10_000
-"""Trainers that are killed leave their models behind, more of them in a minute than people do in a day."""
+"""The limit is high because every killed trainer leaves its models behind."""
 
 
 def main() -> None:
-    """``session_ttl`` seconds after the last word of a client its session is forgotten."""
+    """Serve until killed; a session expires ``session_ttl`` seconds after the client's last request."""
     protocol, model, folder, port, session_ttl = sys.argv[1:]
     asyncio.run(
         serve_protocol(

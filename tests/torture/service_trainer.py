@@ -1,7 +1,7 @@
 """A trainer as a process that can be killed, over a store with all its data and a training service.
 
-`sys.argv` names the run's config, and where there is one the folder of a plan to die by. The service's key is
-in its variable.
+`sys.argv` holds the path of the run's config and optionally the folder of a kill plan. The service's key is
+in its environment variable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import msgspec
-from transformers import PreTrainedTokenizerFast  # noqa: F401 - here, and not once more in every life
+from transformers import PreTrainedTokenizerFast  # noqa: F401 - imported before the fork, not in every child
 
 from instar.backends.factory import apply_capabilities, create_backend
 from instar.config import RunConfig, ScriptedEngineConfig
@@ -28,7 +28,7 @@ from tests.unit.data.builders import RUN
 
 
 async def train(config: RunConfig) -> None:
-    """As the trainer's role does, without the other roles."""
+    """Train as the trainer role does, without the other roles."""
     assert isinstance(config.engine, ScriptedEngineConfig)
     store = SqliteStore(config.store_path)
     backend = create_backend(config)

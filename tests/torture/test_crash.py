@@ -1,6 +1,6 @@
-"""After kill -9 at any kill a run ends as if nothing had happened: the same samples trained in the same
-steps, the same weights and optimizer bit for bit, nothing trained twice, and every reply that an agent saw
-end in the store."""
+"""After kill -9 at any moment a run ends as if nothing had happened: the same samples are trained in the same
+steps, weights and optimizer are equal bit for bit, nothing is trained twice, and every reply that an agent
+received completely is in the store."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.torture.kill_switch import (
 )
 from tests.torture.run_process import Fingerprint, RunProcess, make_config
 
-pytestmark = pytest.mark.alone  # it runs several things side by side itself
+pytestmark = pytest.mark.alone  # the test itself runs several processes concurrently
 STEPS = 6
 KILLS = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
-"""At random moments."""
+"""The number of kills at random moments."""
 MAX_RESTARTS = 4
-"""Kills of one role under one supervisor, which gives up on a role that keeps dying."""
+"""The most kills of one role under one supervisor, which gives up on a role that keeps crashing."""
 CONCURRENT_RUNS = 2
-"""Runs at the same time: a run that starts up leaves a core idle."""
+"""The number of concurrent runs; a run that is starting leaves a core idle."""
 VICTIMS = {"trainer": 4, "gateway": 3, "rollout": 3, "whole run": 2}
 
 ReportProgress = Callable[[str], None]
@@ -45,53 +45,55 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fingerprint:
-    """The run that nobody disturbs."""
+    """The fingerprint of a run without kills."""
     folder = tmp_path_factory.mktemp("reference")
     run = RunProcess(folder, make_config(folder, model, steps=STEPS))
     run.start()
     run.finish()
-    found = run.fingerprint()
-    assert {step for step, *_ in found.trained} == set(range(1, STEPS + 1)), "every step trains something"
-    return found
+    fingerprint = run.fingerprint()
+    assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), (
+        "every step trains something"
+    )
+    return fingerprint
 
 
 def run_concurrently(
-    works: Sequence[Callable[[ReportProgress], None]], capsys: pytest.CaptureFixture[str]
+    jobs: Sequence[Callable[[ReportProgress], None]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run them, some at once, and print what they report as they report it: this takes minutes."""
-    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    """Run the jobs, a few at a time, and print their progress, because this takes minutes."""
+    messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     began = time.monotonic()
     with ThreadPoolExecutor(CONCURRENT_RUNS) as pool:
-        running = [pool.submit(work, said.put) for work in works]
-        while not (all(work.done() for work in running) and said.empty()):
+        running = [pool.submit(job, messages.put) for job in jobs]
+        while not (all(job.done() for job in running) and messages.empty()):
             try:
-                line = said.get(timeout=0.2)
+                line = messages.get(timeout=0.2)
             except queue.Empty:
                 continue
             with capsys.disabled():
                 print(f"\n  {time.monotonic() - began:5.1f} s  {line}", end="", flush=True)
-    for work in running:
-        work.result()
+    for job in running:
+        job.result()
 
 
 def make_kill_plans(*, kills_supervisor: bool) -> list[list[PlannedKill]]:
-    """Every point, spread over the steps of a few runs; then the recovery's own, each after a kill that
-    gives it something to do."""
+    """Return plans that cover every point of a step over a few runs, and one plan for the points of recovery,
+    each after a kill that leaves something to recover."""
     names = list(STEP_POINTS)
-    spread = [
+    step_plans = [
         [PlannedKill(name, step, kills_supervisor) for step, name in enumerate(names[first::3], start=1)]
         for first in range(3)
     ]
-    in_recovery = [
+    recovery_plan = [
         PlannedKill("optim_step", 2, kills_supervisor),
         PlannedKill("state loaded", RECOVERY_STEP, kills_supervisor),
         PlannedKill("released", RECOVERY_STEP, kills_supervisor),
         PlannedKill("artifact written", 4, kills_supervisor),
         PlannedKill("tombstoned", RECOVERY_STEP, kills_supervisor),
     ]
-    planned = {kill.point for plan in [*spread, in_recovery] for kill in plan}
+    planned = {kill.point for plan in [*step_plans, recovery_plan] for kill in plan}
     assert planned == STEP_POINTS.keys() | RECOVERY_POINTS.keys()
-    return [*spread, in_recovery]
+    return [*step_plans, recovery_plan]
 
 
 def kill_by_plan(
@@ -120,31 +122,36 @@ def kill_by_plan(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("whole", [False, True], ids=["restarted", "resumed"])
-def test_killed_in_every_state_of_a_step(
-    whole: bool, model: Path, reference: Fingerprint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kills_supervisor", [False, True], ids=["restarted", "resumed"])
+def test_run_killed_in_every_state_of_a_step_matches_undisturbed_run(
+    kills_supervisor: bool,
+    model: Path,
+    reference: Fingerprint,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def work(number: int, plan: list[PlannedKill]) -> Callable[[ReportProgress], None]:
+    def job(number: int, plan: list[PlannedKill]) -> Callable[[ReportProgress], None]:
         return lambda report: kill_by_plan(tmp_path / str(number), model, plan, reference, report)
 
     run_concurrently(
-        [work(number, plan) for number, plan in enumerate(make_kill_plans(kills_supervisor=whole))], capsys
+        [job(number, plan) for number, plan in enumerate(make_kill_plans(kills_supervisor=kills_supervisor))],
+        capsys,
     )
 
 
 def kill_at_random(
     folder: Path, model: Path, seed: int, reference: Fingerprint, report: ReportProgress
 ) -> int:
-    """Kill a run until it is over all the same; returns how often."""
+    """Kill a run at random moments until it finishes; return the number of kills."""
     folder.mkdir()
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     run = RunProcess(folder, make_config(folder, model, steps=STEPS))
     run.start()
     restarts = dict.fromkeys(VICTIMS, 0)
     kills = 0
-    while draw.random() < 0.2 or run.wait_until(run.is_ready):
-        time.sleep(draw.uniform(0.0, 1.2))
-        (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
+    while rng.random() < 0.2 or run.wait_until(run.is_ready):
+        time.sleep(rng.uniform(0.0, 1.2))
+        (victim,) = rng.choices(list(VICTIMS), list(VICTIMS.values()))
         if restarts[victim] == MAX_RESTARTS or run.has_exited():
             continue
         if victim == "whole run":
@@ -163,23 +170,23 @@ def kill_at_random(
 
 
 @pytest.mark.timeout(900)
-def test_killed_at_random_moments(
+def test_run_killed_at_random_moments_matches_undisturbed_run(
     model: Path, reference: Fingerprint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def work(lane: int) -> Callable[[ReportProgress], None]:
+    def job(slot: int) -> Callable[[ReportProgress], None]:
         def kill_enough(report: ReportProgress) -> None:
-            kills, seed = 0, lane
+            kills, seed = 0, slot
             while kills < KILLS // CONCURRENT_RUNS:
                 kills += kill_at_random(tmp_path / str(seed), model, seed, reference, report)
                 seed += CONCURRENT_RUNS
 
         return kill_enough
 
-    run_concurrently([work(lane) for lane in range(CONCURRENT_RUNS)], capsys)
+    run_concurrently([job(slot) for slot in range(CONCURRENT_RUNS)], capsys)
 
 
 @pytest.mark.timeout(200)
-def test_steps_after_the_last_checkpoint_are_trained_again(model: Path, tmp_path: Path) -> None:
+def test_run_killed_after_checkpoint_repeats_later_steps(model: Path, tmp_path: Path) -> None:
     switch = tmp_path / "switch"
     config = make_config(tmp_path, model, steps=4, checkpoint_every=2, keep_checkpoints=1)
     config["backend"]["python"] = str(write_interpreter(switch, [PlannedKill("pushed", 3)]))

@@ -1,5 +1,5 @@
-"""Trainer and service killed at any kill: no batch is trained twice, and none is lost. The run ends with
-the same claims and the same weights, bit for bit, as one that nobody disturbs, and one without a service."""
+"""If trainer and service are killed at any moment, no batch is trained twice and none is lost: the run ends
+with the same claims and the same weights, bit for bit, as a run without kills and a run without a service."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ MODULES = {
     "mint": ("instar.backends.tinker", "tinker"),
     "weaver": ("instar.backends.weaver",),
 }
-"""What a trainer of the service imports. MinT's own part changes the environment, so that waits."""
+"""The modules that a trainer of the service imports. MinT's own module changes the environment, so it is
+imported later."""
 KILLS = {"tinker": 20, "weaver": 20, "mint": 12}
-"""At random moments. INSTAR_KILLS=4 makes it four times as many, with those of `test_crash.py` over 200."""
+"""The number of kills at random moments. INSTAR_KILLS=4 makes it four times as many, over 200
+with those of `test_crash.py`."""
 VICTIMS = {"trainer": 3, "server": 1}
 MAX_KILL_INTERVAL = 0.6
-"""Longest time between two kills, as a share of what a run takes."""
+"""The longest time between two kills, as a fraction of an undisturbed run."""
 
 
 @dataclass(frozen=True)
 class RunSlot:
-    """What runs beside another: a server that stays up, and where trainers come from."""
+    """The resources of one concurrent run: a server that stays up and a fork server for its trainers."""
 
     service: str
     service_process: ServiceProcess
@@ -60,7 +62,7 @@ class RunSlot:
 def undisturbed_seconds(
     slots: list[RunSlot], reference: Fingerprint, tmp_path_factory: pytest.TempPathFactory
 ) -> float:
-    """Seconds that a run takes at the service, when its server has computed before."""
+    """The seconds that a run takes at the service after its server has warmed up."""
     seconds = 0.0
     for number in range(2):
         run = slots[0].create_run(tmp_path_factory.mktemp("undisturbed") / str(number))
@@ -92,13 +94,15 @@ def servers() -> Generator[list[ForkServer]]:
 def reference(
     model: Path, servers: list[ForkServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Fingerprint:
-    """The run that nobody disturbs, without a service."""
+    """The fingerprint of a run without kills and without a service."""
     run = ServiceRun(tmp_path_factory.mktemp("reference"), model, "local", servers[0], None)
     run.start()
     run.finish()
-    found = run.fingerprint()
-    assert {step for step, *_ in found.trained} == set(range(1, STEPS + 1)), "every step trains something"
-    return found
+    fingerprint = run.fingerprint()
+    assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), (
+        "every step trains something"
+    )
+    return fingerprint
 
 
 @pytest.fixture(scope="module", params=list(PROTOCOLS))
@@ -115,35 +119,36 @@ def slots(
     for server in servers:
         service_process = ServiceProcess(PROTOCOLS[service], model, tmp_path_factory.mktemp("server"), server)
         service_process.start()
-        trainers = ForkServer("tests.torture.service_trainer", *MODULES[service], python=python)
-        slots.append(RunSlot(service, service_process, trainers, model))
+        trainer_fork_server = ForkServer("tests.torture.service_trainer", *MODULES[service], python=python)
+        slots.append(RunSlot(service, service_process, trainer_fork_server, model))
     yield slots
     for slot in slots:
         slot.trainer_fork_server.close()
         slot.service_process.fork_server.kill()
 
 
-def make_step_plans(*, other: bool) -> list[list[PlannedKill]]:
-    """Every point of a step, over the steps of a few runs."""
+def make_step_plans(*, kills_server: bool) -> list[list[PlannedKill]]:
+    """Return plans that cover every point of a step over a few runs."""
     return [
         [
-            PlannedKill(name, step, kills_other=other)
+            PlannedKill(name, step, kills_other=kills_server)
             for step, name in enumerate(STEP_POINT_NAMES[first::3], start=1)
         ]
         for first in range(3)
     ]
 
 
-def make_recovery_plan(*, other: bool) -> list[PlannedKill]:
-    """The points of a recovery. Where the trainer dies, each after a kill that gives it something to do."""
-    if other:
+def make_recovery_plan(*, kills_server: bool) -> list[PlannedKill]:
+    """Return a plan for the points of recovery; if the trainer dies, each follows a kill that leaves
+    something to recover."""
+    if kills_server:
         return [PlannedKill(name, RECOVERY_STEP, kills_other=True) for name in ("started", "released")]
     return [
         PlannedKill("started", RECOVERY_STEP),
         PlannedKill("optim_step", 2),
         PlannedKill("state loaded", RECOVERY_STEP),
         PlannedKill("released", RECOVERY_STEP),
-        PlannedKill("artifact slots", 4),
+        PlannedKill("artifact written", 4),
         PlannedKill("tombstoned", RECOVERY_STEP),
     ]
 
@@ -174,86 +179,86 @@ def kill_by_plan(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", ["trainer", "server"])
-def test_killed_in_every_state_of_a_step(
+def test_service_run_killed_in_every_state_of_a_step_matches_local_run(
     victim: str,
     slots: list[RunSlot],
     reference: Fingerprint,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    other = victim == "server"
-    plans = [*make_step_plans(other=other), make_recovery_plan(other=other)]
+    kills_server = victim == "server"
+    plans = [*make_step_plans(kills_server=kills_server), make_recovery_plan(kills_server=kills_server)]
     planned = {kill.point for plan in plans for kill in plan}
     assert planned >= {*STEP_POINT_NAMES}
     assert (
-        other
+        kills_server
         or planned == {*STEP_POINT_NAMES, *RECOVERY_POINT_NAMES} == make_kill_points(slots[0].service).keys()
     )
 
-    def work(slot: RunSlot, mine: list[list[PlannedKill]]) -> Callable[[ReportProgress], None]:
+    def job(slot: RunSlot, slot_plans: list[list[PlannedKill]]) -> Callable[[ReportProgress], None]:
         def kill_all(report: ReportProgress) -> None:
-            for plan in mine:
+            for plan in slot_plans:
                 folder = tmp_path / f"{plans.index(plan)}"
                 kill_by_plan(slot.create_run(folder), plan, reference, report)
 
         return kill_all
 
-    works = [work(slot, plans[number::CONCURRENT_RUNS]) for number, slot in enumerate(slots)]
-    run_concurrently(works, capsys)
+    jobs = [job(slot, plans[number::CONCURRENT_RUNS]) for number, slot in enumerate(slots)]
+    run_concurrently(jobs, capsys)
 
 
 def kill_at_random(
-    run: ServiceRun, draw: random.Random, most: int, longest: float, report: ReportProgress
+    run: ServiceRun, rng: random.Random, max_kills: int, max_interval: float, report: ReportProgress
 ) -> int:
-    """Kill its trainer and its server, ``most`` times, or until it is over all the same; returns how often.
-    ``longest`` is the most time between two kills."""
+    """Kill the trainer and the server at random moments, at most ``max_interval`` seconds apart, until there
+    were ``max_kills`` kills or the run has finished; return the number of kills."""
     service_process = run.service_process
     assert service_process is not None
     kills = 0
     run.start()
     while True:
-        time.sleep(draw.uniform(0.0, longest))
+        time.sleep(rng.uniform(0.0, max_interval))
         if run.fork_server.has_exited():
             if not run.has_given_up():
                 return kills
             run.start()
             continue
-        if kills == most:
+        if kills == max_kills:
             continue
-        (victim,) = draw.choices(list(VICTIMS), list(VICTIMS.values()))
+        (victim,) = rng.choices(list(VICTIMS), list(VICTIMS.values()))
         if victim == "trainer":
             run.fork_server.kill()
             run.start()
         else:
             service_process.fork_server.kill()
-            time.sleep(draw.uniform(0.0, 0.2))
+            time.sleep(rng.uniform(0.0, 0.2))
             service_process.start()
         kills += 1
         report(f"{run.folder.name}, kill {kills}: {victim}, {run.progress()}")
 
 
 @pytest.mark.timeout(400)
-def test_killed_at_random_moments(
+def test_service_run_killed_at_random_moments_matches_local_run(
     slots: list[RunSlot],
     undisturbed_seconds: float,
     reference: Fingerprint,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def work(number: int, slot: RunSlot) -> Callable[[ReportProgress], None]:
+    def job(number: int, slot: RunSlot) -> Callable[[ReportProgress], None]:
         def kill_enough(report: ReportProgress) -> None:
-            left, seed = (
+            kills_left, seed = (
                 int(os.environ.get("INSTAR_KILLS", "1")) * KILLS[slot.service] // CONCURRENT_RUNS,
                 number,
             )
-            while left > 0:
+            while kills_left > 0:
                 run = slot.create_run(tmp_path / f"seed {seed}")
-                left -= kill_at_random(
-                    run, random.Random(seed), left, MAX_KILL_INTERVAL * undisturbed_seconds, report
+                kills_left -= kill_at_random(
+                    run, random.Random(seed), kills_left, MAX_KILL_INTERVAL * undisturbed_seconds, report
                 )
                 assert run.fingerprint() == reference, run.explain()
                 seed += CONCURRENT_RUNS
 
         return kill_enough
 
-    run_concurrently([work(number, slot) for number, slot in enumerate(slots)], capsys)
+    run_concurrently([job(number, slot) for number, slot in enumerate(slots)], capsys)

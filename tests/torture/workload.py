@@ -1,4 +1,4 @@
-"""What the tortured run plays: replies, tasks, an agent and a rule, each the same for the same seed."""
+"""The replies, tasks, agent and reward rule of a crash-test run, all deterministic for a given seed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ADD: Any = {
 
 
 def reply(prompt: str, seed: int | None) -> str:
-    """First a tool call, then the tool's number or one of two wrong ones, as the seed has it."""
+    """Return a tool call first, then the tool's number or one of two wrong numbers, chosen by the seed."""
     results = re.findall(r"result=(\d+)", prompt)
-    drawn = blake2b(f"{seed}/{len(prompt)}".encode(), digest_size=1).digest()[0] % 3
+    offset = blake2b(f"{seed}/{len(prompt)}".encode(), digest_size=1).digest()[0] % 3
     if not results:
-        return f'<tool_call>{{"name": "add", "arguments": {{"n": "{drawn}"}}}}</tool_call>'
-    return str(int(results[-1]) + drawn)
+        return f'<tool_call>{{"name": "add", "arguments": {{"n": "{offset}"}}}}</tool_call>'
+    return str(int(results[-1]) + offset)
 
 
 def tasks(count: int = 64) -> list[dict[str, Any]]:
@@ -39,13 +39,13 @@ def tasks(count: int = 64) -> list[dict[str, Any]]:
 
 
 def rule(task: dict[str, Any], transcript: Transcript) -> float:
-    """1 for the right number, half for the next one: rewards differ within a group."""
+    """Return 1 for the right number and 0.5 for the next one, so that rewards differ within a group."""
     return {0: 1.0, 1: 0.5}.get(int(transcript.final_text) - int(task["number"]), 0.0)
 
 
 async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
-    """Two turns: one whole, one streamed. Notes the id of each reply that has ended for it."""
-    # As patient as the torture is long: a gateway may be killed again while it starts.
+    """Take two turns, the second one streamed, and append the id of each completed reply to the ledger."""
+    # Many retries: a gateway may be killed again while it starts.
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60, max_retries=10)
     messages: list[Any] = [{"role": "user", "content": f"say {task['number']}"}]
     async with client:
@@ -54,12 +54,12 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
         message = first.choices[0].message
         assert message.tool_calls, f"no tool call in {message.content!r}"
         messages.append(message.model_dump(exclude_none=True))
-        answer = {
+        tool_message = {
             "role": "tool",
             "tool_call_id": message.tool_calls[0].id,
             "content": f"result={task['number']}",
         }
-        messages.append(answer)
+        messages.append(tool_message)
         stream = await client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=True)
         async for chunk in cast(AsyncIterator[ChatCompletionChunk], stream):
             if chunk.choices and chunk.choices[0].finish_reason is not None:
@@ -67,7 +67,7 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
 
 
 def append_reply_id(ledger: str, reply_id: str) -> None:
-    """On disk when this returns, whatever happens to the process after."""
+    """Append the id and sync it to disk, so that it survives a kill of the process."""
     with Path(ledger).open("a") as file:
         file.write(f"{reply_id}\n")
         file.flush()
