@@ -1,4 +1,4 @@
-"""The measurement of the gateway runs, whole and small."""
+"""`bench/gateway.py` runs completely in its quick mode."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BENCH = Path(__file__).parents[2] / "bench"
     reason="needs wrk and nginx: apt-get install nginx libnginx-mod-http-lua wrk",
 )
 @pytest.mark.timeout(300)
-def test_the_quick_run_measures_everything() -> None:
+def test_bench_gateway_quick_run_reports_every_figure() -> None:
     command = [sys.executable, str(BENCH / "gateway.py"), "--quick", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stderr
     figures = json.loads(run.stdout.splitlines()[-1])
     assert figures["failed"] == {}, run.stderr
-    assert figures["ratio_litellm"] is None  # no peer was asked for
+    assert figures["ratio_litellm"] is None  # no peer was requested
     for name in ("share_of_floor", "turn_100_over_10", "rss_mb", "loop_lag_p99_ms"):
         assert figures[name] > 0, run.stderr

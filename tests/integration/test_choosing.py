@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weaver(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What a server says of itself: its url, a key."""
+    """The URL and key that a Weaver server prints."""
     folder = str(tmp_path_factory.mktemp("served"))
     serve = ["backends", "serve", "--protocol", "weaver", "--model", str(model), "--dtype", "fp32"]
     server = subprocess.Popen(
@@ -44,7 +44,7 @@ def weaver(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 
 
 @pytest.mark.timeout(300)
-def test_a_run_finds_its_service_and_tells_of_the_loss_it_took_instead(
+def test_run_with_auto_backend_finds_service_and_reports_loss_fallback(
     model: Path, weaver: dict[str, str], tmp_path: Path
 ) -> None:
     config: dict[str, Any] = make_config(tmp_path, model, steps=2)
@@ -53,9 +53,9 @@ def test_a_run_finds_its_service_and_tells_of_the_loss_it_took_instead(
     run = RunProcess(tmp_path, config)
     run.start(WEAVER_API_KEY=weaver["api_key"], WEAVER_BASE_URL=weaver["url"])
     run.finish(240)
-    said = run.output.read_text()
-    assert said.startswith("backend: weaver (WEAVER_API_KEY and WEAVER_BASE_URL in the environment)")
-    (warning,) = json.loads(said.splitlines()[-1])["warnings"]
+    output = run.output.read_text()
+    assert output.startswith("backend: weaver (WEAVER_API_KEY and WEAVER_BASE_URL in the environment)")
+    (warning,) = json.loads(output.splitlines()[-1])["warnings"]
     assert "training with importance_sampling" in warning
     assert warning in (run.run_dir / "logs" / "trainer.log").read_text()
     assert warning in (run.run_dir / "report" / "index.html").read_text()
@@ -64,7 +64,7 @@ def test_a_run_finds_its_service_and_tells_of_the_loss_it_took_instead(
 
 
 @pytest.mark.timeout(60)
-def test_a_run_is_not_resumed_by_another_backend(model: Path, tmp_path: Path) -> None:
+def test_resume_with_another_backend_is_rejected(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1)
     run = RunProcess(tmp_path, config)
     run.run_dir.mkdir()

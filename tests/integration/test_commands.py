@@ -1,5 +1,5 @@
-"""`instar train` and `instar serve` as a person runs them: a program as the agent, files beside the YAML, a
-terminal to watch in."""
+"""`instar train` and `instar serve` as a user runs them: with a program as the agent, files beside the YAML
+and a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from tests.tiny import make_tiny_model
 
-pytestmark = pytest.mark.timeout(300)  # processes that each import torch, on a machine that may be busy
+pytestmark = pytest.mark.timeout(300)  # each process imports torch, and the machine may be busy
 INSTAR = str(Path(sys.executable).with_name("instar"))
 RUN = """
 name: mine
@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
-    """Exit code, and everything that was drawn, without the colours."""
+    """Return the exit code and everything drawn on the terminal, without colours."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(cwd)
@@ -85,7 +85,7 @@ def run_in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
     return code, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
 
 
-def test_a_program_is_trained_and_watched_in_a_terminal(folder: Path, tmp_path: Path) -> None:
+def test_train_in_terminal_draws_progress_and_writes_report(folder: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     code, drawn = run_in_terminal([INSTAR, "train", str(folder / "run.yaml")], elsewhere)
@@ -107,20 +107,20 @@ def test_a_program_is_trained_and_watched_in_a_terminal(folder: Path, tmp_path: 
     assert (elsewhere / "runs" / "mine" / "report" / "index.html").is_file()
 
 
-def test_the_last_line_in_json_has_the_figures(folder: Path) -> None:
+def test_train_with_json_prints_figures_in_last_line(folder: Path) -> None:
     command = [INSTAR, "train", "run.yaml", "--json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert completed.returncode == 0, completed.stderr
+    summary = json.loads(completed.stdout.splitlines()[-1])
     assert (summary["name"], summary["steps"], summary["version"]) == ("mine", 1, 1)
     assert {"sampled_before", "sampled_after", "seconds", "run_dir"} <= summary.keys()
-    assert "held-out tasks, after, sampled" in done.stderr
+    assert "held-out tasks, after, sampled" in completed.stderr
     again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert again.returncode == 1
     assert "Continue it with --resume" in again.stderr
 
 
-def test_serve_answers_with_what_it_printed_until_it_is_stopped(folder: Path) -> None:
+def test_serve_answers_at_printed_url_until_interrupted(folder: Path) -> None:
     process = subprocess.Popen(
         [INSTAR, "serve", "run.yaml", "--json"],
         cwd=folder,
@@ -130,21 +130,21 @@ def test_serve_answers_with_what_it_printed_until_it_is_stopped(folder: Path) ->
     )
     try:
         assert process.stdout is not None
-        facts = json.loads(process.stdout.readline())
-        asked = urllib.request.Request(
-            f"{facts['base_url']}/chat/completions",
+        endpoint = json.loads(process.stdout.readline())
+        request = urllib.request.Request(
+            f"{endpoint['base_url']}/chat/completions",
             json.dumps({"model": "any", "messages": [{"role": "user", "content": "hi"}]}).encode(),
-            {"Authorization": f"Bearer {facts['api_key']}", "Content-Type": "application/json"},
+            {"Authorization": f"Bearer {endpoint['api_key']}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            assert json.load(answer)["choices"][0]["message"]["content"] in ("4", "5")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["choices"][0]["message"]["content"] in ("4", "5")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, "Traceback" in said) == (0, False), said
+    assert (process.returncode, "Traceback" in errors) == (0, False), errors
     listed = subprocess.run(
-        [INSTAR, "sessions", "ls", facts["run_dir"], "--json"], capture_output=True, text=True, check=True
+        [INSTAR, "sessions", "ls", endpoint["run_dir"], "--json"], capture_output=True, text=True, check=True
     )
     (session,) = json.loads(listed.stdout)
     assert (session["channel"], session["calls"]) == ("live", 1)

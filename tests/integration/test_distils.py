@@ -1,4 +1,4 @@
-"""Whole runs with a teacher in a process of its own: it dies and returns, it reads other tokens."""
+"""Complete runs with a teacher in its own process, which may crash or have another vocabulary."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def make_distillation_config(folder: Path, models: Path, steps: int) -> dict[str
     )
 
 
-def test_a_teacher_that_dies_comes_back_and_nothing_is_learned_otherwise(
-    models: Path, tmp_path: Path
-) -> None:
-    whole = RunProcess(tmp_path / "whole", make_distillation_config(tmp_path / "whole", models, 3))
-    whole.start()
-    whole.finish()
+def test_distillation_with_killed_teacher_matches_undisturbed_run(models: Path, tmp_path: Path) -> None:
+    undisturbed = RunProcess(
+        tmp_path / "undisturbed", make_distillation_config(tmp_path / "undisturbed", models, 3)
+    )
+    undisturbed.start()
+    undisturbed.finish()
     killed = RunProcess(tmp_path / "killed", make_distillation_config(tmp_path / "killed", models, 3))
     killed.start()
     assert killed.wait_until(lambda: killed.is_ready() and bool(killed.query("SELECT 1 FROM steps")))
     assert killed.kill_role("teacher")
     killed.finish()
     assert "teacher ended with signal SIGKILL; starting it again" in killed.output.read_text()
-    assert killed.fingerprint() == whole.fingerprint()
-    steps = read_steps(whole.run_dir)
+    assert killed.fingerprint() == undisturbed.fingerprint()
+    steps = read_steps(undisturbed.run_dir)
     assert all(
         step["reference_kl"] == again["reference_kl"]
         for step, again in zip(steps, read_steps(killed.run_dir), strict=True)
@@ -58,7 +58,7 @@ def test_a_teacher_that_dies_comes_back_and_nothing_is_learned_otherwise(
     killed.assert_no_orphans()
 
 
-def test_a_teacher_with_another_vocabulary_is_refused_at_start(models: Path, tmp_path: Path) -> None:
+def test_teacher_with_another_vocabulary_is_rejected_at_start(models: Path, tmp_path: Path) -> None:
     config = make_distillation_config(tmp_path, models, 3)
     other = make_tiny_model(tmp_path / "other", hidden=32)
     make_tiny_tokenizer(300).save_pretrained(other)
@@ -66,15 +66,15 @@ def test_a_teacher_with_another_vocabulary_is_refused_at_start(models: Path, tmp
     run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait(90) == 1
-    said = run.output.read_text()
-    assert "trainer.reference.model.name" in said
-    assert "has another vocabulary than" in said
-    assert "Traceback" not in said
+    output = run.output.read_text()
+    assert "trainer.reference.model.name" in output
+    assert "has another vocabulary than" in output
+    assert "Traceback" not in output
     assert run.query("SELECT status FROM runs") == [("failed",)]
     assert run.query("SELECT COUNT(*) FROM sessions") == [(0,)], "before anything was rolled out"
 
 
-def test_a_teacher_that_cannot_be_one_is_refused(models: Path, tmp_path: Path) -> None:
+def test_teacher_with_cloud_engine_is_rejected(models: Path, tmp_path: Path) -> None:
     config = make_distillation_config(tmp_path, models, 3)
     config["trainer"]["reference"]["engine"] = {"type": "cloud"}
     run = RunProcess(tmp_path, config)
@@ -84,7 +84,7 @@ def test_a_teacher_that_cannot_be_one_is_refused(models: Path, tmp_path: Path) -
     assert "trainer.reference.engine.type: cloud needs a backend that is a training service" in output
 
 
-def test_the_report_tells_of_the_reference(models: Path, tmp_path: Path) -> None:
+def test_step_metrics_contain_reference_kl(models: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, models / "student", steps=1, reference={"type": "base", "weight": 0.1})
     run = RunProcess(tmp_path, config)
     run.start()

@@ -1,4 +1,4 @@
-"""The proof of tests/unit/test_learns.py on further seeds."""
+"""The learning test of tests/unit/test_learns.py on further seeds."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.unit.test_learns import learn
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_a_random_model_learns_on_other_seeds(tmp_path: Path, seed: int) -> None:
+async def test_random_model_learns_on_other_seeds(tmp_path: Path, seed: int) -> None:
     await learn(tmp_path, seed)

@@ -1,4 +1,4 @@
-"""The default model, fetched and converted for real into an empty cache."""
+"""The default model is downloaded and converted into an empty cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from transformers import AutoModelForCausalLM
 from instar.models import DEFAULT_MODEL, is_cached, load_tokenizer, resolve_model
 
 
-def test_the_default_model_becomes_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_is_converted_to_unquantized_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("INSTAR_CACHE", str(tmp_path))
     assert not is_cached(DEFAULT_MODEL)
     folder = resolve_model(DEFAULT_MODEL)
     assert is_cached(DEFAULT_MODEL)
     assert resolve_model(DEFAULT_MODEL) == folder
-    assert [path.name for path in (tmp_path / "models").iterdir()] == [DEFAULT_MODEL], "nothing left behind"
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [DEFAULT_MODEL], (
+        "temporary folders were left behind"
+    )
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear

@@ -1,4 +1,4 @@
-"""A whole run whose rows are on a PostgreSQL server: to its end, killed and resumed, and looked into."""
+"""Complete runs with a PostgreSQL store: finished, killed and resumed, and inspected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
 
 
 class PostgresRun(RunProcess):
-    """Reaches its server with a password, which comes by the environment."""
+    """A run that gets the password of its server from the environment."""
 
     def __init__(self, folder: Path, config: dict[str, Any], server: PostgresTestServer) -> None:
         config["store"] = {
@@ -62,10 +62,10 @@ class PostgresRun(RunProcess):
             schema = self.config["store"]["db_schema"]
             return self.server.query(sql.replace("?", "%s"), *values, schema=schema)
         except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
-            return []  # it is not there yet, or restarts
+            return []  # the table does not exist yet, or the server restarts
 
     def run_command(self, *arguments: str) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "instar.cli.main", *arguments],
             cwd=ROOT,
             env={**os.environ, PASSWORD_VARIABLE: PASSWORD},
@@ -73,12 +73,12 @@ class PostgresRun(RunProcess):
             text=True,
             timeout=60,
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout
 
 
 @pytest.mark.timeout(240)
-def test_a_run_on_postgres_finishes_and_is_looked_into(
+def test_run_on_postgres_finishes_and_can_be_inspected(
     model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
     run = PostgresRun(tmp_path, make_config(tmp_path, model, steps=2), postgres)
@@ -98,7 +98,7 @@ def test_a_run_on_postgres_finishes_and_is_looked_into(
 
 
 def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
-    """A run of the same name in another folder is not mixed with it."""
+    """Check that a run of the same name in another folder is rejected."""
     folder.mkdir()
     again = RunProcess(folder, {**run.config, "dir": str(folder / "run")})
     again.start(**{PASSWORD_VARIABLE: PASSWORD})
@@ -108,22 +108,22 @@ def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_killed_and_resumed_while_the_server_restarts(
+def test_run_on_postgres_survives_kill_and_server_restart(
     model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
     run = PostgresRun(tmp_path, make_config(tmp_path, model, steps=5), postgres)
 
-    def committed() -> int:
+    def count_committed_steps() -> int:
         return (
             run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
         )
 
     run.start()
-    assert run.wait_until(lambda: committed() >= 1)
+    assert run.wait_until(lambda: count_committed_steps() >= 1)
     run.kill()
     run.assert_no_orphans()
     run.start(resume=True)
-    assert run.wait_until(lambda: committed() >= 2)
+    assert run.wait_until(lambda: count_committed_steps() >= 2)
     postgres.stop(signal.SIGQUIT)
     postgres.start()
     run.finish()

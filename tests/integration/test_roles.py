@@ -1,4 +1,4 @@
-"""Every role of a run drained, stopped and started again alone, while the run goes on."""
+"""Every role of a run is drained, stopped and started on its own while the run continues."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.torture.run_process import ROOT, RunProcess, make_config
 
 
 def run_roles_command(run: RunProcess, *arguments: str) -> dict[str, dict[str, Any]]:
-    """`instar roles`, by name."""
+    """Run `instar roles` and return its rows by role name."""
     command = [sys.executable, "-m", "instar.cli.main", "roles", str(run.run_dir), *arguments, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, f"{done.stderr}\n{run.explain()}"
-    return {row["name"]: row for row in json.loads(done.stdout)}
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert completed.returncode == 0, f"{completed.stderr}\n{run.explain()}"
+    return {row["name"]: row for row in json.loads(completed.stdout)}
 
 
 def count_committed_steps(run: RunProcess) -> int:
@@ -30,7 +30,7 @@ def count_committed_steps(run: RunProcess) -> int:
 
 
 def assert_two_more_steps(run: RunProcess) -> None:
-    """Two further steps: one may have been under way."""
+    """Wait for two further steps, because one may have been in progress."""
     before = count_committed_steps(run)
     assert run.wait_until(lambda: count_committed_steps(run) >= before + 2)
 
@@ -40,16 +40,16 @@ def run(tmp_path: Path) -> Iterator[RunProcess]:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
     config = make_config(tmp_path, model, steps=1000, mode="async", max_staleness=2, checkpoint_every=5)
     config["engine"]["count"] = 2
-    made = RunProcess(tmp_path, config)
-    made.start()
-    yield made
-    if not made.has_exited():
-        made.kill()
-    made.assert_no_orphans()
+    process = RunProcess(tmp_path, config)
+    process.start()
+    yield process
+    if not process.has_exited():
+        process.kill()
+    process.assert_no_orphans()
 
 
 @pytest.mark.timeout(400)
-def test_every_role_alone(run: RunProcess) -> None:
+def test_each_role_restarts_and_drains_while_run_continues(run: RunProcess) -> None:
     assert run.wait_until(lambda: run.run_dir.joinpath("store.db").exists() and run.is_ready(), 180)
     assert_two_more_steps(run)
 
@@ -66,7 +66,7 @@ def test_every_role_alone(run: RunProcess) -> None:
         assert run_roles_command(run)[name]["pid"] != listed[name]["pid"], f"{name} is another process"
 
     os.kill(run_roles_command(run)["trainer"]["pid"], signal.SIGTERM)
-    assert_two_more_steps(run)  # nobody of the run asked for that end
+    assert_two_more_steps(run)  # the run did not request this exit, so it restarts the trainer
 
     assert run_roles_command(run, "drain", "engine-1")["engine-1"]["state"] == "stopped"
     assert_two_more_steps(run)

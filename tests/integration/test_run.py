@@ -1,4 +1,4 @@
-"""A whole run as its user meets it: Ctrl-C, mistakes, a part that dies."""
+"""Complete runs as a user sees them: Ctrl-C, config errors and crashed roles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def count_committed_steps(run: RunProcess) -> int:
     return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
 
 
-def test_ctrl_c_drains_and_resume_continues(model: Path, tmp_path: Path) -> None:
+def test_run_after_ctrl_c_drains_and_resumes(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=4, checkpoint_every=100))
     process = run.start()
     assert run.wait_until(lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
@@ -40,7 +40,7 @@ def test_ctrl_c_drains_and_resume_continues(model: Path, tmp_path: Path) -> None
     assert run.query("SELECT status FROM runs") == [("finished",)]
 
 
-def test_a_second_ctrl_c_stops_at_once(model: Path, tmp_path: Path) -> None:
+def test_run_after_second_ctrl_c_stops_immediately(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=4)
     config["rollout"]["agent"] = {"type": "command", "command": ["sleep", "60"]}
     run = RunProcess(tmp_path, config)
@@ -53,20 +53,20 @@ def test_a_second_ctrl_c_stops_at_once(model: Path, tmp_path: Path) -> None:
     run.assert_no_orphans(within=1.0)
 
 
-def test_a_mistake_in_the_config_is_told_in_one_message(model: Path, tmp_path: Path) -> None:
+def test_run_with_config_error_prints_one_message(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=4)
     config["rollout"]["agent"]["function"] = "tests.torture.workload:nobody"
     run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait(60) == 1
-    said = run.output.read_text()
-    assert "error: rollout: 'tests.torture.workload' has no 'nobody'" in said
-    assert "Traceback" not in said
+    output = run.output.read_text()
+    assert "error: rollout: 'tests.torture.workload' has no 'nobody'" in output
+    assert "Traceback" not in output
     run.assert_no_orphans(within=0.5)
     assert run.query("SELECT status FROM runs") == [("failed",)]
 
 
-def test_an_engine_that_dies_comes_back_with_the_head(model: Path, tmp_path: Path) -> None:
+def test_killed_engine_restarts_with_head_policy(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=8))
     run.start()
     assert run.wait_until(lambda: count_committed_steps(run) >= 2)
@@ -78,19 +78,19 @@ def test_an_engine_that_dies_comes_back_with_the_head(model: Path, tmp_path: Pat
     assert stale == [(0,)], "what was sampled after came from the head, not from the base model"
 
 
-def test_resume_goes_on_to_more_steps_after_a_good_end(model: Path, tmp_path: Path) -> None:
+def test_resume_after_finished_run_trains_further_steps(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=2))
     run.start()
     run.finish()
     run.config["trainer"]["steps"] = 4
-    again = RunProcess(tmp_path, run.config)
-    again.start(resume=True)
-    again.finish()
-    again.assert_consistent()
+    resumed = RunProcess(tmp_path, run.config)
+    resumed.start(resume=True)
+    resumed.finish()
+    resumed.assert_consistent()
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_no_role_outlives_a_supervisor_that_dies_as_it_starts(role: str, model: Path, tmp_path: Path) -> None:
+def test_role_exits_if_supervisor_is_killed_during_start(role: str, model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=4))
     run.start()
     assert run.wait_until(lambda: role in run.list_processes().values())

@@ -1,4 +1,4 @@
-"""A service's key in a real run: the trainer has it, and no file, no log, no report, no agent."""
+"""In a real run only the trainer has the service's key: no file, log, report or agent contains it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class KeyEchoingHandler(BaseHTTPRequestHandler):
-    """Refuses every key, and repeats it, as some services do."""
+    """A service that rejects every key and repeats it in the error, as some services do."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -59,7 +59,7 @@ class KeyEchoingHandler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def rude_url() -> Iterator[str]:
+def service_url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), KeyEchoingHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -96,16 +96,16 @@ def make_config(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
     ],
     ids=["in the file", "in the environment"],
 )
-def test_a_key_stays_with_the_roles_that_need_it(
-    model: Path, rude_url: str, tmp_path: Path, backend: dict[str, str], env: dict[str, str]
+def test_service_key_is_visible_only_to_roles_that_need_it(
+    model: Path, service_url: str, tmp_path: Path, backend: dict[str, str], env: dict[str, str]
 ) -> None:
     (tmp_path / "kept_agent.py").write_text(AGENT)
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(make_config(tmp_path, model, base_url=rude_url, **backend)))
+    file.write_text(yaml.safe_dump(make_config(tmp_path, model, base_url=service_url, **backend)))
     clean = {
         name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_BASE_URL"))
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"],
         cwd=ROOT,
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
@@ -113,10 +113,10 @@ def test_a_key_stays_with_the_roles_that_need_it(
         text=True,
         timeout=280,
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
-    assert "trainer: " in said, "it got as far as the service"
-    assert KEY not in said
+    output = completed.stdout + completed.stderr
+    assert completed.returncode == 1, output
+    assert "trainer: " in output, "it got as far as the service"
+    assert KEY not in output
     mine, below = json.loads((tmp_path / "seen").read_text())
     assert KEY not in json.dumps(mine) + below
     assert mine["PATH"], "the rest is inherited"

@@ -27,9 +27,9 @@ def make_environment() -> dict[str, str]:
 
 def run_instar(*arguments: object) -> Any:
     command = [sys.executable, "-m", "instar.cli.main", *map(str, arguments), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=make_environment(), timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, env=make_environment(), timeout=240)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_simulator_predicts_both_modes_from_one_run(measured: dict[str, dict[str, Any]], mode: str) -> None:
-    found = measured[mode]
-    folder = found["folder"]
+    figures = measured[mode]
+    folder = figures["folder"]
     output = run_instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
-    error = output["samples_per_hour"] / found["samples_per_hour"] - 1
-    print(f"{mode}: {found['samples_per_hour']:.0f} measured, {error:+.1%} predicted")
+    error = output["samples_per_hour"] / figures["samples_per_hour"] - 1
+    print(f"{mode}: {figures['samples_per_hour']:.0f} measured, {error:+.1%} predicted")
     assert output["finished"]
     assert abs(error) < TOLERANCE
-    assert found["samples_per_hour"] < 1.1 * output["bound"]
+    assert figures["samples_per_hour"] < 1.1 * output["bound"]
 
 
 def test_async_mode_is_faster_as_predicted(measured: dict[str, dict[str, Any]]) -> None:

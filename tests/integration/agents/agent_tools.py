@@ -1,4 +1,4 @@
-"""What each agent's tools are called, and the small task they are used for."""
+"""The tool names of each agent, and the small task that they are used for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 FILE = "greeting.txt"
 BEFORE, AFTER = "hello world\n", "hello moon\n"
 SUBAGENT_TASK_PREFIX = "Look into"
-"""How the task of a sub-agent begins."""
+"""The beginning of a sub-agent's task."""
 ToolUse = tuple[str, dict[str, Any]]
 
 
@@ -19,8 +19,8 @@ def make_task(path: str) -> str:
 
 @dataclass(frozen=True)
 class AgentTools:
-    """The calls of one agent's tools that read a file, edit it and ask a sub-agent. ``{path}`` and
-    ``{prompt}`` stand for what differs."""
+    """Templates of an agent's tool calls that read a file, edit it and start a sub-agent, with
+    the placeholders ``{path}`` and ``{prompt}``."""
 
     read: ToolUse
     edit: ToolUse
@@ -37,7 +37,8 @@ class AgentTools:
 
 
 def make_codex_wait_call(text: str) -> ToolUse:
-    """Codex does not wait for its sub-agents by itself; their ids stand in what it was told of them."""
+    """Return the call with which Codex waits for its sub-agents, whose ids are in the text; it does not wait
+    by itself."""
     ids = dict.fromkeys(re.findall(r"agent_id\W+([0-9a-f-]{36})", text))
     return "multi_agent_v1.wait_agent", {"targets": list(ids), "timeout_ms": 20000}
 

@@ -1,7 +1,7 @@
-"""A server that plays a script to an agent in the agent's own dialect, and keeps what the agent sent.
+"""A server that replies to an agent from a script, in the agent's own dialect, and keeps its requests.
 
-It knows nothing of Instar: what is recorded with it are the requests of real agents. Chat completions,
-Responses and Messages, streamed or not.
+It does not use Instar: it records the requests of real agents. It supports Chat Completions, Responses and
+Messages, streamed or not.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SECRET_HEADERS = {"authorization", "x-api-key", "cookie"}
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """What the model says: a text, then calls of tools. ``prompt_tokens`` is the length it claims the prompt
-    has: agents compact their context by it."""
+    """A reply of the model: a text, then tool calls. ``prompt_tokens`` is the reported length of the prompt;
+    agents decide by it when to compact their context."""
 
     text: str = ""
     calls: tuple[tuple[str, Json], ...] = ()
     prompt_tokens: int = 1000
     status: int = 200
-    """Anything else is a failure, and is all there is."""
+    """The HTTP status; with any other than 200 the response is an error and the other fields are ignored."""
 
 
 Script = Callable[[str, Json], ScriptedReply]
-"""From a dialect and the body of a request to the reply."""
+"""A function from dialect and request body to the reply."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CapturedExchange:
     headers: dict[str, str]
     body: Json
     reply: Json
-    """The answer, as it is when it is not streamed."""
+    """The response body, in its unstreamed form."""
 
 
 @dataclass
@@ -77,13 +77,15 @@ class CaptureServer:
             failure = {"type": "error", "error": {"type": "api_error", "message": "try again"}}
             self.exchanges.append(CapturedExchange(path, headers, body, failure))
             return JSONResponse(failure, reply.status)
-        whole, events = {"chat": _encode_chat, "responses": _encode_responses, "messages": _encode_messages}[
-            dialect
-        ](reply, number, body.get("model", ""))
-        self.exchanges.append(CapturedExchange(path, headers, body, whole))
+        response_body, events = {
+            "chat": _encode_chat,
+            "responses": _encode_responses,
+            "messages": _encode_messages,
+        }[dialect](reply, number, body.get("model", ""))
+        self.exchanges.append(CapturedExchange(path, headers, body, response_body))
         if body.get("stream"):
             return StreamingResponse(_format_events(events), media_type="text/event-stream")
-        return JSONResponse(whole)
+        return JSONResponse(response_body)
 
 
 async def _format_events(events: Iterator[tuple[str | None, Json | str]]) -> AsyncIterator[bytes]:
@@ -113,7 +115,7 @@ def _encode_chat(reply: ScriptedReply, number: int, model: str) -> tuple[Json, E
     finish = "tool_calls" if calls else "stop"
     message = {"role": "assistant", "content": reply.text or None, **({"tool_calls": calls} if calls else {})}
     choice = {"index": 0, "message": message, "finish_reason": finish}
-    whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+    response_body = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
 
     def chunk(delta: Json, finish: str | None = None) -> Json:
         return {
@@ -132,7 +134,7 @@ def _encode_chat(reply: ScriptedReply, number: int, model: str) -> tuple[Json, E
         yield None, {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
         yield None, "[DONE]"
 
-    return whole, events()
+    return response_body, events()
 
 
 def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
@@ -142,7 +144,7 @@ def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Jso
         for index, (name, arguments) in enumerate(reply.calls)
     ]
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": 20}
-    whole: Json = {
+    response_body: Json = {
         "id": f"msg_{number:04d}",
         "type": "message",
         "role": "assistant",
@@ -154,7 +156,7 @@ def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Jso
     }
 
     def events() -> Events:
-        start = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
+        start = {**response_body, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
         yield "message_start", {"type": "message_start", "message": start}
         for index, block in enumerate(blocks):
             if block["type"] == "text":
@@ -169,11 +171,11 @@ def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Jso
             )
             yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
             yield "content_block_stop", {"type": "content_block_stop", "index": index}
-        ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-        yield "message_delta", {"type": "message_delta", "delta": ended, "usage": usage}
+        final_delta = {"stop_reason": response_body["stop_reason"], "stop_sequence": None}
+        yield "message_delta", {"type": "message_delta", "delta": final_delta, "usage": usage}
         yield "message_stop", {"type": "message_stop"}
 
-    return whole, events()
+    return response_body, events()
 
 
 def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
@@ -207,7 +209,7 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": reply.prompt_tokens + 20,
     }
-    whole: Json = {
+    response_body: Json = {
         "id": f"resp_{number:04d}",
         "object": "response",
         "created_at": 1,
@@ -217,8 +219,8 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
         "usage": usage,
     }
 
-    def typed() -> Iterator[Json]:
-        started = {**whole, "status": "in_progress", "output": [], "usage": None}
+    def unnumbered_events() -> Iterator[Json]:
+        started = {**response_body, "status": "in_progress", "output": [], "usage": None}
         yield {"type": "response.created", "response": started}
         for index, item in enumerate(items):
             at = {"output_index": index, "item_id": item["id"]}
@@ -233,16 +235,16 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
                 delta = item["arguments"]
                 yield {"type": "response.function_call_arguments.delta", "delta": delta, **at}
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
-        yield {"type": "response.completed", "response": whole}
+        yield {"type": "response.completed", "response": response_body}
 
     def events() -> Events:
-        for sequence, event in enumerate(typed()):
+        for sequence, event in enumerate(unnumbered_events()):
             yield event["type"], {**event, "sequence_number": sequence}
 
-    return whole, events()
+    return response_body, events()
 
 
 def _split_namespace(name: str) -> Json:
-    """``space.tool`` is a tool of a namespace, which Responses says in a field of its own."""
+    """Split ``space.tool`` into the fields that Responses uses for a tool of a namespace."""
     space, _, tool = name.rpartition(".")
     return {"namespace": space, "name": tool} if space else {"name": tool}

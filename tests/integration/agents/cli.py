@@ -1,5 +1,4 @@
-"""The command-line agents of npm that are tested, as they are: how each is installed, pointed at a server and
-given a task without a person at the keyboard."""
+"""The unmodified npm command-line agents under test: installation, settings and non-interactive runs."""
 
 from __future__ import annotations
 
@@ -16,27 +15,27 @@ from tests.cached_folders import create_folder_once
 
 CACHE = Path(__file__).parents[3] / ".cache" / "agents"
 NODE = "24.21.0"
-"""OpenClaw needs at least 24.16; the others are content with it."""
+"""OpenClaw needs at least 24.16; the other agents work with it, too."""
 INSTALL_TIMEOUT = 540
 
 
 class AgentInstallError(Exception):
-    """Why an agent could not be had."""
+    """An agent could not be installed."""
 
 
 @dataclass(frozen=True)
 class ServerTarget:
-    """Where an agent is pointed."""
+    """The server that an agent uses."""
 
     url: str
-    """Without ``/v1``."""
+    """The base URL without ``/v1``."""
     key: str
     model: str = "instar"
 
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """A command, and what it is given besides a clean HOME."""
+    """A command and the variables it needs besides a clean HOME."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -48,7 +47,7 @@ class CliAgent:
     package: str
     version: str
     prepare: Callable[[Path, ServerTarget, str], AgentCommand]
-    """From its HOME, the server and the task; may write settings into the HOME."""
+    """A function of HOME, server and task that returns the command and may write settings into HOME."""
 
     @property
     def folder(self) -> Path:
@@ -59,26 +58,26 @@ class CliAgent:
         install(self.name, self.package, self.version)
 
     def run(self, home: Path, work: Path, target: ServerTarget, task: str, timeout: float = 120) -> str:
-        """Its output. Raises CalledProcessError or TimeoutExpired, both with what it said."""
+        """Return the agent's output; raise CalledProcessError or TimeoutExpired, both with the output."""
         home.mkdir(parents=True, exist_ok=True)
-        prepared = self.prepare(home, target, task)
-        done = subprocess.run(
-            [str(self.folder / "node_modules" / ".bin" / prepared.argv[0]), *prepared.argv[1:]],
+        command = self.prepare(home, target, task)
+        completed = subprocess.run(
+            [str(self.folder / "node_modules" / ".bin" / command.argv[0]), *command.argv[1:]],
             cwd=work,
-            env=_make_environment(home, prepared.env),
+            env=_make_environment(home, command.env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout,
         )
-        if done.returncode:
-            raise subprocess.CalledProcessError(done.returncode, prepared.argv, done.stdout)
-        return done.stdout
+        if completed.returncode:
+            raise subprocess.CalledProcessError(completed.returncode, command.argv, completed.stdout)
+        return completed.stdout
 
 
 def install(name: str, package: str, version: str) -> None:
-    """Into the cache, once."""
+    """Install the package into the cache unless it is there."""
 
     def make(folder: Path) -> None:
         npm = shutil.which("npm")
@@ -102,12 +101,12 @@ def install(name: str, package: str, version: str) -> None:
 
 
 def _search_path() -> str:
-    """With our Node in front of the machine's."""
+    """Return PATH with the cached Node before the system's."""
     return f"{CACHE / f'node-{NODE}' / 'node_modules' / 'node' / 'bin'}:{os.environ['PATH']}"
 
 
 def _make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """Nothing of the machine's own settings reaches an agent."""
+    """Return an environment without the machine's own settings."""
     return {
         "HOME": str(home),
         "PATH": _search_path(),
@@ -188,8 +187,8 @@ def _opencode(home: Path, target: ServerTarget, task: str) -> AgentCommand:
 
 
 def openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    """As it is installed. It then puts a note on running programs and sub-agents behind the last message, and
-    takes it out again in the next request: no request continues another."""
+    """Run OpenClaw with its default tools. It then adds a note on running programs and sub-agents after the
+    last message and removes it in the next request, so no request continues another."""
     settings = home / ".openclaw" / "openclaw.json"
     settings.parent.mkdir(exist_ok=True)
     model = {"id": target.model, "name": target.model, "contextWindow": 200000, "maxTokens": 8192}
@@ -215,11 +214,11 @@ def openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> Agen
 
 
 def _openclaw(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    prepared = openclaw_with_all_tools(home, target, task)
+    command = openclaw_with_all_tools(home, target, task)
     settings = home / ".openclaw" / "openclaw.json"
     without = {"tools": {"deny": ["process", "sessions_spawn"]}}
     settings.write_text(json.dumps({**json.loads(settings.read_text()), **without}))
-    return prepared
+    return command
 
 
 AGENTS = {

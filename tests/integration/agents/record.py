@@ -1,9 +1,9 @@
-"""Record the traffic of real agents: ``python -m tests.integration.agents.record [agent-scene ...]``.
+"""Record the traffic of real agents: ``python -m tests.integration.agents.record [agent-scenario ...]``.
 
-An agent is run against a server that plays a scene to it. What it sent and was answered is written to
-``tests/unit/record/fixtures/traffic/<agent>-<scene>.json.gz``, as a list of ``{path, headers, body, reply}``,
-without the machine's paths, names and ids. A long text is cut to its beginning and a digest, the same text
-always to the same: the shape of the traffic is that of the agent, only the prompts are short.
+An agent runs against a server that follows a scenario. Its requests and the responses are written to
+``tests/unit/record/fixtures/traffic/<agent>-<scenario>.json.gz`` as a list of
+``{path, headers, body, reply}``, without the machine's paths, names and ids. A long text is replaced by its
+beginning and a digest, equal texts by equal ones: the traffic has the agent's structure, with short prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.integration.agents.scenarios import SCENARIOS, SUMMARY
 
 FIXTURES = Path(__file__).parents[2] / "unit" / "record" / "fixtures" / "traffic"
 MAX_TEXT_LENGTH = 300
-"""Characters of a text that stays whole."""
+"""Longer texts are shortened to this number of characters."""
 KEPT_HEADERS = re.compile(
     r"session|thread|agent|window|affinity|request-id|retry|idempotency|anthropic|metadata"
 )
@@ -42,26 +42,28 @@ RECORDED_SCENARIOS = {
 }
 
 
-async def run_scenario(agent: CliAgent, scene: str, folder: Path) -> list[CapturedExchange]:
-    """The traffic of one run, which must have done its task."""
+async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[CapturedExchange]:
+    """Run the agent in the scenario and return its traffic; raise if it did not complete its task."""
     work, home = folder / "project", folder / "home"
     work.mkdir()
     path = work / FILE
     path.write_text(BEFORE)
-    capture = CaptureServer(SCENARIOS[scene](agent.name, str(path)).make_script())
+    capture = CaptureServer(SCENARIOS[scenario](agent.name, str(path)).make_script())
     listener = bind("127.0.0.1", 0)
     stop = asyncio.Event()
     server = asyncio.create_task(serve(capture.create_app(), listener, stop=stop, grace=1))
     target = ServerTarget(f"http://127.0.0.1:{listener.getsockname()[1]}", "sk-recorded")
     try:
-        said = await asyncio.to_thread(agent.run, home, work, target, make_task(str(path)))
+        output = await asyncio.to_thread(agent.run, home, work, target, make_task(str(path)))
     finally:
         stop.set()
         await server
     if path.read_text() != AFTER:
-        raise RuntimeError(f"{agent.name} did not do its task in {scene}: {said[-2000:]}")
-    if scene == "compaction" and not any(SUMMARY in json.dumps(each.reply) for each in capture.exchanges):
-        raise RuntimeError(f"{agent.name} did not compact its context: {said[-2000:]}")
+        raise RuntimeError(f"{agent.name} did not do its task in {scenario}: {output[-2000:]}")
+    if scenario == "compaction" and not any(
+        SUMMARY in json.dumps(exchange.reply) for exchange in capture.exchanges
+    ):
+        raise RuntimeError(f"{agent.name} did not compact its context: {output[-2000:]}")
     return capture.exchanges
 
 
@@ -93,8 +95,8 @@ def _clean(value: Any, names: dict[str, str]) -> Any:
         return [_clean(inner, names) for inner in value]
     if not isinstance(value, str):
         return value
-    for name, instead in names.items():
-        value = value.replace(name, instead)
+    for name, replacement in names.items():
+        value = value.replace(name, replacement)
     value = re.sub(r"(device_id\W+|installation_id\W+)[0-9a-f-]{32,}", r"\g<1>0", value)
     if len(value) <= MAX_TEXT_LENGTH or value.lstrip().startswith("{"):
         return value
@@ -102,25 +104,25 @@ def _clean(value: Any, names: dict[str, str]) -> Any:
     return f"{value[: MAX_TEXT_LENGTH // 2]}… [{len(value)} characters, {digest}]"
 
 
-def record(agent: CliAgent, scene: str) -> Path:
+def record(agent: CliAgent, scenario: str) -> Path:
     agent.install()
-    if scene == "rewriting":
+    if scenario == "rewriting":
         agent = replace(agent, prepare=openclaw_with_all_tools)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        traffic = anonymize(asyncio.run(run_scenario(agent, scene, folder)), folder)
+        traffic = anonymize(asyncio.run(run_scenario(agent, scenario, folder)), folder)
     FIXTURES.mkdir(parents=True, exist_ok=True)
-    target = FIXTURES / f"{agent.name}-{scene}.json.gz"
+    target = FIXTURES / f"{agent.name}-{scenario}.json.gz"
     text = json.dumps(traffic, ensure_ascii=False)
     target.write_bytes(gzip.compress(text.encode(), mtime=0))
     return target
 
 
-def main(wanted: list[str]) -> None:
-    for name, scenes in RECORDED_SCENARIOS.items():
-        for scene in scenes:
-            if not wanted or f"{name}-{scene}" in wanted or name in wanted:
-                target = record(AGENTS[name], scene)
+def main(selected: list[str]) -> None:
+    for name, scenarios in RECORDED_SCENARIOS.items():
+        for scenario in scenarios:
+            if not selected or f"{name}-{scenario}" in selected or name in selected:
+                target = record(AGENTS[name], scenario)
                 print(f"{target.name}: {target.stat().st_size} bytes")
 
 

@@ -1,4 +1,4 @@
-"""Scripts that make an agent do what its recorded traffic is to show."""
+"""Scripts that make an agent produce the traffic to be recorded."""
 
 from __future__ import annotations
 
@@ -18,88 +18,89 @@ from tests.integration.agents.capture import Json, Script, ScriptedReply
 
 Step = ScriptedReply | Callable[[Json], ScriptedReply]
 FULL_CONTEXT_TOKENS = 1_000_000
-"""Tokens: more than any of the agents takes for its context, so it compacts."""
+"""More tokens than the context of any agent, so that it compacts."""
 SUMMARY = "The user wants world changed to moon in greeting.txt. It says hello world. Next: edit it."
 
 
 @dataclass
 class Scenario:
-    """The replies to the main conversation in their order, and those to every sub-agent."""
+    """The replies to the main conversation in order, and those to every sub-agent."""
 
     main: list[Step]
     subagent: list[Step] = field(default_factory=list[Step])
 
     def make_script(self) -> Script:
         turns: dict[str, int] = {}
-        full = False
+        is_context_full = False
 
-        def play(dialect: str, body: Json) -> ScriptedReply:
-            nonlocal full
+        def reply_to(dialect: str, body: Json) -> ScriptedReply:
+            nonlocal is_context_full
             messages: list[Json] = body.get("messages") or body["input"]
             users = [_text(message) for message in messages if message.get("role") == "user"]
-            if full and _asks_for_summary(users[-1]):
+            if is_context_full and _asks_for_summary(users[-1]):
                 return ScriptedReply(f"<summary>{SUMMARY}</summary>", prompt_tokens=FULL_CONTEXT_TOKENS)
             if not body.get("tools"):
                 return ScriptedReply("A title")
             delegated = re.search(f"{SUBAGENT_TASK_PREFIX}.*", "\n".join(users))
-            helper = delegated is not None and not any("Change the word" in user for user in users)
-            who = delegated.group() if delegated and helper else "main"
-            steps = self.subagent if helper else self.main
-            turn = turns.get(who, 0)
-            turns[who] = turn + 1
+            is_subagent = delegated is not None and not any("Change the word" in user for user in users)
+            speaker = delegated.group() if delegated and is_subagent else "main"
+            steps = self.subagent if is_subagent else self.main
+            turn = turns.get(speaker, 0)
+            turns[speaker] = turn + 1
             step = steps[min(turn, len(steps) - 1)]
             reply = step if isinstance(step, ScriptedReply) else step(body)
-            full = full or reply.prompt_tokens == FULL_CONTEXT_TOKENS
+            is_context_full = is_context_full or reply.prompt_tokens == FULL_CONTEXT_TOKENS
             return reply
 
-        return play
+        return reply_to
 
 
 def edit(agent: str, path: str) -> Scenario:
-    hands = AGENT_TOOLS[agent]
+    tools = AGENT_TOOLS[agent]
     return Scenario(
         [
-            _reply_with_calls("Let me read it.", hands.make_read_call(path)),
-            _reply_with_calls("", hands.make_edit_call(path)),
+            _reply_with_calls("Let me read it.", tools.make_read_call(path)),
+            _reply_with_calls("", tools.make_edit_call(path)),
             ScriptedReply("Done."),
         ]
     )
 
 
 def retry(agent: str, path: str) -> Scenario:
-    """The second call fails once."""
-    hands = AGENT_TOOLS[agent]
+    """Return a scenario whose second call fails one time."""
+    tools = AGENT_TOOLS[agent]
     return Scenario(
         [
-            _reply_with_calls("Let me read it.", hands.make_read_call(path)),
+            _reply_with_calls("Let me read it.", tools.make_read_call(path)),
             ScriptedReply(status=500),
-            _reply_with_calls("", hands.make_edit_call(path)),
+            _reply_with_calls("", tools.make_edit_call(path)),
             ScriptedReply("Done."),
         ]
     )
 
 
 def compaction(agent: str, path: str) -> Scenario:
-    """After it the file is read again: some agents refuse to edit what their context does not hold."""
-    hands = AGENT_TOOLS[agent]
+    """Return a scenario with a compaction, after which the file is read again: some agents refuse to edit a
+    file that their context does not hold."""
+    tools = AGENT_TOOLS[agent]
     return Scenario(
         [
-            _reply_with_calls("Let me read it.", hands.make_read_call(path)),
-            ScriptedReply("Once more.", (hands.make_read_call(path),), prompt_tokens=FULL_CONTEXT_TOKENS),
-            _reply_with_calls("Again.", hands.make_read_call(path)),
-            _reply_with_calls("", hands.make_edit_call(path)),
+            _reply_with_calls("Let me read it.", tools.make_read_call(path)),
+            ScriptedReply("Once more.", (tools.make_read_call(path),), prompt_tokens=FULL_CONTEXT_TOKENS),
+            _reply_with_calls("Again.", tools.make_read_call(path)),
+            _reply_with_calls("", tools.make_edit_call(path)),
             ScriptedReply("Done."),
         ]
     )
 
 
 def subagents(agent: str, path: str) -> Scenario:
-    """Two at once."""
-    hands = AGENT_TOOLS[agent]
+    """Return a scenario with two concurrent sub-agents."""
+    tools = AGENT_TOOLS[agent]
     ask = _reply_with_calls(
         "I ask two helpers.",
-        hands.make_delegate_call(path, "words"),
-        hands.make_delegate_call(path, "length"),
+        tools.make_delegate_call(path, "words"),
+        tools.make_delegate_call(path, "length"),
     )
     wait: list[Step] = (
         [lambda body: _reply_with_calls("", make_codex_wait_call(json.dumps(body)))]
@@ -110,11 +111,11 @@ def subagents(agent: str, path: str) -> Scenario:
         [
             ask,
             *wait,
-            _reply_with_calls("Now I.", hands.make_read_call(path)),
-            _reply_with_calls("", hands.make_edit_call(path)),
+            _reply_with_calls("Now I.", tools.make_read_call(path)),
+            _reply_with_calls("", tools.make_edit_call(path)),
             ScriptedReply("Done."),
         ],
-        [_reply_with_calls("I look.", hands.make_read_call(path)), ScriptedReply("It says hello world.")],
+        [_reply_with_calls("I look.", tools.make_read_call(path)), ScriptedReply("It says hello world.")],
     )
 
 

@@ -1,5 +1,5 @@
-"""Replies for the scripted engine, one function per agent: read the file, edit it, say so; with helpers first
-where the task asks for them. What is next follows from the prompt alone."""
+"""Replies for the scripted engine, one function per agent: read the file, edit it, report it; with sub-agents
+first if the task asks for helpers. The next reply depends on the prompt alone."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ TASK = re.compile(r"(?:moon in|Look into) (/\S+?greeting\.txt)( with helpers)?")
 REPLY = "<|im_start|>assistant\n"
 
 
-def make_script(hands: AgentTools) -> Callable[[str, int | None], str]:
-    def play(prompt: str, seed: int | None) -> str:
-        asked = TASK.search(prompt)
-        if asked is None or not re.search(rf"^{hands.edit[0]}\(", prompt, re.M):
+def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
+    def reply_to(prompt: str, seed: int | None) -> str:
+        task_match = TASK.search(prompt)
+        if task_match is None or not re.search(rf"^{tools.edit[0]}\(", prompt, re.M):
             return "A title"
-        path, helpers = asked.groups()
+        path, helpers = task_match.groups()
         turn = prompt.count(REPLY) - 1
-        if SUBAGENT_TASK_PREFIX in asked.group():
-            steps = [_format_reply("I look.", hands.make_read_call(path)), "It says hello world."]
+        if SUBAGENT_TASK_PREFIX in task_match.group():
+            steps = [_format_reply("I look.", tools.make_read_call(path)), "It says hello world."]
         else:
             steps = [
-                _format_reply("Let me read it.", hands.make_read_call(path)),
-                _format_reply("", hands.make_edit_call(path)),
+                _format_reply("Let me read it.", tools.make_read_call(path)),
+                _format_reply("", tools.make_edit_call(path)),
                 "Done.",
             ]
             if helpers:
-                ask = hands.make_delegate_call(path, "words"), hands.make_delegate_call(path, "length")
+                ask = tools.make_delegate_call(path, "words"), tools.make_delegate_call(path, "length")
                 steps.insert(0, _format_reply("I ask two helpers.", *ask))
-                if hands is AGENT_TOOLS["codex"]:
+                if tools is AGENT_TOOLS["codex"]:
                     steps.insert(1, _format_reply("", make_codex_wait_call(prompt)))
         return steps[min(turn, len(steps) - 1)]
 
-    return play
+    return reply_to
 
 
 def _format_reply(text: str, *calls: ToolUse) -> str:
@@ -53,7 +53,7 @@ def _format_reply(text: str, *calls: ToolUse) -> str:
 
 
 def _gateway_tool_name(name: str) -> str:
-    """A tool of a namespace, as the gateway offers it to the model."""
+    """Return the name under which the gateway offers a tool of a namespace to the model."""
     return name.replace(".", "__")
 
 

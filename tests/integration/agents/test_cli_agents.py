@@ -1,4 +1,4 @@
-"""Command-line agents of npm, as they are, at a live gateway: the file is edited, and all is recorded."""
+"""Unmodified npm command-line agents at a live gateway: the file is edited, and every call is recorded."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.serving import ADMIN_KEY, running_gateway
 
 TASK_PATTERN = re.compile(r"Change the word|Look into .*\.")
 OWN_SESSIONS = {"opencode", "qwen-code"}
-"""Their sub-agents come under ids of their own, or none: they are sessions unless one was opened for all."""
+"""Agents whose sub-agents have their own ids or none: each is a session unless one was opened for all."""
 
 
 @dataclass
 class AgentRun:
-    """What is left of a run."""
+    """The results of a run."""
 
     file: str
     output: str
     sessions: list[Session]
     calls: list[Call]
-    """In the order they were recorded."""
+    """The calls in the order in which they were recorded."""
 
 
 @pytest.fixture(params=AGENTS)
@@ -46,17 +46,17 @@ def install_agent(name: str) -> CliAgent:
     agent = AGENTS[name]
     try:
         agent.install()
-    except AgentInstallError as why:
-        print(why)
-        pytest.skip(str(why))
+    except AgentInstallError as error:
+        print(error)
+        pytest.skip(str(error))
     return agent
 
 
 async def run_agent(
     agent: CliAgent, folder: Path, *, helpers: bool = False, opened: bool = False
 ) -> AgentRun:
-    """One run at a gateway of its own. ``opened``: in a session that was opened for it, by URL and key;
-    else the agent has a key that opens no session, and the gateway finds out which calls belong together."""
+    """Run the agent at its own gateway. With ``opened`` it gets the URL and key of an open session; otherwise
+    its key belongs to no session, and the gateway finds out which calls belong together."""
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=200_000)
     script = f"tests.integration.agents.script:{agent.name.replace('-', '_')}"
     engine = ScriptedEngine(model, ScriptedEngineConfig(function=script))
@@ -65,15 +65,15 @@ async def run_agent(
     work.mkdir()
     path = work / FILE
     path.write_text(BEFORE)
-    wanted = make_task(str(path)) + (" with helpers" if helpers else "")
+    instruction = make_task(str(path)) + (" with helpers" if helpers else "")
     async with running_gateway(RunConfig(name="agents", model=model), store, engine) as url:
         target = await open_target(url) if opened else ServerTarget(url, ADMIN_KEY)
-        said = await asyncio.to_thread(agent.run, folder / "home", work, target, wanted)
+        output = await asyncio.to_thread(agent.run, folder / "home", work, target, instruction)
     sessions = [row.session for row in await store.sessions("agents")]
     calls = [call for session in sessions for call in await store.calls(session.session_id)]
     await engine.close()
     await store.close()
-    return AgentRun(path.read_text(), said, sessions, calls)
+    return AgentRun(path.read_text(), output, sessions, calls)
 
 
 async def open_target(url: str) -> ServerTarget:
@@ -84,27 +84,29 @@ async def open_target(url: str) -> ServerTarget:
 
 
 def group_by_task(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Calls by what the agent or its sub-agent was asked to do. Those without tools (titles) are left out."""
-    found: dict[str, list[Call]] = {}
+    """Group the calls by the task of the agent or sub-agent, without calls that have no tools (titles)."""
+    by_task: dict[str, list[Call]] = {}
     for call in calls:
-        said = "\n".join(message["content"] for message in call.messages if message["role"] == "user")
-        if call.tools and (asked := TASK_PATTERN.search(said)):
-            found.setdefault(asked.group(), []).append(call)
-    return found
+        user_text = "\n".join(message["content"] for message in call.messages if message["role"] == "user")
+        if call.tools and (task_match := TASK_PATTERN.search(user_text)):
+            by_task.setdefault(task_match.group(), []).append(call)
+    return by_task
 
 
 def check_exact(calls: Sequence[Call]) -> None:
-    """Each continues the one before, and its prompt begins with that one's prompt and sampled tokens."""
+    """Check that each call continues the previous one, whose prompt and sampled tokens begin its prompt."""
     assert calls[0].parent_id is None or calls[0].link is Link.BRANCH
     for before, after in pairwise(calls):
         assert after.link is Link.EXTENDS, (after.link, after.messages[len(before.messages) :])
         assert after.parent_id == before.call_id
-        whole = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
-        assert after.prompt_ids.tolist()[: len(whole)] == whole
+        previous_tokens = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
+        assert after.prompt_ids.tolist()[: len(previous_tokens)] == previous_tokens
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
-async def test_cli_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: bool, tmp_path: Path) -> None:
+async def test_cli_agent_edits_file_and_is_recorded_exactly(
+    agent: CliAgent, opened: bool, tmp_path: Path
+) -> None:
     run = await run_agent(agent, tmp_path, opened=opened)
     assert run.file == AFTER, run.output
     assert len(run.sessions) == 1
@@ -116,12 +118,12 @@ async def test_cli_agent_edits_a_file_and_is_recorded(agent: CliAgent, opened: b
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "qwen-code", "opencode"])
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
-async def test_sub_agents_have_their_own_conversations(name: str, opened: bool, tmp_path: Path) -> None:
+async def test_sub_agents_are_recorded_as_own_conversations(name: str, opened: bool, tmp_path: Path) -> None:
     run = await run_agent(install_agent(name), tmp_path, helpers=True, opened=opened)
     assert run.file == AFTER, run.output
-    found = group_by_task(run.calls)
-    assert len(found) == 3, list(found)
-    for calls in found.values():
+    by_task = group_by_task(run.calls)
+    assert len(by_task) == 3, list(by_task)
+    for calls in by_task.values():
         assert len(calls) >= 2
         check_exact(calls)
     assert len(run.sessions) == (1 if opened or name not in OWN_SESSIONS else 3)

@@ -1,4 +1,4 @@
-"""The environment with the Python clients, made once under ``.cache/clients``, and how they are run."""
+"""The environment of the Python clients, cached under ``.cache/clients``, and functions to run them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN_TIMEOUT = 100
 
 @dataclass(frozen=True)
 class ClientJob:
-    """One conversation of a client, as `programs/job.py` reads it."""
+    """One conversation of a client, in the form that `programs/job.py` reads."""
 
     url: str
     key: str
@@ -40,9 +40,9 @@ class ClientResult:
 
 
 def install_clients() -> Path:
-    """The clients' interpreter. Another list of requirements is another environment."""
+    """Return the clients' interpreter; each version of the requirements has its own environment."""
     folder = CACHE / sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
-    # The list is complete, so there is nothing to resolve.
+    # The list is complete, so no dependencies need to be resolved.
     create_folder_once(folder, lambda fresh: install(fresh, "--no-deps", "-r", str(REQUIREMENTS)))
     return folder / "bin" / "python"
 
@@ -50,7 +50,7 @@ def install_clients() -> Path:
 async def run_client(
     name: str, jobs: Sequence[ClientJob], home: Path, timeout: float = RUN_TIMEOUT
 ) -> list[ClientResult]:
-    """All jobs at once, in one process of ``programs/run_<name>.py``. ``home`` is a folder."""
+    """Run all jobs concurrently in one process of ``programs/run_<name>.py``; ``home`` is its HOME."""
     python = await asyncio.to_thread(install_clients)
     process = await asyncio.create_subprocess_exec(
         str(python),
@@ -61,17 +61,20 @@ async def run_client(
         env={"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONWARNINGS": "ignore"},
         cwd=home,
     )
-    given = json.dumps([asdict(job) for job in jobs]).encode()
+    job_list = json.dumps([asdict(job) for job in jobs]).encode()
     try:
-        out, err = await asyncio.wait_for(process.communicate(given), timeout)
+        out, err = await asyncio.wait_for(process.communicate(job_list), timeout)
     except TimeoutError:
         process.kill()
         await process.wait()
         raise
     if process.returncode:
         raise RuntimeError(f"{name} ended with {process.returncode}: {err.decode()[-2000:]}")
-    found = json.loads(out.decode().splitlines()[-1])
-    return [ClientResult(one["answers"], [(a, b) for a, b in one["usage"]], one["error"]) for one in found]
+    results = json.loads(out.decode().splitlines()[-1])
+    return [
+        ClientResult(result["answers"], [(a, b) for a, b in result["usage"]], result["error"])
+        for result in results
+    ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a gateway has recorded of a conversation, held against what it should have."""
+"""Compare the calls that a gateway recorded of a conversation with what it should have recorded."""
 
 from __future__ import annotations
 
@@ -27,38 +27,43 @@ async def load_recorded_sessions(store: Store, run_id: str) -> list[RecordedSess
 
 
 def select_calls_with_question(
-    found: Sequence[RecordedSession], question: str, decode: Callable[[list[int]], str]
+    recorded_sessions: Sequence[RecordedSession], question: str, decode: Callable[[list[int]], str]
 ) -> list[RecordedSession]:
-    """The sessions with calls whose prompt holds the question, with those calls alone."""
-    held = [
+    """Return the sessions that have calls whose prompt contains the question, with only those calls."""
+    selected = [
         RecordedSession(
-            one.session, [call for call in one.calls if question in decode(call.prompt_ids.tolist())]
+            recorded.session,
+            [call for call in recorded.calls if question in decode(call.prompt_ids.tolist())],
         )
-        for one in found
+        for recorded in recorded_sessions
     ]
-    return [one for one in held if one.calls]
+    return [recorded for recorded in selected if recorded.calls]
 
 
 def find_continued_call(call: Call, before: Sequence[Call]) -> Call | None:
-    """The latest call whose messages and reply this one's begin with, by what they say: told from the
-    messages alone, not from what the gateway made of them."""
-    own = [_normalize_message(message) for message in call.messages]
+    """Return the latest call whose messages and reply the messages of this call begin with. The comparison
+    uses the messages alone, not the links that the gateway recorded."""
+    messages = [_normalize_message(message) for message in call.messages]
     for earlier in reversed(before):
-        said = [_normalize_message(message) for message in (*earlier.messages, earlier.reply)]
-        if earlier.tools == call.tools and own[: len(said)] == said and len(own) > len(said):
+        earlier_messages = [_normalize_message(message) for message in (*earlier.messages, earlier.reply)]
+        if (
+            earlier.tools == call.tools
+            and messages[: len(earlier_messages)] == earlier_messages
+            and len(messages) > len(earlier_messages)
+        ):
             return earlier
     return None
 
 
 def is_exact(call: Call, before: Call) -> bool:
-    """Whether it is linked to what came before, and its prompt begins with that one's prompt and sampled
-    tokens. (An agent that fills in defaults may go on from a later call than its messages tell.)"""
+    """True if the call extends another and its prompt begins with the prompt and sampled tokens of
+    ``before``. (An agent that fills in defaults may continue a later call than its messages suggest.)"""
     sequence = before.sequence
     return call.link is Link.EXTENDS and np.array_equal(call.prompt_ids[: len(sequence)], sequence)
 
 
-def count_trained_tokens(found: RecordedSession) -> int:
-    return sum(sample.trained_tokens for sample in linearize(found.session, found.calls))
+def count_trained_tokens(recorded: RecordedSession) -> int:
+    return sum(sample.trained_tokens for sample in linearize(recorded.session, recorded.calls))
 
 
 def count_sampled_tokens(calls: Iterable[Call]) -> int:
@@ -66,12 +71,12 @@ def count_sampled_tokens(calls: Iterable[Call]) -> int:
 
 
 def count_usage(calls: Iterable[Call]) -> Counter[tuple[int, int]]:
-    """Prompt and sampled tokens of each."""
+    """Count the calls by their numbers of prompt and sampled tokens."""
     return Counter((len(call.prompt_ids), len(call.sampled_ids)) for call in calls)
 
 
 def _normalize_message(message: Message) -> Any:
-    """Without reasoning, which agents do not send back, and the spelling of arguments."""
+    """Return the message without reasoning, which agents do not send back, and with parsed arguments."""
     calls = [(call["name"], _parse_arguments(call["arguments"])) for call in message.get("tool_calls", ())]
     return message["role"], message["content"].strip(), calls
 

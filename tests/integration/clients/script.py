@@ -1,7 +1,7 @@
 """Replies for the scripted engine, one function per model family, to the questions that the clients ask.
 
-What is next follows from the prompt alone: the last question in it, and what tools have said since. A
-question ends with how it is to be answered, for clients have tools of their own to do it with.
+The next reply depends on the prompt alone: on the last question in it and the tool results after it. A
+question ends with the style of its answer, because clients have their own tools for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WriteCall = Callable[[str, dict[str, object]], str]
 
 
 def make_question(number: int, style: str = "stepwise") -> str:
-    """``how``: stepwise, helped, typed, finally, coded, bashed, fenced, plainly or badly."""
+    """``style``: stepwise, helped, typed, finally, coded, bashed, fenced, plainly or badly."""
     return f"Work out {number} * 310 + 5 {style}."
 
 
@@ -33,38 +33,38 @@ def reply(prompt: str, call: WriteCall) -> str:
     questions = list(QUESTION_PATTERN.finditer(prompt))
     if not questions:
         return "I see."
-    asked = questions[-1]
-    a, b, c = map(int, asked.group(1, 2, 3))
-    how, since = asked.group(4), prompt[asked.end() :]
+    match = questions[-1]
+    a, b, c = map(int, match.group(1, 2, 3))
+    style, since = match.group(4), prompt[match.end() :]
     product, total = a * b, a * b + c
     done = len(TOOL_RESULT_PATTERN.findall(since))
-    thanked = THANKS in since
-    if how == "badly":
-        return WELCOME if thanked else MALFORMED
-    if how == "plainly":
-        return WELCOME if thanked else f" It is {total}."
-    if how == "helped" and "transfer_to_worker" not in since:
+    is_thanked = THANKS in since
+    if style == "badly":
+        return WELCOME if is_thanked else MALFORMED
+    if style == "plainly":
+        return WELCOME if is_thanked else f" It is {total}."
+    if style == "helped" and "transfer_to_worker" not in since:
         return call("transfer_to_worker", {})
-    if how == "coded":
+    if style == "coded":
         code = [f'print(calc("{a} * {b}"))', f'print(calc("{product} + {c}"))', f"final_answer({total})"]
-        step = f'final_answer("{WELCOME}")' if thanked else code[min(done, 2)]
+        step = f'final_answer("{WELCOME}")' if is_thanked else code[min(done, 2)]
         return f"I write it.\n<code>\n{step}\n</code>"
     steps = [f"{a} * {b}", f"{product} + {c}"]
-    if how in ("bashed", "fenced"):
+    if style in ("bashed", "fenced"):
         lines = [f"echo calc says $(({step})) | tee answer.txt" for step in steps]
         line = [*lines, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"][min(done, 2)]
         return (
             call("bash", {"command": line})
-            if how == "bashed"
+            if style == "bashed"
             else f"Next.\n\n```mswea_bash_command\n{line}\n```"
         )
-    if done < len(steps) and not thanked:
+    if done < len(steps) and not is_thanked:
         return call("calc", {"expression": steps[done]})
-    if how == "finally":
-        return call("final_answer", {"answer": WELCOME if thanked else str(total)})
-    if how == "typed":
+    if style == "finally":
+        return call("final_answer", {"answer": WELCOME if is_thanked else str(total)})
+    if style == "typed":
         return call("final_result", {"value": total})
-    return WELCOME if thanked else f"It is {total}."
+    return WELCOME if is_thanked else f"It is {total}."
 
 
 def format_tagged_call(name: str, arguments: dict[str, object]) -> str:
@@ -88,9 +88,9 @@ def qwen3(prompt: str, seed: int | None) -> str:
 
 
 def llama3(prompt: str, seed: int | None) -> str:
-    """A call is a reply of its own."""
+    """Return a reply in which a tool call has no text beside it."""
     return reply(prompt, format_bare_call)
 
 
 def deepseek_v3(prompt: str, seed: int | None) -> str:
-    return smollm2(prompt, seed)  # its own format tells of no tools, so it has the generic one
+    return smollm2(prompt, seed)  # its own format has no tools, so it uses the generic one

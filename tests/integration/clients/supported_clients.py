@@ -1,4 +1,4 @@
-"""The Python clients that are tested, in which ways each is asked, and what it then answers."""
+"""The Python clients under test, the variants in which each is run, and the expected answers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from tests.integration.clients.script import MALFORMED, WELCOME, compute_answer
 
 @dataclass(frozen=True)
 class Client:
-    """A program of `programs/`, and its ways: how each is asked, and how it is to be answered."""
+    """A program of `programs/` with its variants, each mapped to the style in which the model replies."""
 
     name: str
     variants: dict[str, str]
     rewrites_replies: bool = False
-    """Whether it sends the replies back in words of its own."""
+    """True if the client sends replies back in a changed form."""
 
 
 SDK_VARIANTS = ("", "-stream", "-async", "-async-stream")
 CLIENTS = [
-    Client("openai", {f"chat{way}": "stepwise" for way in SDK_VARIANTS}),
+    Client("openai", {f"chat{variant}": "stepwise" for variant in SDK_VARIANTS}),
     Client(
-        "openai", {f"responses{way}": "stepwise" for way in (*SDK_VARIANTS, "-previous", "-previous-stream")}
+        "openai",
+        {f"responses{variant}": "stepwise" for variant in (*SDK_VARIANTS, "-previous", "-previous-stream")},
     ),
-    Client("openai", {f"completions{way}": "plainly" for way in SDK_VARIANTS}),
-    Client("anthropic", {f"messages{way}": "stepwise" for way in SDK_VARIANTS}),
+    Client("openai", {f"completions{variant}": "plainly" for variant in SDK_VARIANTS}),
+    Client("anthropic", {f"messages{variant}": "stepwise" for variant in SDK_VARIANTS}),
     Client(
         "openai_agents",
         {
-            **{f"{dialect}{way}": "stepwise" for dialect in ("chat", "responses") for way in ("", "-stream")},
+            **{
+                f"{dialect}{variant}": "stepwise"
+                for dialect in ("chat", "responses")
+                for variant in ("", "-stream")
+            },
             "chat-handoff": "helped",
             "responses-handoff-stream": "helped",
         },
@@ -36,17 +41,17 @@ CLIENTS = [
     Client(
         "pydantic_ai",
         {
-            f"{dialect}{way}": how
+            f"{dialect}{variant}": style
             for dialect in ("chat", "responses", "messages")
-            for way, how in (("", "stepwise"), ("-stream", "stepwise"), ("-typed", "typed"))
+            for variant, style in (("", "stepwise"), ("-stream", "stepwise"), ("-typed", "typed"))
         },
     ),
     Client(
         "langgraph",
         {
-            f"{dialect}{way}": "stepwise"
+            f"{dialect}{variant}": "stepwise"
             for dialect in ("chat", "responses", "messages")
-            for way in ("", "-stream", "-react")
+            for variant in ("", "-stream", "-react")
         },
     ),
     Client("smolagents", {"chat": "finally", "chat-stream": "finally"}, rewrites_replies=True),
@@ -56,7 +61,7 @@ CLIENTS = [
     ),
 ]
 CALL_COUNTS = {"helped": 5, "bashed": 3, "fenced": 3, "plainly": 2, "badly": 2}
-"""How many a conversation takes; the others take 4."""
+"""The number of calls in a conversation, by style; the others take 4."""
 
 
 def expected_answers(number: int, style: str) -> list[object]:

@@ -1,4 +1,4 @@
-"""The scoreboard of fidelity runs, and what it counts is whole."""
+"""`bench/fidelity.py` runs and counts every call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[3] / "bench" / "fidelity.py"
 
 
 @pytest.mark.timeout(600)  # the clients may have to be installed first
-def test_the_scoreboard_counts_everything() -> None:
+def test_bench_fidelity_on_two_clients_reports_complete_figures() -> None:
     command = [
         sys.executable,
         str(BENCH),

@@ -1,5 +1,5 @@
-"""SDKs and agent frameworks of PyPI, as they are, at a live gateway: the question is answered, and every call
-is recorded where it belongs, token by token."""
+"""Unmodified PyPI SDKs and agent frameworks at a live gateway: the question is answered, and every call is
+recorded exactly in the right session."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MALFORMED_CALL_VARIANTS = {
 
 @dataclass
 class ClientHarness:
-    """A gateway in front of a scripted engine, and its store."""
+    """A gateway with a scripted engine and a store."""
 
     url: str
     store: SqliteStore
@@ -55,29 +55,29 @@ class ClientHarness:
     decode: Callable[[list[int]], str]
     _keys: dict[str, str] = field(default_factory=dict[str, str])
 
-    async def make_session_job(self, way: str, asked: str) -> ClientJob:
-        """In a session that was opened for it."""
+    async def make_session_job(self, variant: str, question: str) -> ClientJob:
+        """Return a job in a session that is opened for it."""
         client = GatewayClient(self.url, ADMIN_KEY)
         session = await client.open_session(channel=Channel.TRAIN)
         await client.close()
-        return ClientJob(session.base_url.removesuffix("/v1"), session.api_key, way, asked, THANKS)
+        return ClientJob(session.base_url.removesuffix("/v1"), session.api_key, variant, question, THANKS)
 
-    async def make_live_job(self, way: str, asked: str, agent: str) -> ClientJob:
-        """With an agent's key: which calls belong together, the gateway has to find out."""
+    async def make_live_job(self, variant: str, question: str, agent: str) -> ClientJob:
+        """Return a job with an agent's key: the gateway has to find out which calls belong together."""
         if agent not in self._keys:
             self._keys[agent] = await create_key(self.store, "agent", agent, agent)
-        return ClientJob(self.url, self._keys[agent], way, asked, THANKS)
+        return ClientJob(self.url, self._keys[agent], variant, question, THANKS)
 
     async def converse(
-        self, name: str, ways: Mapping[str, str], jobs: Sequence[ClientJob]
+        self, name: str, variants: Mapping[str, str], jobs: Sequence[ClientJob]
     ) -> dict[str, Counter[tuple[int, int]]]:
-        """Run them all at once; each is answered. By question, the usage that the client was told."""
-        told: dict[str, Counter[tuple[int, int]]] = {}
-        for job, outcome in zip(jobs, await run_client(name, jobs, self.home), strict=True):
-            assert not outcome.error, f"{job.variant}: {outcome.error}"
-            assert outcome.answers == expected_answers(parse_number(job), ways[job.variant]), job.variant
-            told.setdefault(job.question, Counter()).update(outcome.usage)
-        return told
+        """Run all jobs concurrently and check their answers; return the usage by question."""
+        usage_by_question: dict[str, Counter[tuple[int, int]]] = {}
+        for job, result in zip(jobs, await run_client(name, jobs, self.home), strict=True):
+            assert not result.error, f"{job.variant}: {result.error}"
+            assert result.answers == expected_answers(parse_number(job), variants[job.variant]), job.variant
+            usage_by_question.setdefault(job.question, Counter()).update(result.usage)
+        return usage_by_question
 
 
 def parse_number(job: ClientJob) -> int:
@@ -85,7 +85,7 @@ def parse_number(job: ClientJob) -> int:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[ClientHarness]:
+async def harness(tmp_path: Path) -> AsyncIterator[ClientHarness]:
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=200_000)
     script = ScriptedEngineConfig(function="tests.integration.clients.script:smollm2")
     engine, store = ScriptedEngine(model, script), SqliteStore(tmp_path / "store.db")
@@ -96,52 +96,70 @@ async def house(tmp_path: Path) -> AsyncIterator[ClientHarness]:
     await store.close()
 
 
-def check_exact(found: RecordedSession, *, rewrites: bool) -> None:
-    """Every call that goes on from another begins with its tokens, and all that was sampled is trained."""
-    assert all(call.status is CallStatus.OK and call.trainable for call in found.calls)
+def check_exact(recorded: RecordedSession, *, rewrites: bool) -> None:
+    """Check that every continuing call begins with the tokens of the previous one, and that every
+    sampled token is trained."""
+    assert all(call.status is CallStatus.OK and call.trainable for call in recorded.calls)
     extending = 0
-    for i, call in enumerate(found.calls):
+    for i, call in enumerate(recorded.calls):
         if call.dialect == "completions":
-            parent = found.calls[i - 1] if i else None
+            parent = recorded.calls[i - 1] if i else None
         else:
-            parent = find_continued_call(call, found.calls[:i])
+            parent = find_continued_call(call, recorded.calls[:i])
         if parent is not None:
             assert is_exact(call, parent), (call.link, call.messages)
             extending += 1
-    handed_over = found.calls[0].tools != found.calls[-1].tools
-    assert extending == (0 if rewrites else len(found.calls) - 1 - handed_over)
-    assert count_trained_tokens(found) == count_sampled_tokens(found.calls)
+    handed_over = recorded.calls[0].tools != recorded.calls[-1].tools
+    assert extending == (0 if rewrites else len(recorded.calls) - 1 - handed_over)
+    assert count_trained_tokens(recorded) == count_sampled_tokens(recorded.calls)
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: f"{client.name}-{next(iter(client.variants))}")
-async def test_a_client_works_and_is_recorded_exactly(house: ClientHarness, client: Client) -> None:
-    """Each way four times at once: in two opened sessions and as two live agents, all with the same words.
-    One live agent has as many conversations as there are ways."""
-    ways = dict(enumerate(client.variants.items(), start=20))
+async def test_client_conversations_are_answered_and_recorded_exactly(
+    harness: ClientHarness, client: Client
+) -> None:
+    """Each variant runs four times concurrently with equal messages: in two opened sessions and as two live
+    agents. A live agent has one conversation per variant."""
+    variants = dict(enumerate(client.variants.items(), start=20))
     jobs: list[ClientJob] = []
-    for number, (way, how) in ways.items():
-        asked = make_question(number, how)
-        jobs += [await house.make_session_job(way, asked), await house.make_session_job(way, asked)]
-        jobs += [await house.make_live_job(way, asked, "one"), await house.make_live_job(way, asked, "two")]
-    told = await house.converse(client.name, client.variants, jobs)
-    found = await load_recorded_sessions(house.store, RUN)
-    for number, (way, how) in ways.items():
-        own = select_calls_with_question(found, make_question(number, how), house.decode)
-        assert [len(one.calls) for one in own] == [CALL_COUNTS.get(how, 4)] * 4, way
-        whose = Counter(one.session.agent_id for one in own if one.session.channel is Channel.LIVE)
-        assert whose == Counter(["one", "two"])
-        for one in own:
-            check_exact(one, rewrites=client.rewrites_replies)
-        assert not (usage := told[make_question(number, how)]) or usage == count_usage(
-            call for one in own for call in one.calls
-        ), way
+    for number, (variant, style) in variants.items():
+        question = make_question(number, style)
+        jobs += [
+            await harness.make_session_job(variant, question),
+            await harness.make_session_job(variant, question),
+        ]
+        jobs += [
+            await harness.make_live_job(variant, question, "one"),
+            await harness.make_live_job(variant, question, "two"),
+        ]
+    usage_by_question = await harness.converse(client.name, client.variants, jobs)
+    recorded = await load_recorded_sessions(harness.store, RUN)
+    for number, (variant, style) in variants.items():
+        own_sessions = select_calls_with_question(recorded, make_question(number, style), harness.decode)
+        assert [len(session_calls.calls) for session_calls in own_sessions] == [
+            CALL_COUNTS.get(style, 4)
+        ] * 4, variant
+        live_agents = Counter(
+            session_calls.session.agent_id
+            for session_calls in own_sessions
+            if session_calls.session.channel is Channel.LIVE
+        )
+        assert live_agents == Counter(["one", "two"])
+        for session_calls in own_sessions:
+            check_exact(session_calls, rewrites=client.rewrites_replies)
+        assert not (usage := usage_by_question[make_question(number, style)]) or usage == count_usage(
+            call for session_calls in own_sessions for call in session_calls.calls
+        ), variant
 
 
 @pytest.mark.parametrize("name", MALFORMED_CALL_VARIANTS)
-async def test_a_malformed_call_is_plain_text(house: ClientHarness, name: str) -> None:
-    ways = dict.fromkeys(MALFORMED_CALL_VARIANTS[name], "badly")
-    jobs = [await house.make_session_job(way, make_question(20 + i, "badly")) for i, way in enumerate(ways)]
-    await house.converse(name, ways, jobs)
-    for found in await load_recorded_sessions(house.store, RUN):
-        assert [call.reply["content"] for call in found.calls] == [MALFORMED, WELCOME]
-        check_exact(found, rewrites=False)
+async def test_malformed_tool_call_is_recorded_as_plain_text(harness: ClientHarness, name: str) -> None:
+    variants = dict.fromkeys(MALFORMED_CALL_VARIANTS[name], "badly")
+    jobs = [
+        await harness.make_session_job(variant, make_question(20 + i, "badly"))
+        for i, variant in enumerate(variants)
+    ]
+    await harness.converse(name, variants, jobs)
+    for recorded in await load_recorded_sessions(harness.store, RUN):
+        assert [call.reply["content"] for call in recorded.calls] == [MALFORMED, WELCOME]
+        check_exact(recorded, rewrites=False)

@@ -1,4 +1,4 @@
-"""The official SDKs at a gateway with a real model: what it says is not ours to choose, the record is."""
+"""The official SDKs at a gateway with a real model: its replies vary, the record must be exact."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RealModelHarness:
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[RealModelHarness]:
+async def harness(tmp_path: Path) -> AsyncIterator[RealModelHarness]:
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=1024)
     engine, store = LocalEngine(model, LocalEngineConfig(threads=2)), SqliteStore(tmp_path / "store.db")
     async with running_gateway(RunConfig(name="real", model=model), store, engine) as url:
@@ -52,7 +52,7 @@ async def house(tmp_path: Path) -> AsyncIterator[RealModelHarness]:
 
 @dataclass(frozen=True)
 class ReceivedReply:
-    """What the client was told of a reply."""
+    """A reply as the client received it."""
 
     text: str
     usage: tuple[int, int]
@@ -60,7 +60,7 @@ class ReceivedReply:
 
 
 async def chat(session: AgentSession) -> list[ReceivedReply]:
-    told: list[ReceivedReply] = []
+    replies: list[ReceivedReply] = []
     messages: list[Any] = [{"role": "system", "content": "Be short."}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for question in QUESTIONS:
@@ -77,13 +77,13 @@ async def chat(session: AgentSession) -> list[ReceivedReply]:
             usage = chunks[-1].usage
             assert usage is not None
             text = "".join(piece or "" for piece in pieces)
-            told.append(ReceivedReply(text, (usage.prompt_tokens, usage.completion_tokens), len(pieces)))
+            replies.append(ReceivedReply(text, (usage.prompt_tokens, usage.completion_tokens), len(pieces)))
             messages.append({"role": "assistant", "content": text})
-    return told
+    return replies
 
 
 async def responses(session: AgentSession) -> list[ReceivedReply]:
-    told: list[ReceivedReply] = []
+    replies: list[ReceivedReply] = []
     items: list[Any] = []
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for question in QUESTIONS:
@@ -95,44 +95,44 @@ async def responses(session: AgentSession) -> list[ReceivedReply]:
             answer: Any = events[-1].response  # type: ignore[union-attr]  # completed, or cut short
             pieces = sum(event.type == "response.output_text.delta" for event in events)
             usage = answer.usage.input_tokens, answer.usage.output_tokens
-            told.append(ReceivedReply(answer.output_text, usage, pieces))
+            replies.append(ReceivedReply(answer.output_text, usage, pieces))
             items += answer.output
-    return told
+    return replies
 
 
 async def messages(session: AgentSession) -> list[ReceivedReply]:
-    told: list[ReceivedReply] = []
-    said: list[Any] = []
+    replies: list[ReceivedReply] = []
+    conversation: list[Any] = []
     url = session.base_url.removesuffix("/v1")
     async with anthropic.AsyncAnthropic(base_url=url, api_key=session.api_key) as client:
         for question in QUESTIONS:
-            said.append({"role": "user", "content": question})
+            conversation.append({"role": "user", "content": question})
             async with client.messages.stream(
-                model="instar", system="Be short.", messages=said, max_tokens=LENGTH
+                model="instar", system="Be short.", messages=conversation, max_tokens=LENGTH
             ) as stream:
                 pieces = [text async for text in stream.text_stream]
                 answer = await stream.get_final_message()
             prompt = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-            told.append(ReceivedReply("".join(pieces), (prompt, answer.usage.output_tokens), len(pieces)))
-            said.append({"role": "assistant", "content": answer.content})
-    return told
+            replies.append(ReceivedReply("".join(pieces), (prompt, answer.usage.output_tokens), len(pieces)))
+            conversation.append({"role": "assistant", "content": answer.content})
+    return replies
 
 
 @pytest.mark.parametrize("converse", [chat, responses, messages])
-async def test_what_a_model_says_is_streamed_and_recorded_exactly(
-    house: RealModelHarness, converse: Callable[[AgentSession], Awaitable[list[ReceivedReply]]]
+async def test_real_model_replies_are_streamed_and_recorded_exactly(
+    harness: RealModelHarness, converse: Callable[[AgentSession], Awaitable[list[ReceivedReply]]]
 ) -> None:
-    opened = await house.client.open_session(channel=Channel.TRAIN, seed=3)
-    told = await converse(opened)
-    session = await house.store.session(opened.session_id)
+    opened = await harness.client.open_session(channel=Channel.TRAIN, seed=3)
+    replies = await converse(opened)
+    session = await harness.store.session(opened.session_id)
     assert session is not None
-    found = RecordedSession(session, await house.store.calls(opened.session_id))
-    assert len(found.calls) == len(QUESTIONS)
-    for one, call in zip(told, found.calls, strict=True):
-        assert one.text == call.reply["content"]
-        assert one.usage == (len(call.prompt_ids), len(call.sampled_ids))
-        assert one.pieces > len(call.sampled_ids) / 2, "token by token"
+    recorded = RecordedSession(session, await harness.store.calls(opened.session_id))
+    assert len(recorded.calls) == len(QUESTIONS)
+    for reply, call in zip(replies, recorded.calls, strict=True):
+        assert reply.text == call.reply["content"]
+        assert reply.usage == (len(call.prompt_ids), len(call.sampled_ids))
+        assert reply.pieces > len(call.sampled_ids) / 2, "token by token"
         assert np.isfinite(call.logprobs).all()
-    for before, after in pairwise(found.calls):
+    for before, after in pairwise(recorded.calls):
         assert is_exact(after, before)
-    assert count_trained_tokens(found) == count_sampled_tokens(found.calls) > LENGTH
+    assert count_trained_tokens(recorded) == count_sampled_tokens(recorded.calls) > LENGTH

@@ -1,5 +1,5 @@
-"""What the programs beside this one share: jobs come as JSON on standard input, are run at once, and what was
-said goes out as the last line. They run in an environment of their own, so nothing of Instar is at hand."""
+"""Functions shared by the programs in this folder: jobs are read as JSON from standard input and run
+concurrently, and the last line of output has the results. The programs have their own environment, without Instar."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Job:
     """One conversation of an agent: a question, and then a second one."""
 
     url: str
-    """Of the server or of a session, without ``/v1``."""
+    """The URL of the server or of a session, without ``/v1``."""
     key: str
     variant: str
-    """Which of the client's ways to ask, words joined by ``-``."""
+    """The variant in which the client is used: words joined by ``-``."""
     question: str
     follow_up: str
 
@@ -39,7 +39,7 @@ class JobResult:
     answers: list[Any] = field(default_factory=list)
     """The final answer to each question."""
     usage: list[tuple[int, int]] = field(default_factory=list)
-    """Prompt and sampled tokens of each call, where the client tells them."""
+    """The prompt and sampled tokens of each call, if the client reports them."""
     error: str = ""
 
 
@@ -66,6 +66,6 @@ def _attempt(run: Callable[[Job, JobResult], None], job: Job) -> JobResult:
     job_result = JobResult()
     try:
         run(job, job_result)
-    except Exception:  # noqa: BLE001 — whatever a client raises is what the test is told
+    except Exception:  # noqa: BLE001 — whatever a client raises is reported to the test
         job_result.error = traceback.format_exc()
     return job_result

@@ -19,35 +19,37 @@ TOOL: Any = {
 }
 
 
-async def _streamed(client: Any, asked: dict[str, Any]) -> Any:
-    async with client.messages.stream(**asked) as stream:
+async def _stream_message(client: Any, request: dict[str, Any]) -> Any:
+    async with client.messages.stream(**request) as stream:
         return await stream.get_final_message()
 
 
-def ask(job: Job, asked: dict[str, Any]) -> Any:
+def send_request(job: Job, request: dict[str, Any]) -> Any:
     options = {"base_url": job.url, "api_key": job.key}
     streams = "stream" in job.words
     if "async" in job.words:
 
         async def answer() -> Any:
             async with anthropic.AsyncAnthropic(**options) as client:
-                return await (_streamed(client, asked) if streams else client.messages.create(**asked))
+                return await (
+                    _stream_message(client, request) if streams else client.messages.create(**request)
+                )
 
         return asyncio.run(answer())
     with anthropic.Anthropic(**options) as client:
         if not streams:
-            return client.messages.create(**asked)
-        with client.messages.stream(**asked) as stream:
+            return client.messages.create(**request)
+        with client.messages.stream(**request) as stream:
             return stream.get_final_message()
 
 
 def run(job: Job, job_result: JobResult) -> None:
-    asked: dict[str, Any] = {"model": "instar", "max_tokens": 500, "system": "Be exact.", "tools": [TOOL]}
+    request: dict[str, Any] = {"model": "instar", "max_tokens": 500, "system": "Be exact.", "tools": [TOOL]}
     messages: list[Any] = []
     for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
         while True:
-            answer = ask(job, {**asked, "messages": messages})
+            answer = send_request(job, {**request, "messages": messages})
             prompt = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
             job_result.usage.append((prompt, answer.usage.output_tokens))
             messages.append({"role": "assistant", "content": answer.content})

@@ -15,7 +15,7 @@ from langchain_openai import ChatOpenAI
 warnings.simplefilter("ignore")
 
 
-def model_of(job: Job) -> Any:
+def create_model(job: Job) -> Any:
     if "messages" in job.words:
         return ChatAnthropic(model="instar", base_url=job.url, api_key=job.key, max_tokens=500)
     return ChatOpenAI(
@@ -23,27 +23,27 @@ def model_of(job: Job) -> Any:
     )
 
 
-def agent_of(job: Job) -> Any:
+def create_job_agent(job: Job) -> Any:
     if "react" in job.words:
         from langgraph.prebuilt import create_react_agent
 
-        return create_react_agent(model_of(job), [calc], prompt="Work it out.")
-    return create_agent(model_of(job), [calc], system_prompt="Work it out.")
+        return create_react_agent(create_model(job), [calc], prompt="Work it out.")
+    return create_agent(create_model(job), [calc], system_prompt="Work it out.")
 
 
 def run(job: Job, job_result: JobResult) -> None:
-    agent = agent_of(job)
+    agent = create_job_agent(job)
     messages: list[Any] = []
     for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
-        told = len(messages)
+        message_count = len(messages)
         if "stream" in job.words:
             for mode, piece in agent.stream({"messages": messages}, stream_mode=["messages", "values"]):
                 if mode == "values":
                     messages = piece["messages"]
         else:
             messages = agent.invoke({"messages": messages})["messages"]
-        for message in messages[told:]:
+        for message in messages[message_count:]:
             if isinstance(message, AIMessage) and message.usage_metadata:
                 usage = message.usage_metadata
                 job_result.usage.append((usage["input_tokens"], usage["output_tokens"]))

@@ -1,5 +1,5 @@
 """mini-swe-agent with its own settings (`mini.yaml`), over LiteLLM: chat, Responses, Anthropic's Messages,
-and its way for models without tools. It takes one task and no second question."""
+and its variant for models without tools. It takes one task and no follow-up."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def run(job: Job, job_result: JobResult) -> None:
     file = "mini_textbased.yaml" if "text" in job.words else "mini.yaml"
     settings = yaml.safe_load((builtin_config_dir / file).read_text())
     settings["agent"].pop("mode", None)
-    kinds: dict[str, Any] = {"responses": LitellmResponseModel, "text": LitellmTextbasedModel}
-    kind = next((kinds[word] for word in job.words if word in kinds), LitellmModel)
+    model_classes: dict[str, Any] = {"responses": LitellmResponseModel, "text": LitellmTextbasedModel}
+    model_class = next((model_classes[word] for word in job.words if word in model_classes), LitellmModel)
     url, provider = (job.url, "anthropic") if "messages" in job.words else (f"{job.url}/v1", "openai")
-    given = {"api_base": url, "api_key": job.key}
-    options = {**settings["model"], "model_kwargs": {**settings["model"].get("model_kwargs", {}), **given}}
+    endpoint = {"api_base": url, "api_key": job.key}
+    options = {**settings["model"], "model_kwargs": {**settings["model"].get("model_kwargs", {}), **endpoint}}
     with tempfile.TemporaryDirectory() as folder:
         environment = LocalEnvironment(cwd=folder, **settings["environment"])
         agent = DefaultAgent(
-            kind(model_name=f"{provider}/instar", **options), environment, **settings["agent"]
+            model_class(model_name=f"{provider}/instar", **options), environment, **settings["agent"]
         )
         agent.run(job.question)
         job_result.answers.append(Path(folder, "answer.txt").read_text().strip())

@@ -1,4 +1,4 @@
-"""The `openai` SDK: chat, responses (whole history, or by the id of the answer before) and completions; sync
+"""The `openai` SDK: chat, responses (full history, or the id of the previous response) and completions; sync
 and async, streamed and not."""
 
 from __future__ import annotations
@@ -14,61 +14,61 @@ PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}
 FUNCTION = {"name": "calc", "description": "Evaluate arithmetic.", "parameters": PARAMETERS}
 
 
-class Asker:
-    """One client, asked in one of the four ways: what comes back is the whole answer."""
+class VariantClient:
+    """A client that is sync or async, streams or not, and always returns the complete response."""
 
     def __init__(self, job: Job) -> None:
         self._streams = "stream" in job.words
         self._loop = asyncio.new_event_loop() if "async" in job.words else None
         self._client: Any = openai.AsyncOpenAI(**job.openai) if self._loop else openai.OpenAI(**job.openai)
 
-    def chat(self, **asked: Any) -> Any:
-        return self._ask(self._client.chat.completions, "get_final_completion", asked)
+    def chat(self, **request: Any) -> Any:
+        return self._send(self._client.chat.completions, "get_final_completion", request)
 
-    def responses(self, **asked: Any) -> Any:
-        return self._ask(self._client.responses, "get_final_response", asked)
+    def responses(self, **request: Any) -> Any:
+        return self._send(self._client.responses, "get_final_response", request)
 
-    def completions(self, **asked: Any) -> tuple[str, Any]:
+    def completions(self, **request: Any) -> tuple[str, Any]:
         if not self._streams:
-            answer = self._run(self._client.completions.create(**asked))
+            answer = self._run(self._client.completions.create(**request))
             return answer.choices[0].text, answer.usage
         options = {"include_usage": True}
-        stream = self._run(self._client.completions.create(stream=True, stream_options=options, **asked))
-        chunks = self._run(_all(stream)) if self._loop else list(stream)
+        stream = self._run(self._client.completions.create(stream=True, stream_options=options, **request))
+        chunks = self._run(_collect_chunks(stream)) if self._loop else list(stream)
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage
 
     def close(self) -> None:
         self._run(self._client.close())
 
-    def _ask(self, api: Any, final: str, asked: dict[str, Any]) -> Any:
+    def _send(self, api: Any, final: str, request: dict[str, Any]) -> Any:
         if not self._streams:
-            return self._run(api.create(**asked))
+            return self._run(api.create(**request))
         if self._loop:
-            return self._run(_final(api, final, asked))
-        with api.stream(**asked) as stream:
+            return self._run(_collect_final(api, final, request))
+        with api.stream(**request) as stream:
             return getattr(stream, final)()
 
     def _run(self, result: Any) -> Any:
         return self._loop.run_until_complete(result) if self._loop else result
 
 
-async def _final(api: Any, final: str, asked: dict[str, Any]) -> Any:
-    async with api.stream(**asked) as stream:
+async def _collect_final(api: Any, final: str, request: dict[str, Any]) -> Any:
+    async with api.stream(**request) as stream:
         return await getattr(stream, final)()
 
 
-async def _all(stream: Any) -> list[Any]:
+async def _collect_chunks(stream: Any) -> list[Any]:
     return [chunk async for chunk in stream]
 
 
-def chat(asker: Asker, job: Job, job_result: JobResult) -> None:
+def chat(client: VariantClient, job: Job, job_result: JobResult) -> None:
     options: Any = {"stream_options": {"include_usage": True}} if "stream" in job.words else {}
     messages: list[Any] = [{"role": "system", "content": "Be exact."}]
     for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
         while True:
             tools = [{"type": "function", "function": FUNCTION}]
-            answer = asker.chat(model="instar", messages=messages, tools=tools, **options)
+            answer = client.chat(model="instar", messages=messages, tools=tools, **options)
             job_result.usage.append((answer.usage.prompt_tokens, answer.usage.completion_tokens))
             message = answer.choices[0].message
             messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
@@ -80,17 +80,17 @@ def chat(asker: Asker, job: Job, job_result: JobResult) -> None:
                 break
 
 
-def responses(asker: Asker, job: Job, job_result: JobResult) -> None:
+def responses(client: VariantClient, job: Job, job_result: JobResult) -> None:
     tools: Any = [{"type": "function", "strict": False, **FUNCTION}]
-    asked: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": tools}
+    request: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": tools}
     items: list[Any] = []
     for question in (job.question, job.follow_up):
         items.append({"role": "user", "content": question})
         while True:
-            answer = asker.responses(input=items, **asked)
+            answer = client.responses(input=items, **request)
             job_result.usage.append((answer.usage.input_tokens, answer.usage.output_tokens))
             if "previous" in job.words:
-                asked["previous_response_id"] = answer.id
+                request["previous_response_id"] = answer.id
                 items = []
             else:
                 items += answer.output
@@ -103,21 +103,21 @@ def responses(asker: Asker, job: Job, job_result: JobResult) -> None:
                 break
 
 
-def completions(asker: Asker, job: Job, job_result: JobResult) -> None:
+def completions(client: VariantClient, job: Job, job_result: JobResult) -> None:
     prompt = ""
     for question in (job.question, job.follow_up):
         prompt += f"Q: {question}\nA:"
-        text, usage = asker.completions(model="instar", prompt=prompt, max_tokens=200)
+        text, usage = client.completions(model="instar", prompt=prompt, max_tokens=200)
         job_result.usage.append((usage.prompt_tokens, usage.completion_tokens))
         job_result.answers.append(text)
         prompt += f"{text}\n"
 
 
 def run(job: Job, job_result: JobResult) -> None:
-    asker = Asker(job)
-    ways = {"chat": chat, "responses": responses, "completions": completions}
-    ways[job.variant.partition("-")[0]](asker, job, job_result)
-    asker.close()
+    client = VariantClient(job)
+    conversations = {"chat": chat, "responses": responses, "completions": completions}
+    conversations[job.variant.partition("-")[0]](client, job, job_result)
+    client.close()
 
 
 serve(run)

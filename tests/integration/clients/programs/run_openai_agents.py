@@ -22,12 +22,12 @@ set_tracing_disabled(True)
 
 async def converse(job: Job, job_result: JobResult) -> None:
     client = AsyncOpenAI(**job.openai)
-    kind = OpenAIResponsesModel if "responses" in job.words else OpenAIChatCompletionsModel
-    model = kind(model="instar", openai_client=client)
-    given: Any = {"model": model, "model_settings": ModelSettings(include_usage=True)}
-    agent = Agent(name="Worker", instructions="Work it out.", tools=[function_tool(calc)], **given)
+    model_class = OpenAIResponsesModel if "responses" in job.words else OpenAIChatCompletionsModel
+    model = model_class(model="instar", openai_client=client)
+    options: Any = {"model": model, "model_settings": ModelSettings(include_usage=True)}
+    agent = Agent(name="Worker", instructions="Work it out.", tools=[function_tool(calc)], **options)
     if "handoff" in job.words:
-        agent = Agent(name="Front", instructions="Hand it over.", handoffs=[agent], **given)
+        agent = Agent(name="Front", instructions="Hand it over.", handoffs=[agent], **options)
     items: list[Any] = []
     for question in (job.question, job.follow_up):
         items.append({"role": "user", "content": question})

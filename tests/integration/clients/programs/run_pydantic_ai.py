@@ -1,5 +1,5 @@
 """pydantic-ai: its models for chat, Responses and Anthropic's Messages; streamed and not; a typed answer,
-which it asks for through a tool."""
+which it requests through a tool."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Answer(BaseModel):
     value: int
 
 
-def model_of(job: Job) -> Any:
+def create_model(job: Job) -> Any:
     if "messages" in job.words:
         client = AsyncAnthropic(base_url=job.url, api_key=job.key)
         return AnthropicModel("instar", provider=AnthropicProvider(anthropic_client=client))
@@ -29,22 +29,22 @@ def model_of(job: Job) -> Any:
     return kind("instar", provider=OpenAIProvider(**job.openai))
 
 
-async def follow(_: Any, events: AsyncIterable[Any]) -> None:
-    """With a handler of events, every call of a run is streamed. (`run_stream` ends at the first text.)"""
+async def consume_events(_: Any, events: AsyncIterable[Any]) -> None:
+    """Consume the events: with a handler every call is streamed (`run_stream` ends at the first text)."""
     async for _event in events:
         pass
 
 
 async def converse(job: Job, job_result: JobResult) -> None:
     kind: Any = Answer if "typed" in job.words else str
-    agent = Agent(model_of(job), instructions="Work it out.", output_type=kind)
+    agent = Agent(create_model(job), instructions="Work it out.", output_type=kind)
     agent.tool_plain(calc)
     history: list[Any] = []
     for question in (job.question, job.follow_up):
-        handler = follow if "stream" in job.words else None
+        handler = consume_events if "stream" in job.words else None
         result = await agent.run(question, message_history=history, event_stream_handler=handler)
-        said: Any = result.output
-        job_result.answers.append(said.value if isinstance(said, Answer) else said)
+        output: Any = result.output
+        job_result.answers.append(output.value if isinstance(output, Answer) else output)
         job_result.usage += [
             (message.usage.input_tokens, message.usage.output_tokens)
             for message in result.new_messages()

@@ -10,8 +10,10 @@ from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent,
 
 def run(job: Job, job_result: JobResult) -> None:
     model = OpenAIServerModel("instar", api_base=f"{job.url}/v1", api_key=job.key)
-    kind: Any = CodeAgent if "code" in job.words else ToolCallingAgent
-    agent = kind([tool(calc)], model, verbosity_level=LogLevel.OFF, stream_outputs="stream" in job.words)
+    agent_class: Any = CodeAgent if "code" in job.words else ToolCallingAgent
+    agent = agent_class(
+        [tool(calc)], model, verbosity_level=LogLevel.OFF, stream_outputs="stream" in job.words
+    )
     job_result.answers.append(agent.run(job.question))
     job_result.answers.append(agent.run(job.follow_up, reset=False))
     for step in agent.memory.steps:
