@@ -1,5 +1,5 @@
 """Functions shared by the programs in this folder: jobs are read as JSON from standard input and run
-concurrently, and the last line of output has the results. The programs have their own environment, without Instar."""
+concurrently, and the last line of output has the results. They have their own environment, without Instar."""
 
 from __future__ import annotations
 
