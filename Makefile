@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
 	@echo "make test         run the tests"
-	@echo "make check        lint, types, import contracts, style limits, generated docs"
+	@echo "make check        lint, types, import contracts, dead code, style limits, generated docs"
 	@echo "make integration  run slower tests with real servers and crashes; parts: integration-clients,"
 	@echo "                  integration-backends, integration-scale (vLLM, Ray), integration-rest, integration-rewards"
 	@echo "make bench        measure the engine"
