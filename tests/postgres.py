@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, in a folder that goes with it."""
+"""A PostgreSQL server for tests, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ import psycopg
 import pytest
 
 PASSWORD = "correct horse"
-"""Of the user `instar`, who needs it on TCP and not on the socket."""
+"""The password of the user `instar`, needed on TCP and not on the socket."""
 
 
-def binaries() -> Path:
-    """The folder of the newest server; skips where there is none."""
-    homes = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda home: int(home.parent.name))
-    found = shutil.which("postgres")
-    homes = [*homes, Path(found).resolve().parent] if found else homes
-    for home in reversed(homes):
-        if (home / "initdb").exists() and (home / "postgres").exists():
-            return home
+def find_server_binaries() -> Path:
+    """Return the folder of the newest server, or skip the test if none is installed."""
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda folder: int(folder.parent.name))
+    if (postgres := shutil.which("postgres")) is not None:
+        folders.append(Path(postgres).resolve().parent)
+    for folder in reversed(folders):
+        if (folder / "initdb").exists() and (folder / "postgres").exists():
+            return folder
     pytest.skip("no PostgreSQL server is installed (Debian: postgresql)")
 
 
 class PostgresTestServer:
-    """Started when made. ``fsync`` is for figures: without it, a crash of the machine loses rows, one of the
-    server does not. ``host``: the address to listen on; its neighbours may come too."""
+    """A server that starts when the object is created.
+
+    ``fsync`` is for benchmarks: without it a crash of the machine loses rows, but a crash of the server does
+    not. ``host`` is the address to listen on; hosts of the same network may connect as well.
+    """
 
     def __init__(self, *, fsync: bool = False, host: str = "127.0.0.1") -> None:
-        self.bin = binaries()
+        self.bin = find_server_binaries()
         self.folder = Path(tempfile.mkdtemp(prefix="instar-pg-", dir="/tmp"))
-        self.as_user = _unprivileged()
+        self.as_user = _unprivileged_user()
         self.port = _free_port()
         self._fsync = fsync
         self._host = host
@@ -64,25 +67,24 @@ class PostgresTestServer:
 
     @property
     def tcp_url(self) -> str:
-        """Asks for the password."""
+        """The URL on TCP, which needs the password."""
         return f"postgresql://instar@{self._host}:{self.port}/postgres"
 
     def new_schema(self) -> str:
-        """A name that is not taken."""
+        """Return an unused name."""
         return f"test_{secrets.token_hex(6)}"
 
     def empty(self, schema: str) -> None:
-        """Delete all rows of a store, much faster than making another."""
+        """Delete all rows of a store, which is much faster than creating another."""
         tables = self.query("SELECT tablename FROM pg_tables WHERE schemaname = %s", schema)
-        wanted = [name for (name,) in tables if name != "instar_store"]
-        deleting = "; ".join(f"DELETE FROM {name}" for name in wanted)
-        self.query(f"SET session_replication_role = replica; {deleting}", schema=schema)
+        statements = "; ".join(f"DELETE FROM {name}" for (name,) in tables if name != "instar_store")
+        self.query(f"SET session_replication_role = replica; {statements}", schema=schema)
 
     def query(self, sql: str, *values: object, schema: str = "public") -> list[tuple[Any, ...]]:
         with psycopg.connect(self.socket_url, autocommit=True) as connection:
             connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
-            found = connection.execute(sql.encode(), values or None)
-            return found.fetchall() if found.description else []
+            cursor = connection.execute(sql.encode(), values or None)
+            return cursor.fetchall() if cursor.description else []
 
     def start(self, timeout: float = 30.0) -> None:
         settings = {
@@ -93,7 +95,7 @@ class PostgresTestServer:
             "max_connections": 100,
             "fsync": "on" if self._fsync else "off",
             "full_page_writes": "on" if self._fsync else "off",
-            "deadlock_timeout": "100ms",  # not to wait a second for it
+            "deadlock_timeout": "100ms",  # instead of the default of a second
             "logging_collector": "off",
         }
         arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
@@ -111,15 +113,15 @@ class PostgresTestServer:
                 psycopg.connect(self.socket_url).close()
                 return
             except psycopg.OperationalError:
-                said = (self.folder / "log").read_text(errors="replace")
-                assert self._process.poll() is None, said
-                assert time.monotonic() < deadline, said
+                log_text = (self.folder / "log").read_text(errors="replace")
+                assert self._process.poll() is None, log_text
+                assert time.monotonic() < deadline, log_text
                 time.sleep(0.02)
 
-    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        """SIGINT is a good end; SIGQUIT a crash, after which it has to recover."""
+    def stop(self, stop_signal: signal.Signals = signal.SIGINT) -> None:
+        """Stop the server: cleanly with SIGINT; SIGQUIT acts as a crash, after which it has to recover."""
         if self._process is not None:
-            self._process.send_signal(how)
+            self._process.send_signal(stop_signal)
             self._process.wait(30)
             self._process = None
 
@@ -128,14 +130,14 @@ class PostgresTestServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self, program: str, *arguments: str) -> None:
-        done = subprocess.run(
+        result = subprocess.run(
             [str(self.bin / program), *arguments],
             capture_output=True,
             text=True,
             timeout=60,
             **self._identity(),
         )
-        assert done.returncode == 0, done.stderr
+        assert result.returncode == 0, result.stderr
 
     def _identity(self) -> dict[str, Any]:
         if self.as_user is None:
@@ -144,12 +146,12 @@ class PostgresTestServer:
         return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": [], "cwd": self.folder}
 
 
-def _unprivileged() -> str | None:
-    """PostgreSQL does not run as root."""
+def _unprivileged_user() -> str | None:
+    """Return the user to run the server as, because PostgreSQL does not run as root."""
     if os.getuid() != 0:
         return None
-    known = {entry.pw_name for entry in pwd.getpwall()}
-    return "postgres" if "postgres" in known else "nobody"
+    users = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in users else "nobody"
 
 
 def _free_port() -> int:

@@ -1,9 +1,9 @@
-"""A process that writes to a store and prints what was acknowledged: ``python -m ... MODE WHERE NAME``, with
-the path of a file or ``postgresql://…#schema``.
+"""A process that writes to a store and prints acknowledged writes: ``python -m ... MODE LOCATION NAME``.
 
-``write`` goes on until it is killed. ``count`` adds 200 calls. ``claim`` claims 40 samples that others may
-want too, each as a step of its own. ``fill`` goes on until there is no room,
-then lifts the file-size limit it set itself, if any, and writes once more. ``read`` counts the calls.
+LOCATION is the path of a file or ``postgresql://…#schema``. ``write`` continues until it is killed. ``count``
+adds 200 calls. ``claim`` claims 40 samples, for which processes compete, each in its own step. ``fill``
+continues until the disk is full, then lifts the file-size limit that it set itself, if any, and writes once
+more. ``read`` counts the calls.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from instar.store.sqlite import SqliteStore
 from .factories import RUN, make_call, make_claim, make_session
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-async def add(store: Store, name: str, size: int = 50) -> None:
+async def add_call(store: Store, name: str, size: int = 50) -> None:
     await store.add_calls([make_call(name, prompt_ids=np.arange(size, dtype=np.int32))])
-    say(name)
+    print_line(name)
 
 
 async def write(store: Store, name: str, count: int) -> None:
     async def client(number: int) -> None:
         for turn in range(count):
-            await add(store, f"{name}-{number}-{turn}")
+            await add_call(store, f"{name}-{number}-{turn}")
 
     await asyncio.gather(*(client(number) for number in range(8)))
 
@@ -47,20 +47,20 @@ async def claim(store: Store, name: str) -> None:
     for number in range(40):
         try:
             await store.claim_step(RUN, int(name) * 100 + number, [make_claim(f"k{number}")])
-            say(f"k{number}")
+            print_line(f"k{number}")
         except ConflictError:
             continue
 
 
 async def fill(store: Store, name: str) -> None:
-    """Writes of several sizes at once, so that a group holds ones that fit and ones that do not."""
+    """Write several sizes at once, so that a group has writes that fit and writes that do not."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if "limit" in name:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     full = 0
     for turn in range(400):
         sizes = (50, 5000, 40_000)
-        writes = (add(store, f"{name}-{turn}-{size}", size) for size in sizes)
+        writes = (add_call(store, f"{name}-{turn}-{size}", size) for size in sizes)
         results = await asyncio.gather(*writes, return_exceptions=True)
         for result in results:
             if isinstance(result, StoreFull):
@@ -70,24 +70,24 @@ async def fill(store: Store, name: str) -> None:
         if full > 20:
             break
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    say(f"full {full}")
+    print_line(f"full {full}")
     if "limit" in name:
-        await add(store, f"{name}-afterwards")
+        await add_call(store, f"{name}-afterwards")
 
 
-def open_store(where: str, *, read_only: bool = False) -> Store:
-    if where.startswith("postgresql:"):
-        url, _, schema = where.rpartition("#")
+def open_store(location: str, *, read_only: bool = False) -> Store:
+    if location.startswith("postgresql:"):
+        url, _, schema = location.rpartition("#")
         return PostgresStore(PostgresServer(url, schema, timeout=30.0), read_only=read_only)
-    return SqliteStore(Path(where), read_only=read_only)
+    return SqliteStore(Path(location), read_only=read_only)
 
 
-async def main(mode: str, where: str, name: str) -> None:
+async def main(mode: str, location: str, name: str) -> None:
     if mode == "read":
-        reader = open_store(where, read_only=True)
-        say(str(len(await reader.calls("s"))))
+        reader = open_store(location, read_only=True)
+        print_line(str(len(await reader.calls("s"))))
         return await reader.close()
-    store = open_store(where)
+    store = open_store(location)
     with contextlib.suppress(ConflictError):
         await store.open_session(make_session())
     if mode == "fill":

@@ -1,4 +1,4 @@
-"""What every store must do. A variant's test class inherits these and gives `open_store`."""
+"""The conformance suite of stores. The test class of a store inherits it and overrides `open_store`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from instar.types import (
     SessionStatus,
 )
 
-from .conformance_annotations import Annotations
-from .conformance_feedback import OfPeople
-from .conformance_gateway import Gateway
-from .conformance_listing import Listing
-from .conformance_records import Records
-from .conformance_sharing import ManyHosts
-from .conformance_training import GroupsAndSteps, Policies, ProgressOfRun
+from .conformance_annotations import AnnotationTests
+from .conformance_feedback import FeedbackTests
+from .conformance_gateway import GatewayTests
+from .conformance_listing import ListingTests
+from .conformance_records import RecordTests
+from .conformance_sharing import SeveralHostsTests
+from .conformance_training import GroupAndStepTests, PolicyTests, ProgressTests
 from .factories import (
     CALCULATOR,
     POLICY,
@@ -43,25 +43,25 @@ from .factories import (
     user,
 )
 
-OpenStore = Callable[[], Store]
+StoreFactory = Callable[[], Store]
 
 
-class Conformance:
-    """`open_store` opens the same storage each time it is called within one test; empty at first."""
+class StoreFixtures:
+    """`open_store` opens the same storage, empty at first, each time it is called within one test."""
 
     @pytest.fixture
-    def open_store(self) -> OpenStore:
+    def open_store(self) -> StoreFactory:
         raise NotImplementedError
 
     @pytest.fixture
-    async def store(self, open_store: OpenStore) -> AsyncIterator[Store]:
+    async def store(self, open_store: StoreFactory) -> AsyncIterator[Store]:
         store = open_store()
         yield store
         await store.close()
 
 
-class RunsAndSessions(Conformance):
-    async def test_run_is_replaced_and_keeps_its_birth(self, store: Store) -> None:
+class RunAndSessionTests(StoreFixtures):
+    async def test_put_run_again_replaces_it_and_keeps_created_at(self, store: Store) -> None:
         assert await store.run(RUN) is None
         await store.put_run(Run(RUN, POLICY, {"seed": 3}))
         first = await store.run(RUN)
@@ -74,7 +74,7 @@ class RunsAndSessions(Conformance):
             Run("other", POLICY, {}, created_at=first.created_at + 1),
         ]
 
-    async def test_session_round_trips(self, store: Store) -> None:
+    async def test_session_with_every_field_round_trips(self, store: Store) -> None:
         session = make_session(
             group_id="g",
             slot=2,
@@ -91,7 +91,7 @@ class RunsAndSessions(Conformance):
         assert await store.session("none") is None
         assert await store.session_by_key("none") is None
 
-    async def test_session_id_and_key_are_taken_once(self, store: Store) -> None:
+    async def test_open_session_with_a_used_id_or_key_raises_conflict(self, store: Store) -> None:
         await store.open_session(make_session("a"), key_hash="hash")
         await store.open_session(make_session("b"))
         await store.open_session(make_session("c"))
@@ -101,7 +101,7 @@ class RunsAndSessions(Conformance):
             await store.open_session(make_session("d"), key_hash="hash")
         assert await store.session("d") is None
 
-    async def test_session_ends_once_with_its_rewards(self, store: Store) -> None:
+    async def test_end_session_called_twice_stores_only_the_first_rewards(self, store: Store) -> None:
         await store.open_session(make_session(metadata={"a": 1, "b": 1}))
         rewards = [
             Reward("s", 0.25, RewardSource.RULE, scorer="exact", detail={"got": "4"}, created_at=5.0),
@@ -119,7 +119,7 @@ class RunsAndSessions(Conformance):
         assert stored[1] == replace(rewards[1], created_at=stored[1].created_at)
         assert stored[1].created_at == pytest.approx(time.time(), abs=30)
 
-    async def test_ending_is_one_transaction(self, store: Store) -> None:
+    async def test_end_session_with_an_invalid_reward_leaves_it_open(self, store: Store) -> None:
         await store.open_session(make_session())
         with pytest.raises(StoreError):
             await store.end_session(
@@ -131,7 +131,7 @@ class RunsAndSessions(Conformance):
         with pytest.raises(StoreError):
             await store.end_session("nobody", SessionStatus.COMPLETED)
 
-    async def test_reason_of_any_bytes_is_stored(self, store: Store) -> None:
+    async def test_text_with_nul_or_invalid_utf8_is_stored(self, store: Store) -> None:
         await store.open_session(make_session())
         assert await store.end_session(
             "s", SessionStatus.FAILED, b"bad \xff byte, \0 too".decode(errors="surrogateescape")
@@ -148,17 +148,19 @@ class RunsAndSessions(Conformance):
         await store.open_session(make_session("named", external_id="\0"))
         assert await store.session_by_external_id(RUN, "agent", "\0") is not None
 
-    async def test_two_enders_one_wins(self, store: Store) -> None:
+    async def test_end_session_called_concurrently_succeeds_once(self, store: Store) -> None:
         await store.open_session(make_session())
         reward = Reward("s", 1.0, RewardSource.RULE)
-        won = await asyncio.gather(
+        results = await asyncio.gather(
             *(store.end_session("s", SessionStatus.COMPLETED, rewards=[reward]) for _ in range(8))
         )
-        assert sum(won) == 1
+        assert sum(results) == 1
         assert len(await store.rewards("s")) == 1
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    async def test_reward_must_be_finite(self, store: Store, value: float) -> None:
+    async def test_add_rewards_with_a_value_that_is_not_finite_stores_none(
+        self, store: Store, value: float
+    ) -> None:
         await store.open_session(make_session())
         with pytest.raises(StoreError, match=r"s.*(nan|inf)"):
             await store.add_rewards(
@@ -166,7 +168,7 @@ class RunsAndSessions(Conformance):
             )
         assert await store.rewards("s") == []
 
-    async def test_sessions_are_listed_with_their_totals(self, store: Store) -> None:
+    async def test_sessions_lists_totals_and_applies_filters(self, store: Store) -> None:
         await store.open_session(make_session("a", group_id="g"))
         await store.open_session(make_session("b", channel=Channel.VAL))
         await store.open_session(make_session("c", run_id="other"))
@@ -179,16 +181,16 @@ class RunsAndSessions(Conformance):
         assert (rows[0].calls, rows[0].sampled_tokens, rows[0].reward) == (2, 5, 0.5)
         assert (rows[1].calls, rows[1].sampled_tokens, rows[1].reward) == (0, 0, None)
 
-        async def found(**filters: object) -> list[str]:
+        async def listed_ids(**filters: object) -> list[str]:
             return [row.session.session_id for row in await store.sessions(**filters)]  # type: ignore[arg-type]
 
-        assert await found(run_id=RUN) == ["a", "b"]
-        assert await found(group_id="g") == ["a"]
-        assert await found(run_id=RUN, channel=Channel.VAL) == ["b"]
-        assert await found(status=SessionStatus.FAILED) == ["b"]
-        assert await found(limit=2) == ["b", "c"]
+        assert await listed_ids(run_id=RUN) == ["a", "b"]
+        assert await listed_ids(group_id="g") == ["a"]
+        assert await listed_ids(run_id=RUN, channel=Channel.VAL) == ["b"]
+        assert await listed_ids(status=SessionStatus.FAILED) == ["b"]
+        assert await listed_ids(limit=2) == ["b", "c"]
 
-    async def test_endpoints_are_replaced_by_role_and_name(self, store: Store) -> None:
+    async def test_put_endpoint_with_the_same_role_and_name_replaces_it(self, store: Store) -> None:
         one = Endpoint(RUN, "gateway", "0", "http://127.0.0.1:1", 10, "serving", "g.log", heartbeat=3.0)
         await store.put_endpoint(one)
         await store.put_endpoint(Endpoint(RUN, "engine", "0", "http://127.0.0.1:2", 11))
@@ -202,8 +204,8 @@ class RunsAndSessions(Conformance):
         assert [endpoint.role for endpoint in await store.endpoints(RUN)] == ["engine"]
 
 
-class Calls(Conformance):
-    async def test_every_field_round_trips(self, store: Store) -> None:
+class CallTests(StoreFixtures):
+    async def test_call_with_every_field_round_trips(self, store: Store) -> None:
         await store.open_session(make_session())
         reply: Message = {
             "role": "assistant",
@@ -237,23 +239,23 @@ class Calls(Conformance):
             ended_at=2.0,
         )
         await store.add_calls([call])
-        found = await store.call("c")
-        assert found is not None
-        assert_same_call(found, call)
+        stored = await store.call("c")
+        assert stored is not None
+        assert_same_call(stored, call)
         assert await store.call("none") is None
 
-    async def test_empty_reply_and_defaults(self, store: Store) -> None:
+    async def test_call_with_an_empty_reply_round_trips(self, store: Store) -> None:
         await store.open_session(make_session())
         await store.add_calls([make_call(sampled_ids=ids())])
-        found = await store.call("c")
-        assert found is not None
-        assert len(found.sampled_ids) == len(found.versions) == len(found.logprobs) == 0
-        assert found.behavior_logprobs is None
-        assert found.ended_at == pytest.approx(time.time(), abs=30)
+        stored = await store.call("c")
+        assert stored is not None
+        assert len(stored.sampled_ids) == len(stored.versions) == len(stored.logprobs) == 0
+        assert stored.behavior_logprobs is None
+        assert stored.ended_at == pytest.approx(time.time(), abs=30)
 
-    async def test_graph_is_rebuilt_whole(self, store: Store) -> None:
-        """A line, a second child of one call, a branch from inside a reply, and a call in another
-        session that stands on this one."""
+    async def test_calls_with_shared_prefixes_are_rebuilt_exactly(self, store: Store) -> None:
+        """The calls are a chain, a second child of one call, a branch from inside a reply, and a call in
+        another session that is built on this one."""
         await store.open_session(make_session())
         await store.open_session(make_session("sub"))
         root = make_call("root", tools=(CALCULATOR,), ended_at=1.0)
@@ -278,31 +280,31 @@ class Calls(Conformance):
         await store.add_calls(calls[:2])
         for call in [*calls[2:], outside]:
             await store.add_calls([call])
-        for found, call in zip(await store.calls("s"), calls, strict=True):
-            assert_same_call(found, call)
-        (found,) = await store.calls("sub")
-        assert_same_call(found, outside)
+        for stored, call in zip(await store.calls("s"), calls, strict=True):
+            assert_same_call(stored, call)
+        (stored,) = await store.calls("sub")
+        assert_same_call(stored, outside)
         for call in [*calls, outside]:
-            one = await store.call(call.call_id)
-            assert one is not None
-            assert_same_call(one, call)
+            stored_call = await store.call(call.call_id)
+            assert stored_call is not None
+            assert_same_call(stored_call, call)
         assert await store.calls("none") == []
 
-    async def test_all_or_none(self, store: Store) -> None:
+    async def test_add_calls_with_a_duplicate_id_stores_none(self, store: Store) -> None:
         await store.open_session(make_session())
         await store.add_calls([make_call("a")])
         with pytest.raises(ConflictError):
             await store.add_calls([make_call("b"), make_call("a")])
         assert [call.call_id for call in await store.calls("s")] == ["a"]
 
-    async def test_refuses_what_could_not_be_rebuilt(self, store: Store) -> None:
+    async def test_add_calls_that_cannot_be_rebuilt_raises(self, store: Store) -> None:
         await store.open_session(make_session())
         root = make_call("root")
         await store.add_calls([root])
         good = follow(root, "next", ids(9), user("x"))
         other = good.prompt_ids.copy()
         other[1] += 1
-        for bad, why in [
+        for bad, message in [
             (replace(good, base_id="none"), "none is not stored"),
             (replace(good, base_id=None), "without a base_id"),
             (replace(good, prompt_ids=other), "does not begin with"),
@@ -311,18 +313,18 @@ class Calls(Conformance):
             (replace(good, logprobs=good.logprobs[:1]), "1 logprobs for 2"),
             (replace(good, session_id="nobody"), "no session nobody"),
         ]:
-            with pytest.raises(StoreError, match=why):
+            with pytest.raises(StoreError, match=message):
                 await store.add_calls([bad])
         await store.add_calls([good])
         assert len(await store.calls("s")) == 2
 
-    async def test_call_of_an_ended_session_is_kept(self, store: Store) -> None:
+    async def test_add_calls_to_an_ended_session_stores_them(self, store: Store) -> None:
         await store.open_session(make_session())
         await store.end_session("s", SessionStatus.ABANDONED, "retried")
         await store.add_calls([make_call()])
         assert len(await store.calls("s")) == 1
 
-    async def test_long_session_is_read_whole(self, store: Store) -> None:
+    async def test_calls_of_a_long_session_are_rebuilt_exactly(self, store: Store) -> None:
         await store.open_session(make_session())
         call = make_call("0", prompt_ids=np.arange(500, dtype=np.int32), ended_at=1.0)
         calls = [call]
@@ -330,23 +332,25 @@ class Calls(Conformance):
             call = follow(call, str(turn), np.full(20, turn, np.int32), user(f"turn {turn}"), ended_at=1.0)
             calls.append(call)
         await store.add_calls(calls)
-        for found, expected in zip(await store.calls("s"), calls, strict=True):
-            assert_same_call(found, expected)
+        for stored, expected in zip(await store.calls("s"), calls, strict=True):
+            assert_same_call(stored, expected)
 
 
-class Sharing(Conformance):
-    async def test_what_one_writes_another_reads_at_once(self, store: Store, open_store: OpenStore) -> None:
+class SharingTests(StoreFixtures):
+    async def test_write_is_visible_to_another_store_immediately(
+        self, store: Store, open_store: StoreFactory
+    ) -> None:
         other = open_store()
         await store.open_session(make_session())
         await other.add_calls([make_call()])
         assert len(await store.calls("s")) == 1
         numbers = await asyncio.gather(
-            *(each.reserve_version(POLICY, RUN, 0) for each in [store, other] * 10)
+            *(client.reserve_version(POLICY, RUN, 0) for client in [store, other] * 10)
         )
         assert sorted(numbers) == list(range(1, 21))
         await other.close()
 
-    async def test_close_finishes_what_was_asked(self, open_store: OpenStore) -> None:
+    async def test_close_completes_queued_writes(self, open_store: StoreFactory) -> None:
         store = open_store()
         await store.open_session(make_session())
         writes = [asyncio.ensure_future(store.add_calls([make_call(str(i))])) for i in range(40)]
@@ -364,17 +368,17 @@ class Sharing(Conformance):
 
 
 class StoreConformance(
-    RunsAndSessions,
-    Calls,
-    Gateway,
-    Policies,
-    GroupsAndSteps,
-    ProgressOfRun,
-    Sharing,
-    ManyHosts,
-    Listing,
-    OfPeople,
-    Annotations,
-    Records,
+    RunAndSessionTests,
+    CallTests,
+    GatewayTests,
+    PolicyTests,
+    GroupAndStepTests,
+    ProgressTests,
+    SharingTests,
+    SeveralHostsTests,
+    ListingTests,
+    FeedbackTests,
+    AnnotationTests,
+    RecordTests,
 ):
-    """All of it."""
+    """The complete suite."""

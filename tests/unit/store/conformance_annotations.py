@@ -1,4 +1,4 @@
-"""What is said of sessions: scores, tags, a judge's answers."""
+"""Conformance of annotations: scores, tags and a judge's answers."""
 
 from __future__ import annotations
 
@@ -21,115 +21,119 @@ from instar.types import (
 
 from .factories import POLICY, RUN, make_group, make_session
 
-KEY = "judge:outcome@1"
-EVERYWHERE = (Channel.TRAIN, Channel.VAL, Channel.LIVE)
+SCORER = "judge:outcome@1"
+CHANNELS = (Channel.TRAIN, Channel.VAL, Channel.LIVE)
 
 
-def scored(session: str, scorer: str = KEY, **changes: object) -> Score:
+def make_score(session: str, scorer: str = SCORER, **changes: object) -> Score:
     return Score(session, scorer, ScoreState.SCORED, **changes)  # type: ignore[arg-type]
 
 
-def reward(session: str, value: float = 1.0, reward_id: str | None = None) -> Reward:
+def make_reward(session: str, value: float = 1.0, reward_id: str | None = None) -> Reward:
     return Reward(session, value, RewardSource.JUDGE, "judge:outcome", reward_id=reward_id)
 
 
-async def complete(store: Store, *names: str, channel: Channel = Channel.LIVE) -> None:
+async def complete_sessions(store: Store, *names: str, channel: Channel = Channel.LIVE) -> None:
     for name in names:
         await store.open_session(make_session(name, channel=channel))
         await store.end_session(name, SessionStatus.COMPLETED)
 
 
-async def found(store: Store, scorer: str = KEY, **options: object) -> list[str]:
-    rows = await store.unscored_sessions(RUN, scorer, EVERYWHERE, **options)  # type: ignore[arg-type]
+async def unscored_ids(store: Store, scorer: str = SCORER, **options: object) -> list[str]:
+    rows = await store.unscored_sessions(RUN, scorer, CHANNELS, **options)  # type: ignore[arg-type]
     return [row.session.session_id for row in rows]
 
 
-class Scores:
-    async def test_a_session_ends_with_its_scores(self, store: Store) -> None:
+class ScoreTests:
+    async def test_end_session_with_scores_stores_them_once(self, store: Store) -> None:
         await store.open_session(make_session("s"))
         gave_up = Score("s", "math", ScoreState.FALLBACK, 4, "no answer", 7.0)
-        given = [reward("s", reward_id="r")]
-        assert await store.end_session("s", SessionStatus.COMPLETED, None, given, None, [gave_up])
-        assert not await store.end_session("s", SessionStatus.COMPLETED, None, given, None, [scored("s")])
+        rewards = [make_reward("s", reward_id="r")]
+        assert await store.end_session("s", SessionStatus.COMPLETED, None, rewards, None, [gave_up])
+        assert not await store.end_session(
+            "s", SessionStatus.COMPLETED, None, rewards, None, [make_score("s")]
+        )
         assert await store.scores(["s"]) == {"s": [gave_up]}
         assert len(await store.rewards("s")) == 1
 
-    async def test_a_session_is_scored_once_by_a_scorer(self, store: Store) -> None:
-        await complete(store, "a", "b")
-        assert await store.record_scores([scored("a")], [reward("a")])
-        assert not await store.record_scores([scored("b"), scored("a")], [reward("a"), reward("b")])
-        assert await store.record_scores([scored("a", "judge:outcome@2")], [reward("a", 0.5)])
+    async def test_record_scores_of_a_scored_session_stores_none(self, store: Store) -> None:
+        await complete_sessions(store, "a", "b")
+        assert await store.record_scores([make_score("a")], [make_reward("a")])
+        assert not await store.record_scores(
+            [make_score("b"), make_score("a")], [make_reward("a"), make_reward("b")]
+        )
+        assert await store.record_scores([make_score("a", "judge:outcome@2")], [make_reward("a", 0.5)])
         assert [r.value for r in await store.rewards("a")] == [1.0, 0.5]
         assert await store.rewards("b") == [], "all or none"
-        assert [s.scorer for s in (await store.scores(["a", "b"]))["a"]] == [KEY, "judge:outcome@2"]
+        assert [s.scorer for s in (await store.scores(["a", "b"]))["a"]] == [SCORER, "judge:outcome@2"]
 
-    async def test_of_many_who_score_a_session_at_once_one_does(self, store: Store) -> None:
-        await complete(store, "a")
-        done = await asyncio.gather(
-            *(store.record_scores([scored("a")], [reward("a", float(n))]) for n in range(8)),
+    async def test_record_scores_called_concurrently_succeeds_once(self, store: Store) -> None:
+        await complete_sessions(store, "a")
+        results = await asyncio.gather(
+            *(store.record_scores([make_score("a")], [make_reward("a", float(n))]) for n in range(8)),
             return_exceptions=True,
         )
-        assert sum(each is True for each in done) == 1
+        assert sum(result is True for result in results) == 1
         assert len(await store.rewards("a")) == 1
 
-    async def test_a_reward_with_an_id_is_given_once(self, store: Store) -> None:
-        await complete(store, "a")
-        await store.add_rewards([reward("a", 1.0, "r")])
-        await store.add_rewards([reward("a", 2.0, "r"), reward("a", 3.0)])
+    async def test_add_rewards_with_a_stored_id_adds_nothing(self, store: Store) -> None:
+        await complete_sessions(store, "a")
+        await store.add_rewards([make_reward("a", 1.0, "r")])
+        await store.add_rewards([make_reward("a", 2.0, "r"), make_reward("a", 3.0)])
         assert [r.value for r in await store.rewards("a")] == [1.0, 3.0]
 
-    async def test_nothing_is_said_of_a_session_that_is_not_there(self, store: Store) -> None:
+    async def test_scores_and_tags_of_an_unknown_session_raise(self, store: Store) -> None:
         with pytest.raises(StoreError, match="no session nobody"):
-            await store.record_scores([scored("nobody")], [])
+            await store.record_scores([make_score("nobody")], [])
         with pytest.raises(StoreError, match="no session nobody"):
             await store.add_tags([Tag("nobody", "good")])
 
-    async def test_what_is_still_to_be_scored(self, store: Store) -> None:
-        await complete(store, "a", "b", "c")
-        await complete(store, "val", channel=Channel.VAL)
+    async def test_unscored_sessions_excludes_open_failed_and_scored_ones(self, store: Store) -> None:
+        await complete_sessions(store, "a", "b", "c")
+        await complete_sessions(store, "val", channel=Channel.VAL)
         await store.open_session(make_session("open"))
         await store.open_session(make_session("failed"))
         await store.end_session("failed", SessionStatus.FAILED)
-        assert await found(store) == ["a", "b", "c", "val"]
-        assert await found(store, limit=2) == ["a", "b"]
-        rows = await store.unscored_sessions(RUN, KEY, [Channel.LIVE])
+        assert await unscored_ids(store) == ["a", "b", "c", "val"]
+        assert await unscored_ids(store, limit=2) == ["a", "b"]
+        rows = await store.unscored_sessions(RUN, SCORER, [Channel.LIVE])
         assert [row.session.session_id for row in rows] == ["a", "b", "c"]
-        assert await found(store, after=rows[0].seq) == ["b", "c", "val"]
-        await store.record_scores([scored("b")], [])
-        assert await found(store) == ["a", "c", "val"]
-        assert await found(store, "judge:outcome@2") == ["a", "b", "c", "val"]
-        assert await found(store, "judge:outcome@2", pending_only=True) == ["a", "c", "val"]
-        assert await found(store, "judge:out@1", pending_only=True) == ["a", "b", "c", "val"]
-        assert await store.unscored_sessions("other", KEY, EVERYWHERE) == []
+        assert await unscored_ids(store, after=rows[0].seq) == ["b", "c", "val"]
+        await store.record_scores([make_score("b")], [])
+        assert await unscored_ids(store) == ["a", "c", "val"]
+        assert await unscored_ids(store, "judge:outcome@2") == ["a", "b", "c", "val"]
+        assert await unscored_ids(store, "judge:outcome@2", pending_only=True) == ["a", "c", "val"]
+        assert await unscored_ids(store, "judge:out@1", pending_only=True) == ["a", "b", "c", "val"]
+        assert await store.unscored_sessions("other", SCORER, CHANNELS) == []
 
-    async def test_only_groups_that_wait_have_their_sessions_scored(self, store: Store) -> None:
-        for place, status in enumerate(GroupStatus):
-            await store.open_group(make_group(status.value, place, status=status))
+    async def test_unscored_sessions_pending_only_excludes_finished_groups(self, store: Store) -> None:
+        for index, status in enumerate(GroupStatus):
+            await store.open_group(make_group(status.value, index, status=status))
             await store.open_session(make_session(f"of-{status.value}", group_id=status.value))
             await store.end_session(f"of-{status.value}", SessionStatus.COMPLETED)
-        assert await found(store, pending_only=True) == ["of-open", "of-scoring"]
-        assert len(await found(store)) == len(GroupStatus)
+        assert await unscored_ids(store, pending_only=True) == ["of-open", "of-scoring"]
+        assert len(await unscored_ids(store)) == len(GroupStatus)
 
-    async def test_up_to_where_every_session_has_ended(self, store: Store) -> None:
-        assert await store.last_ended_seq(RUN, EVERYWHERE) == 0
-        await complete(store, "a", "b")
-        last = (await store.unscored_sessions(RUN, KEY, EVERYWHERE))[-1].seq
-        assert await store.last_ended_seq(RUN, EVERYWHERE) == last
+    async def test_last_ended_seq_stops_before_the_first_open_session(self, store: Store) -> None:
+        assert await store.last_ended_seq(RUN, CHANNELS) == 0
+        await complete_sessions(store, "a", "b")
+        last = (await store.unscored_sessions(RUN, SCORER, CHANNELS))[-1].seq
+        assert await store.last_ended_seq(RUN, CHANNELS) == last
         await store.open_session(make_session("open", channel=Channel.VAL))
-        await complete(store, "c")
-        assert await store.last_ended_seq(RUN, EVERYWHERE) == last
+        await complete_sessions(store, "c")
+        assert await store.last_ended_seq(RUN, CHANNELS) == last
         assert await store.last_ended_seq(RUN, [Channel.LIVE]) > last
         await store.end_session("open", SessionStatus.ABANDONED)
-        assert await store.last_ended_seq(RUN, EVERYWHERE) > last
+        assert await store.last_ended_seq(RUN, CHANNELS) > last
 
-    async def test_scores_are_counted(self, store: Store) -> None:
-        await complete(store, "a", "b")
-        await store.record_scores([scored("a"), scored("a", "math")], [])
-        await store.record_scores([Score("b", KEY, ScoreState.FALLBACK, 2, "late")], [])
-        assert await store.score_counts(RUN) == {KEY: {"fallback": 1, "scored": 1}, "math": {"scored": 1}}
+    async def test_score_counts_are_by_scorer_and_state(self, store: Store) -> None:
+        await complete_sessions(store, "a", "b")
+        await store.record_scores([make_score("a"), make_score("a", "math")], [])
+        await store.record_scores([Score("b", SCORER, ScoreState.FALLBACK, 2, "late")], [])
+        assert await store.score_counts(RUN) == {SCORER: {"fallback": 1, "scored": 1}, "math": {"scored": 1}}
         assert await store.score_counts("other") == {}
 
-    async def test_a_group_that_is_scored_is_under_way(self, store: Store) -> None:
+    async def test_progress_counts_a_scoring_group_as_open(self, store: Store) -> None:
         await store.put_run(Run(RUN, POLICY, {}))
         await store.open_group(make_group("g"))
         await store.close_group("g", GroupStatus.SCORING)
@@ -144,9 +148,9 @@ class Scores:
         assert (await store.progress(RUN)).groups_ready == 1
 
 
-class TagsAndJudgments:
-    async def test_a_tag_is_one_per_name(self, store: Store) -> None:
-        await complete(store, "a", "b")
+class TagAndJudgmentTests:
+    async def test_add_tags_with_the_same_name_replaces_the_tag(self, store: Store) -> None:
+        await complete_sessions(store, "a", "b")
         await store.add_tags([Tag("a", "quality", "low", "short", "me", 1.0), Tag("a", "kept")])
         await store.add_tags([Tag("a", "quality", "high", "long", "you", 2.0), Tag("b", "quality", "low")])
         tags = await store.tags(["a", "b", "c"])
@@ -156,7 +160,7 @@ class TagsAndJudgments:
         assert await store.remove_tags(["a", "b", "c"], "quality") == 2
         assert await store.remove_tags(["a"], "quality") == 0
 
-    async def test_the_first_answer_to_a_question_stands(self, store: Store) -> None:
+    async def test_put_judgment_again_keeps_the_first_answer(self, store: Store) -> None:
         assert await store.judgment(b"q") is None
         await store.put_judgment(b"q", RUN, {"score": 1}, 0.25)
         await store.put_judgment(b"q", RUN, {"score": 2}, 0.25)
@@ -166,5 +170,5 @@ class TagsAndJudgments:
         assert await store.judgment_totals("other") == (0, 0.0)
 
 
-class Annotations(Scores, TagsAndJudgments):
-    """All of it."""
+class AnnotationTests(ScoreTests, TagAndJudgmentTests):
+    """All tests of annotations."""

@@ -1,4 +1,4 @@
-"""What people say: kept once, with the reward that follows; which corrections are still to be taught."""
+"""Conformance of feedback: stored once, with its reward, and the corrections that are not trained on yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.types import UNTRAINABLE, Channel, Feedback, Reward, RewardSource, T
 from .factories import RUN, ids, make_claim, make_session
 
 
-def correction(number: int, session_id: str = "s") -> Feedback:
+def make_correction(number: int, session_id: str = "s") -> Feedback:
     return Feedback(
         f"f{number}",
         session_id,
@@ -24,44 +24,44 @@ def correction(number: int, session_id: str = "s") -> Feedback:
     )
 
 
-class OfPeople:
-    async def test_feedback_comes_back_whole_and_once(self, store: Store) -> None:
+class FeedbackTests:
+    async def test_feedback_with_every_field_round_trips_once(self, store: Store) -> None:
         await store.open_session(make_session())
-        whole = replace(correction(1), thumbs=-1, score=0.25, text="no\x00", author="Ada")
+        feedback = replace(make_correction(1), thumbs=-1, score=0.25, text="no\x00", author="Ada")
         reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=correction_key("f1"))
-        assert await store.add_feedback(whole, [reward])
-        assert not await store.add_feedback(replace(whole, text="other"), [replace(reward, value=1.0)])
-        (found,) = await store.feedback(RUN)
-        assert found.correction_ids is not None
-        assert found.correction_ids.tolist() == [5, 1]
-        told = (found.thumbs, found.score, found.author, found.call_id, found.created_at)
-        assert told == (-1, 0.25, "Ada", "c", 1.5)
-        assert found.text.startswith("no")
+        assert await store.add_feedback(feedback, [reward])
+        assert not await store.add_feedback(replace(feedback, text="other"), [replace(reward, value=1.0)])
+        (stored,) = await store.feedback(RUN)
+        assert stored.correction_ids is not None
+        assert stored.correction_ids.tolist() == [5, 1]
+        actual = (stored.thumbs, stored.score, stored.author, stored.call_id, stored.created_at)
+        assert actual == (-1, 0.25, "Ada", "c", 1.5)
+        assert stored.text.startswith("no")
         assert [r.value for r in await store.rewards("s")] == [0.25]
 
-    async def test_feedback_on_nothing_is_refused(self, store: Store) -> None:
+    async def test_add_feedback_on_an_unknown_session_raises(self, store: Store) -> None:
         with pytest.raises(StoreError):
-            await store.add_feedback(correction(1, "nobody"))
+            await store.add_feedback(make_correction(1, "nobody"))
         assert await store.feedback(RUN) == []
 
-    async def test_lessons_are_those_that_no_step_has_claimed(self, store: Store) -> None:
+    async def test_corrections_excludes_claimed_and_untrainable_ones(self, store: Store) -> None:
         for name, channel in (("s", Channel.LIVE), ("tagged", Channel.TRAIN), ("val", Channel.VAL)):
             await store.open_session(make_session(name, channel=channel))
         await store.open_session(make_session("other", run_id="another"))
         await store.add_tags([Tag("tagged", UNTRAINABLE)])
-        told = [correction(1), correction(2), correction(3)]
-        told += [correction(4, "tagged"), correction(5, "val"), correction(6, "other")]
-        for one in [*told, replace(correction(7), correction_ids=None)]:
-            await store.add_feedback(one)
+        corrections = [make_correction(1), make_correction(2), make_correction(3)]
+        corrections += [make_correction(4, "tagged"), make_correction(5, "val"), make_correction(6, "other")]
+        for feedback in [*corrections, replace(make_correction(7), correction_ids=None)]:
+            await store.add_feedback(feedback)
 
-        async def left(epoch: int = 0, limit: int = 10) -> list[str]:
-            return [one.feedback_id for one in await store.corrections(RUN, epoch, limit)]
+        async def remaining_ids(epoch: int = 0, limit: int = 10) -> list[str]:
+            return [feedback.feedback_id for feedback in await store.corrections(RUN, epoch, limit)]
 
-        assert await left() == ["f1", "f2", "f3"]
-        assert await left(limit=2) == ["f1", "f2"]
+        assert await remaining_ids() == ["f1", "f2", "f3"]
+        assert await remaining_ids(limit=2) == ["f1", "f2"]
         claim = replace(make_claim(correction_key("f1")), session_id="s", group_id=None, step=1)
         await store.claim_step(RUN, 1, [claim])
-        assert await left() == ["f2", "f3"]
-        assert await left(epoch=1) == ["f1", "f2", "f3"]
+        assert await remaining_ids() == ["f2", "f3"]
+        assert await remaining_ids(epoch=1) == ["f1", "f2", "f3"]
         await store.release_steps(RUN, after=0)
-        assert await left() == ["f1", "f2", "f3"], "given back"
+        assert await remaining_ids() == ["f1", "f2", "f3"], "released"

@@ -1,4 +1,4 @@
-"""What the gateway asks of every store: sessions found by what was said, parts of calls, keys, secrets."""
+"""Conformance of the gateway's queries: session lookup, deltas of calls, keys and secrets."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from instar.types import Call, CallStatus, Channel, Link, SessionStatus
 
 from .factories import AGENT, CALCULATOR, RUN, assert_same_call, follow, ids, make_call, make_session, user
 
-OpenStore = Callable[[], Store]
+StoreFactory = Callable[[], Store]
 
 
-def tail(number: int) -> bytes:
+def make_tail_key(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-class OpenedWithTheirCall:
-    async def test_session_is_opened_with_its_first_call(self, store: Store) -> None:
+class SessionOpeningTests:
+    async def test_add_calls_with_opening_opens_the_session(self, store: Store) -> None:
         session = make_session(channel=Channel.LIVE, external_id="chat-7", created_at=1.0)
         await store.add_calls([make_call()], opening=session, key_hash="hash")
         assert await store.session("s") == session
@@ -32,7 +32,7 @@ class OpenedWithTheirCall:
         assert len(await store.calls("s")) == 1
         assert (await store.progress(RUN, Channel.LIVE)).sessions == {"open": 1}
 
-    async def test_session_and_calls_are_one_write(self, store: Store) -> None:
+    async def test_add_calls_with_opening_fails_as_a_whole(self, store: Store) -> None:
         await store.add_calls([make_call("a", "taken")], opening=make_session("taken"))
         with pytest.raises(StoreError, match="no session nobody"):
             await store.add_calls([make_call("b", "nobody")], opening=make_session("t"))
@@ -41,18 +41,20 @@ class OpenedWithTheirCall:
         assert await store.session("t") is None
         assert [call.call_id for call in await store.calls("taken")] == ["a"]
 
-    async def test_many_at_once_are_all_there(self, store: Store) -> None:
-        """More than one statement's worth, some of which fail, by themselves."""
+    async def test_add_calls_concurrently_stores_all_but_the_conflicting_one(self, store: Store) -> None:
+        """More calls than one statement inserts; the one that fails does not affect the others."""
         await store.open_session(make_session("old"))
 
         async def add(number: int) -> None:
             first = make_call(f"{number}", f"s{number}", tools=(CALCULATOR,), ended_at=1.0)
             second = follow(first, f"{number}b", ids(9), user("x"), ended_at=1.0)
             opening = make_session("old" if number == 20 else f"s{number}", channel=Channel.LIVE)
-            await store.add_calls([first, second], opening=opening, tail_keys={first.call_id: tail(number)})
-            found = await store.calls(f"s{number}")
-            assert_same_call(found[0], first)
-            assert_same_call(found[1], second)
+            await store.add_calls(
+                [first, second], opening=opening, tail_keys={first.call_id: make_tail_key(number)}
+            )
+            stored = await store.calls(f"s{number}")
+            assert_same_call(stored[0], first)
+            assert_same_call(stored[1], second)
 
         results = await asyncio.gather(*(add(number) for number in range(75)), return_exceptions=True)
         assert [type(result) for result in results] == [
@@ -61,61 +63,70 @@ class OpenedWithTheirCall:
         assert len(await store.sessions(channel=Channel.LIVE)) == 74
 
 
-class FoundAgain:
-    async def test_by_what_the_agent_calls_it(self, store: Store) -> None:
+class SessionLookupTests:
+    async def test_session_by_external_id_returns_the_newest_open_session(self, store: Store) -> None:
         await store.open_session(make_session("a", external_id="x"))
         await store.open_session(make_session("b", external_id="x"))
         await store.open_session(make_session("c", external_id="x", agent_id="other"))
         await store.open_session(make_session("d", external_id="x", run_id="other"))
         await store.open_session(make_session("e"))
 
-        async def found(external_id: str, agent_id: str = AGENT) -> str | None:
+        async def find_session(external_id: str, agent_id: str = AGENT) -> str | None:
             session = await store.session_by_external_id(RUN, agent_id, external_id)
             return session.session_id if session else None
 
-        assert await found("x") == "b"
-        assert await found("x", "other") == "c"
-        assert await found("y") is None
+        assert await find_session("x") == "b"
+        assert await find_session("x", "other") == "c"
+        assert await find_session("y") is None
         await store.end_session("b", SessionStatus.COMPLETED)
-        assert await found("x") == "a"
+        assert await find_session("x") == "a"
         await store.end_session("a", SessionStatus.COMPLETED)
-        assert await found("x") is None
+        assert await find_session("x") is None
 
-    async def test_by_the_tail_of_its_calls(self, store: Store) -> None:
+    async def test_session_by_tail_returns_the_newest_open_live_session(self, store: Store) -> None:
         for name in ("a", "b", "mine"):
             agent = "other" if name == "mine" else AGENT
             await store.open_session(make_session(name, channel=Channel.LIVE, agent_id=agent))
         await store.open_session(make_session("train"))
-        await store.add_calls([make_call("1", "a")], tail_keys={"1": tail(1)})
+        await store.add_calls([make_call("1", "a")], tail_keys={"1": make_tail_key(1)})
         await store.add_calls(
-            [make_call("2", "b"), make_call("3", "b")], tail_keys={"2": tail(2), "3": tail(1)}
+            [make_call("2", "b"), make_call("3", "b")],
+            tail_keys={"2": make_tail_key(2), "3": make_tail_key(1)},
         )
-        await store.add_calls([make_call("4", "mine")], tail_keys={"4": tail(1)})
-        await store.add_calls([make_call("5", "train")], tail_keys={"5": tail(5)})
+        await store.add_calls([make_call("4", "mine")], tail_keys={"4": make_tail_key(1)})
+        await store.add_calls([make_call("5", "train")], tail_keys={"5": make_tail_key(5)})
         await store.add_calls([make_call("6", "a")])
 
-        async def found(*numbers: int, agent: str = AGENT) -> str | None:
-            return await store.session_by_tail(RUN, agent, [tail(number) for number in numbers])
+        async def find_session(*numbers: int, agent: str = AGENT) -> str | None:
+            return await store.session_by_tail(RUN, agent, [make_tail_key(number) for number in numbers])
 
-        assert await found(1) == "b"
-        assert await found(1, agent="other") == "mine"
-        assert await found(9, 2, 1) == "b"
-        assert await found(5) is None
-        assert await found() is None
-        assert await store.session_by_tail("other", AGENT, [tail(1)]) is None
+        assert await find_session(1) == "b"
+        assert await find_session(1, agent="other") == "mine"
+        assert await find_session(9, 2, 1) == "b"
+        assert await find_session(5) is None
+        assert await find_session() is None
+        assert await store.session_by_tail("other", AGENT, [make_tail_key(1)]) is None
         await store.end_session("b", SessionStatus.COMPLETED)
-        assert await found(2, 1) == "a"
-        assert await found(2) is None
-        assert await found(*range(100, 1000), 1) == "a"
+        assert await find_session(2, 1) == "a"
+        assert await find_session(2) is None
+        assert await find_session(*range(100, 1000), 1) == "a"
 
-    async def test_the_first_key_wins(self, store: Store) -> None:
+    async def test_session_by_tail_with_several_keys_uses_the_first_match(self, store: Store) -> None:
         for number, name in enumerate(("a", "b", "c")):
             session = make_session(name, channel=Channel.LIVE)
-            await store.add_calls([make_call(name, name)], opening=session, tail_keys={name: tail(number)})
-        assert await store.session_by_tail(RUN, AGENT, [tail(0), tail(1), tail(2)]) == "a"
-        assert await store.session_by_tail(RUN, AGENT, [tail(2), tail(1), tail(0)]) == "c"
+            await store.add_calls(
+                [make_call(name, name)], opening=session, tail_keys={name: make_tail_key(number)}
+            )
+        assert (
+            await store.session_by_tail(RUN, AGENT, [make_tail_key(0), make_tail_key(1), make_tail_key(2)])
+            == "a"
+        )
+        assert (
+            await store.session_by_tail(RUN, AGENT, [make_tail_key(2), make_tail_key(1), make_tail_key(0)])
+            == "c"
+        )
 
-    async def test_silent_sessions(self, store: Store) -> None:
+    async def test_idle_sessions_returns_open_live_sessions_without_recent_calls(self, store: Store) -> None:
         live = {"channel": Channel.LIVE, "created_at": 10.0}
         for name in ("idle", "quiet", "busy", "ended"):
             await store.open_session(make_session(name, **live))
@@ -129,10 +140,10 @@ class FoundAgain:
         assert await store.idle_sessions(RUN, before=40.0) == ["idle"]
         assert await store.idle_sessions(RUN, before=10.0) == []
 
-    async def test_calls_of_a_request(self, store: Store) -> None:
+    async def test_calls_by_request_returns_its_calls(self, store: Store) -> None:
         await store.open_session(make_session())
         root = make_call("root", ended_at=1.0)
-        one = follow(root, "one", ids(9), user("x"), request_id="asked", ended_at=1.0)
+        one = follow(root, "one", ids(9), user("x"), request_id="request", ended_at=1.0)
         two = replace(
             one,
             call_id="two",
@@ -143,13 +154,13 @@ class FoundAgain:
         )
         await store.add_calls([root])
         await store.add_calls([one, two])
-        for found, call in zip(await store.calls_by_request("asked"), [one, two], strict=True):
-            assert_same_call(found, call)
+        for stored, call in zip(await store.calls_by_request("request"), [one, two], strict=True):
+            assert_same_call(stored, call)
         assert await store.calls_by_request("never") == []
 
 
-class Parts:
-    async def test_parts_of_calls(self, store: Store) -> None:
+class CallDeltaTests:
+    async def test_call_deltas_return_only_new_tokens(self, store: Store) -> None:
         await store.open_session(make_session())
         root = make_call("root", tools=(CALCULATOR,), digests=b"d" * 48, client_key="k", model="m")
         second = follow(
@@ -164,25 +175,25 @@ class Parts:
         )
         await store.add_calls([root, second])
         first, last = await store.call_deltas("s")
-        assert_part(first, root)
-        assert_part(last, second)
+        assert_same_delta(first, root)
+        assert_same_delta(last, second)
         assert last.prompt_tail.tolist() == [20, 21]
         assert await store.call_deltas("none") == []
 
-    async def test_parts_without_digests_come_with_their_messages(self, store: Store) -> None:
+    async def test_call_deltas_without_digests_include_messages(self, store: Store) -> None:
         await store.open_session(make_session())
         root = make_call("root", tools=(CALCULATOR,))
         second = follow(root, "second", ids(20), user("and?"))
         third = follow(second, "third", ids(30), user("so?"), tools=(CALCULATOR,), digests=b"e" * 48)
         await store.add_calls([root, second, third])
-        parts = await store.call_deltas("s")
-        assert [part.messages for part in parts] == [(user("hello"),), (user("and?"),), ()]
-        assert [part.tools for part in parts] == [(CALCULATOR,), (), ()]
-        for part, call in zip(parts, [root, second, third], strict=True):
-            assert_part(part, call)
+        deltas = await store.call_deltas("s")
+        assert [delta.messages for delta in deltas] == [(user("hello"),), (user("and?"),), ()]
+        assert [delta.tools for delta in deltas] == [(CALCULATOR,), (), ()]
+        for delta, call in zip(deltas, [root, second, third], strict=True):
+            assert_same_delta(delta, call)
 
-    async def test_parts_of_a_long_session_are_cheap(self, store: Store) -> None:
-        """100 turns up to 120k tokens: what is read is what was stored, not the sum of the prompts."""
+    async def test_call_deltas_of_a_long_session_take_less_than_100_ms(self, store: Store) -> None:
+        """With 100 turns up to 120k tokens, the cost is that of the stored tokens, not of all prompts."""
         await store.open_session(make_session())
         call = make_call("0", prompt_ids=np.arange(1000, dtype=np.int32), digests=b"d" * 48)
         calls = [call]
@@ -194,24 +205,24 @@ class Parts:
         best = float("inf")
         for _ in range(5):
             started = time.perf_counter()
-            parts = await store.call_deltas("s")
+            deltas = await store.call_deltas("s")
             best = min(best, time.perf_counter() - started)
-        assert sum(len(part.prompt_tail) for part in parts) == 100_000
+        assert sum(len(delta.prompt_tail) for delta in deltas) == 100_000
         assert best < 0.1, f"{best * 1e3:.1f} ms"
 
 
-def assert_part(part: CallDelta, call: Call) -> None:
+def assert_same_delta(delta: CallDelta, call: Call) -> None:
     for name in CallDelta.__dataclass_fields__:
         if name not in ("prompt_tail", "sampled_ids", "message_count", "messages", "tools"):
-            assert getattr(part, name) == getattr(call, name), name
-    assert part.prompt_tail.dtype == part.sampled_ids.dtype == np.int32
-    assert part.prompt_tail.tolist() == call.prompt_ids[call.base_tokens :].tolist()
-    assert part.sampled_ids.tolist() == call.sampled_ids.tolist()
-    assert part.message_count == len(call.messages)
+            assert getattr(delta, name) == getattr(call, name), name
+    assert delta.prompt_tail.dtype == delta.sampled_ids.dtype == np.int32
+    assert delta.prompt_tail.tolist() == call.prompt_ids[call.base_tokens :].tolist()
+    assert delta.sampled_ids.tolist() == call.sampled_ids.tolist()
+    assert delta.message_count == len(call.messages)
 
 
-class KeysAndSecrets:
-    async def test_keys_are_kept_and_revoked(self, store: Store) -> None:
+class KeyAndSecretTests:
+    async def test_revoke_key_by_name_or_hash_prefix_sets_revoked_at(self, store: Store) -> None:
         laptop = KeyRow("a1" * 32, "agent", "coder", "laptop", created_at=1.0)
         boss = KeyRow("b2" * 32, "admin", name="boss", created_at=2.0)
         unnamed = [KeyRow(digit * 64, "agent", "coder", created_at=3.0) for digit in "cd"]
@@ -228,13 +239,13 @@ class KeysAndSecrets:
         assert revoked.revoked_at == pytest.approx(time.time(), abs=30)
         assert [key.revoked_at is None for key in await store.keys()] == [False, False, True, True]
 
-    async def test_no_key_is_revoked_by_accident(self, store: Store) -> None:
-        """By a wildcard, a beginning too short to mean one key, or the name that most keys have: none."""
+    async def test_revoke_key_with_an_ambiguous_pattern_revokes_none(self, store: Store) -> None:
+        """A wildcard, a prefix too short for one key, or an agent's name revokes no key."""
         await store.put_key(KeyRow("a1" * 32, "agent", "coder"))
-        for given in ("", "a", "a1a1a1a", "%", "%%%%%%%%", "________", "coder"):
-            assert await store.revoke_key(given) == 0, given
+        for pattern in ("", "a", "a1a1a1a", "%", "%%%%%%%%", "________", "coder"):
+            assert await store.revoke_key(pattern) == 0, pattern
 
-    async def test_hash_and_name_are_taken_once(self, store: Store) -> None:
+    async def test_put_key_with_a_used_hash_or_name_raises_conflict(self, store: Store) -> None:
         await store.put_key(KeyRow("a" * 64, "agent", "coder", "laptop"))
         with pytest.raises(ConflictError):
             await store.put_key(KeyRow("a" * 64, "agent", "coder", "another"))
@@ -243,17 +254,17 @@ class KeysAndSecrets:
         await store.revoke_key("laptop")
         await store.put_key(KeyRow("b" * 64, "agent", "coder", "laptop"))
 
-    async def test_secret_is_made_once(self, store: Store, open_store: OpenStore) -> None:
+    async def test_secret_is_the_same_after_reopening(self, store: Store, open_store: StoreFactory) -> None:
         other = open_store()
-        made = await asyncio.gather(*(each.secret("messages") for each in [store, other] * 5))
-        assert len(set(made)) == 1
-        assert len(made[0]) == 32
-        assert await store.secret("another") != made[0]
+        values = await asyncio.gather(*(client.secret("messages") for client in [store, other] * 5))
+        assert len(set(values)) == 1
+        assert len(values[0]) == 32
+        assert await store.secret("another") != values[0]
         await other.close()
         again = open_store()
-        assert await again.secret("messages") == made[0]
+        assert await again.secret("messages") == values[0]
         await again.close()
 
 
-class Gateway(OpenedWithTheirCall, FoundAgain, Parts, KeysAndSecrets):
-    """All of it."""
+class GatewayTests(SessionOpeningTests, SessionLookupTests, CallDeltaTests, KeyAndSecretTests):
+    """All tests of the gateway's queries."""

@@ -1,4 +1,4 @@
-"""Which sessions a filter finds, and how they are paged."""
+"""Conformance of the session list: filters and pages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from instar.types import Channel, Reward, RewardSource, SessionStatus, Tag
 from .factories import RUN, follow, ids, make_call, make_claim, make_group, make_session, user
 
 
-async def fill(store: Store) -> None:
-    """Ten sessions s0 … s9, opened at 0 … 9; the even ones completed with a rule's reward of their number."""
+async def fill_store(store: Store) -> None:
+    """Add ten sessions s0 … s9, opened at 0 … 9; the even ones are completed with their number as reward."""
     for number in range(10):
         channel = Channel.VAL if number == 9 else Channel.TRAIN
         session = make_session(f"s{number}", channel=channel, task_id=f"t{number % 3}")
         await store.open_session(replace(session, created_at=number + 0.5))
         if number % 2 == 0:
-            given = Reward(f"s{number}", float(number), RewardSource.RULE, scorer="math")
-            await store.end_session(f"s{number}", SessionStatus.COMPLETED, rewards=[given])
+            reward = Reward(f"s{number}", float(number), RewardSource.RULE, scorer="math")
+            await store.end_session(f"s{number}", SessionStatus.COMPLETED, rewards=[reward])
     await store.open_session(make_session("other", run_id="another", agent_id="someone"))
     judged = Reward("s2", -1.0, RewardSource.JUDGE, scorer="judge:outcome", scorer_version="2")
     await store.add_rewards([judged, Reward("s4", 9.0, RewardSource.HUMAN, call_id="c")])
@@ -57,12 +57,12 @@ FILTERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-class Listing:
+class ListingTests:
     @pytest.mark.parametrize(("fields", "expected"), FILTERS)
-    async def test_a_filter_finds_the_same_with_and_without_pages(
+    async def test_sessions_filter_returns_the_same_with_and_without_pages(
         self, store: Store, fields: dict[str, Any], expected: str
     ) -> None:
-        await fill(store)
+        await fill_store(store)
         where = SessionFilter(**fields)
         ids = [row.session.session_id for row in await store.sessions(RUN, where=where)]
         assert ids == [f"s{number}" for number in expected]
@@ -71,42 +71,42 @@ class Listing:
         while page := await store.sessions(RUN, where=where, before=before, limit=2):
             pages.insert(0, [row.session.session_id for row in page])
             before = page[0].seq
-        assert [each for page in pages for each in page] == ids
+        assert [session_id for page in pages for session_id in page] == ids
         after, forward = 0, list[str]()
         while page := await store.sessions(RUN, where=where, after=after, limit=2):
             forward += [row.session.session_id for row in page]
             after = page[-1].seq
         assert forward == ids
 
-    async def test_a_rows_reward_is_the_latest_of_the_session(self, store: Store) -> None:
-        await fill(store)
+    async def test_sessions_reward_is_the_latest_of_the_session(self, store: Store) -> None:
+        await fill_store(store)
         rewards = {row.session.session_id: row.reward for row in await store.sessions(RUN)}
         assert (rewards["s2"], rewards["s4"], rewards["s1"]) == (-1.0, 4.0, None)
 
-    async def test_a_tag_that_nearly_all_have_finds_the_newest(self, store: Store) -> None:
+    async def test_sessions_with_a_common_tag_returns_the_newest(self, store: Store) -> None:
         names = [f"s{number:05}" for number in range(MAX_START + 5)]
         await asyncio.gather(*(store.open_session(make_session(name)) for name in names))
         await store.add_tags([Tag(name, "seen") for name in names[:-1]])
         (row,) = await store.sessions(RUN, where=SessionFilter(tags=(("seen", None),)), limit=1)
         assert row.session.session_id == names[-2]
 
-    async def test_sessions_and_calls_of_several_at_once(self, store: Store) -> None:
+    async def test_sessions_by_group_and_calls_by_session_return_each_key(self, store: Store) -> None:
         await store.open_session(make_session("a", group_id="g"))
         await store.open_session(make_session("b", group_id="g"))
         first = make_call("a1", "a")
         await store.add_calls([first, make_call("b1", "b"), follow(first, "a2", ids(9), user("go on"))])
-        found = await store.sessions_by_group(["g", "nobody"])
-        assert [session.session_id for session in found["g"]] == ["a", "b"]
-        assert found["nobody"] == []
-        calls = await store.calls_by_session(["b", "a", "nobody"])
-        assert {each: [call.call_id for call in those] for each, those in calls.items()} == {
+        sessions = await store.sessions_by_group(["g", "nobody"])
+        assert [session.session_id for session in sessions["g"]] == ["a", "b"]
+        assert sessions["nobody"] == []
+        calls_by_session = await store.calls_by_session(["b", "a", "nobody"])
+        assert {key: [call.call_id for call in calls] for key, calls in calls_by_session.items()} == {
             "a": ["a1", "a2"],
             "b": ["b1"],
             "nobody": [],
         }
-        assert calls["a"][1].prompt_ids.tolist() == [*first.sequence.tolist(), 9]
+        assert calls_by_session["a"][1].prompt_ids.tolist() == [*first.sequence.tolist(), 9]
 
-    async def test_claims_of_the_groups_that_were_claimed_last(self, store: Store) -> None:
+    async def test_recent_claims_returns_the_latest_groups(self, store: Store) -> None:
         for index in range(3):
             await store.open_group(make_group(f"g{index}", index))
         claims = [

@@ -1,4 +1,4 @@
-"""Whole sessions brought in from elsewhere, and datasets known by name."""
+"""Conformance of imported session records, and of named datasets."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .factories import RUN, make_call, make_group, make_session
 
 def make_record(session_id: str = "s", **fields: Any) -> SessionRecord:
     session = make_session(session_id, status=SessionStatus.COMPLETED, created_at=1.5, ended_at=2.5)
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "calls": (make_call(f"{session_id}-c", session_id=session_id),),
         "rewards": (Reward(session_id, 1.0, RewardSource.RULE, reward_id=f"{session_id}-r", created_at=3.5),),
         "scores": (Score(session_id, "math@1", ScoreState.SCORED, created_at=3.5),),
         "tags": (Tag(session_id, "seen", created_at=4.5),),
         "feedback": (Feedback(f"{session_id}-f", session_id, thumbs=1, created_at=5.5),),
     }
-    return SessionRecord(session, **{**given, **fields})
+    return SessionRecord(session, **{**defaults, **fields})
 
 
-class Records:
-    async def test_a_record_is_all_there(self, store: Store) -> None:
+class RecordTests:
+    async def test_put_records_stores_every_part(self, store: Store) -> None:
         record = make_record()
         group = make_group("g", status=GroupStatus.READY)
         await store.put_records([group], [record])
@@ -36,31 +36,31 @@ class Records:
         assert await store.scores(["s"]) == {"s": list(record.scores)}
         assert await store.tags(["s"]) == {"s": list(record.tags)}
         assert await store.feedback(RUN) == list(record.feedback)
-        (found,) = await store.groups(RUN, group.channel)
-        assert (found.group_id, found.status) == ("g", GroupStatus.READY)
+        (stored,) = await store.groups(RUN, group.channel)
+        assert (stored.group_id, stored.status) == ("g", GroupStatus.READY)
 
-    @pytest.mark.parametrize("taken", ["session", "call", "reward", "feedback"])
-    async def test_a_conflict_leaves_nothing(self, store: Store, taken: str) -> None:
+    @pytest.mark.parametrize("kind", ["session", "call", "reward", "feedback"])
+    async def test_put_records_with_a_conflict_stores_none(self, store: Store, kind: str) -> None:
         await store.put_records([], [make_record()])
-        clash = {
+        conflicting = {
             "session": make_record("s"),
             "call": make_record("t", calls=(make_call("s-c", session_id="t"),)),
             "reward": make_record("t", rewards=(Reward("t", 0.0, RewardSource.RULE, reward_id="s-r"),)),
             "feedback": make_record("t", feedback=(Feedback("s-f", "t", thumbs=1),)),
-        }[taken]
+        }[kind]
         with pytest.raises(ConflictError):
-            await store.put_records([make_group("g")], [make_record("u"), clash])
+            await store.put_records([make_group("g")], [make_record("u"), conflicting])
         assert [row.session.session_id for row in await store.sessions(RUN)] == ["s"]
         assert await store.groups(RUN, make_group("g").channel) == []
 
-    async def test_a_dataset_follows_its_files(self, store: Store) -> None:
+    async def test_put_dataset_with_the_same_hash_updates_its_path(self, store: Store) -> None:
         first = await store.put_dataset("golden", "/gone", "h", {"format": "jsonl"})
         moved = await store.put_dataset("golden", "/new", "h", {"format": "parquet"})
         assert (moved.version, moved.path, moved.manifest) == (1, "/new", {"format": "parquet"})
         assert moved.created_at == first.created_at
         assert await store.datasets() == [moved]
 
-    async def test_a_dataset_is_forgotten(self, store: Store) -> None:
+    async def test_remove_dataset_removes_one_or_all_versions(self, store: Store) -> None:
         for version in (1, 2, 3):
             await store.put_dataset("golden", "/x", f"h{version}", {})
         await store.put_dataset("other", "/x", "h", {})

@@ -1,5 +1,4 @@
-"""What every store must do for processes that write at once: each store that is opened here has a writer of
-its own, as another host would."""
+"""Conformance of concurrent writers: each store opened here has its own writer, as on another host."""
 
 from __future__ import annotations
 
@@ -23,22 +22,31 @@ from instar.types import (
     StepState,
 )
 
-from .factories import CALCULATOR, POLICY, RUN, dropped, make_call, make_claim, make_group, make_session
+from .factories import (
+    CALCULATOR,
+    POLICY,
+    RUN,
+    make_call,
+    make_claim,
+    make_dropped_claim,
+    make_group,
+    make_session,
+)
 
-OpenStore = Callable[[], Store]
+StoreFactory = Callable[[], Store]
 HOSTS = 3
 
 
-class ManyHosts:
+class SeveralHostsTests:
     @pytest.fixture
-    async def hosts(self, open_store: OpenStore) -> AsyncIterator[list[Store]]:
+    async def hosts(self, open_store: StoreFactory) -> AsyncIterator[list[Store]]:
         async with AsyncExitStack() as stack:
             stores = [open_store() for _ in range(HOSTS)]
             for store in stores:
                 stack.push_async_callback(store.close)
             yield stores
 
-    async def test_who_has_lost_the_lease_writes_nothing(self, hosts: list[Store]) -> None:
+    async def test_write_after_losing_the_lease_raises(self, hosts: list[Store]) -> None:
         driver, old, new = hosts
         await old.hold_lease(RUN, "trainer", await driver.take_lease(RUN, "trainer"))
         await old.claim_step(RUN, 1, [make_claim("k")])
@@ -57,13 +65,13 @@ class ManyHosts:
         assert await new.groups(RUN, Channel.TRAIN) == []
         with pytest.raises(LeaseLost):
             await driver.hold_lease(RUN, "trainer", lease - 1)
-        await driver.open_group(make_group("g"))  # it acts for no role, and goes on
+        await driver.open_group(make_group("g"))  # it holds no lease, so it is not affected
         await new.claim_step(RUN, 1, [make_claim("k")])
         assert await driver.take_lease(RUN, "gateway") == 1
         assert await driver.take_lease("another", "trainer") == 1
 
-    async def test_a_sample_is_claimed_by_one(self, hosts: list[Store]) -> None:
-        """Each host claims all groups in another order, four at a time, as steps of its own."""
+    async def test_claim_step_from_several_hosts_claims_each_sample_once(self, hosts: list[Store]) -> None:
+        """Each host claims all groups in another order, in steps of two groups."""
         groups = [f"g{i}" for i in range(12)]
         for index, group in enumerate(groups):
             await hosts[0].open_group(make_group(group, index, status=GroupStatus.READY))
@@ -82,11 +90,13 @@ class ManyHosts:
             return won
 
         won = await asyncio.gather(*(claim(host) for host in range(HOSTS)))
-        assert Counter(group for each in won for group in each) == Counter(groups)
+        assert Counter(group for claimed in won for group in claimed) == Counter(groups)
         assert len(await hosts[0].claims(RUN)) == 12
         assert await hosts[0].groups(RUN, Channel.TRAIN, unclaimed_in_epoch=0) == []
 
-    async def test_what_is_consumed_is_known_however_it_came_about(self, hosts: list[Store]) -> None:
+    async def test_groups_consumed_is_right_under_concurrent_drops_and_claims(
+        self, hosts: list[Store]
+    ) -> None:
         """One host drops a sample of each group while another claims and commits the others."""
         count = 12
         for index in range(count):
@@ -94,7 +104,7 @@ class ManyHosts:
 
         async def drop(host: Store) -> None:
             for index in range(count):
-                await host.drop_samples([dropped(f"d{index}", group_id=f"g{index}")])
+                await host.drop_samples([make_dropped_claim(f"d{index}", group_id=f"g{index}")])
 
         async def train(host: Store) -> None:
             for index in reversed(range(count)):
@@ -107,7 +117,7 @@ class ManyHosts:
         assert (progress.groups_consumed, progress.groups_ready) == (count // 2, count // 2)
         assert progress.committed_steps == count // 2
 
-    async def test_a_session_ends_once(self, hosts: list[Store]) -> None:
+    async def test_end_session_from_several_hosts_succeeds_once(self, hosts: list[Store]) -> None:
         names = [f"s{i}" for i in range(10)]
         for name in names:
             await hosts[0].open_session(make_session(name))
@@ -128,8 +138,8 @@ class ManyHosts:
         assert [len(await hosts[1].rewards(name)) for name in names] == [1] * len(names)
         assert (await hosts[2].progress(RUN)).sessions == {"completed": 10}
 
-    async def test_counts_are_those_of_the_rows(self, hosts: list[Store]) -> None:
-        """Sessions and groups opened and closed by all at once, in transactions of many."""
+    async def test_progress_counts_are_right_under_concurrent_writes(self, hosts: list[Store]) -> None:
+        """All hosts open and close sessions and groups at once, in transactions of many writes."""
 
         async def work(host: int) -> None:
             store = hosts[host]
@@ -148,11 +158,11 @@ class ManyHosts:
         await asyncio.gather(*(work(host) for host in range(HOSTS)))
         progress = await hosts[0].progress(RUN)
         assert progress.sessions == {"open": 15 * HOSTS, "failed": 5 * HOSTS}
-        counted = (progress.groups_ready, progress.groups_consumed, progress.groups_open)
-        assert counted == (10 * HOSTS, 5 * HOSTS, 5 * HOSTS)
+        counts = (progress.groups_ready, progress.groups_consumed, progress.groups_open)
+        assert counts == (10 * HOSTS, 5 * HOSTS, 5 * HOSTS)
         assert len(await hosts[0].sessions(RUN, status=SessionStatus.OPEN)) == 15 * HOSTS
 
-    async def test_versions_are_never_used_twice(self, hosts: list[Store]) -> None:
+    async def test_reserve_version_from_several_hosts_never_repeats(self, hosts: list[Store]) -> None:
         async def publish(host: Store) -> list[int]:
             mine: list[int] = []
             for step in range(6):
@@ -161,19 +171,19 @@ class ManyHosts:
                 if step % 2:
                     await host.publish(Policy(POLICY, version, Artifact("base")))
                 else:
-                    await host.tombstone(POLICY, version, "given up")
+                    await host.tombstone(POLICY, version, "abandoned")
             return mine
 
         numbers = await asyncio.gather(*(publish(host) for host in hosts))
         assert sorted(number for mine in numbers for number in mine) == list(range(1, 6 * HOSTS + 1))
         assert len(await hosts[0].published_policies(POLICY)) == 3 * HOSTS
 
-    async def test_a_secret_is_made_once(self, hosts: list[Store]) -> None:
-        made = await asyncio.gather(*(host.secret(name) for name in ("a", "b") for host in hosts * 2))
-        assert len(set(made)) == 2
+    async def test_secret_from_several_hosts_is_the_same(self, hosts: list[Store]) -> None:
+        values = await asyncio.gather(*(host.secret(name) for name in ("a", "b") for host in hosts * 2))
+        assert len(set(values)) == 2
 
-    async def test_what_was_read_stays_the_beginning(self, hosts: list[Store]) -> None:
-        """Calls of one session, written by all: a later read adds to an earlier one, never in between."""
+    async def test_call_deltas_under_concurrent_writes_only_grow_at_the_end(self, hosts: list[Store]) -> None:
+        """All hosts write calls of one session: a later read adds to the end of an earlier one."""
         await hosts[0].open_session(make_session())
 
         async def write(host: int) -> None:
@@ -184,16 +194,16 @@ class ManyHosts:
                 )
 
         writing = asyncio.gather(*(write(host) for host in range(HOSTS)))
-        seen: list[str] = []
+        previous: list[str] = []
         while not writing.done():
-            now = [part.call_id for part in await hosts[0].call_deltas("s")]
-            assert now[: len(seen)] == seen
-            seen = now
+            current = [delta.call_id for delta in await hosts[0].call_deltas("s")]
+            assert current[: len(previous)] == previous
+            previous = current
         await writing
         assert len(await hosts[0].calls("s")) == 32 * HOSTS
 
-    async def test_a_call_is_stored_by_one(self, hosts: list[Store]) -> None:
-        """All add the same calls, with sessions that they open."""
+    async def test_add_calls_from_several_hosts_stores_each_call_once(self, hosts: list[Store]) -> None:
+        """All hosts add the same calls, with sessions that they open."""
 
         async def add(host: Store, number: int) -> bool:
             try:
@@ -203,6 +213,6 @@ class ManyHosts:
                 return False
             return True
 
-        won = await asyncio.gather(*(add(host, number) for number in range(20) for host in hosts))
-        assert sum(won) == 20
+        results = await asyncio.gather(*(add(host, number) for number in range(20) for host in hosts))
+        assert sum(results) == 20
         assert [row.calls for row in await hosts[0].sessions(RUN)] == [1] * 20

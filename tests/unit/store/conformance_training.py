@@ -23,26 +23,26 @@ from instar.types import (
 from .factories import (
     POLICY,
     RUN,
-    dropped,
     make_claim,
+    make_dropped_claim,
     make_group,
     make_session,
 )
 
 
-class Policies:
-    async def test_base_model_is_always_there(self, store: Store) -> None:
+class PolicyTests:
+    async def test_latest_policy_without_versions_is_the_base_model(self, store: Store) -> None:
         assert await store.latest_policy(POLICY) == Policy(POLICY, 0, Artifact("base"))
         assert await store.published_policies(POLICY) == []
 
-    async def test_versions_are_never_reused(self, store: Store) -> None:
+    async def test_reserve_version_after_a_tombstone_returns_a_new_one(self, store: Store) -> None:
         numbers = await asyncio.gather(*(store.reserve_version(POLICY, RUN, step) for step in range(10)))
         assert sorted(numbers) == list(range(1, 11))
         assert await store.reserve_version("other", RUN, 0) == 1
         await store.tombstone(POLICY, 10, "crashed")
         assert await store.reserve_version(POLICY, RUN, 11) == 11
 
-    async def test_head_is_the_newest_published(self, store: Store) -> None:
+    async def test_latest_policy_is_the_newest_published(self, store: Store) -> None:
         for step in (5, 6, 7):
             await store.reserve_version(POLICY, RUN, step)
         one = Policy(POLICY, 1, Artifact("adapter", "/somewhere/1"))
@@ -63,7 +63,7 @@ class Policies:
         assert await store.steps_by_version(POLICY) == {1: 5, 2: 6, 3: 7}
         assert await store.steps_by_version("other") == {}
 
-    async def test_only_reserved_versions_are_published(self, store: Store) -> None:
+    async def test_publish_of_a_version_not_reserved_raises(self, store: Store) -> None:
         with pytest.raises(StoreError, match="never reserved"):
             await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
         await store.reserve_version(POLICY, RUN, 1)
@@ -74,33 +74,35 @@ class Policies:
             await store.tombstone(POLICY, 2, "x")
 
 
-class GroupsAndSteps:
-    async def test_groups_by_index_and_status(self, store: Store) -> None:
+class GroupAndStepTests:
+    async def test_groups_are_ordered_by_index_and_filtered_by_status(self, store: Store) -> None:
         groups = [make_group(f"g{i}", i, task=Task(f"t{i}", {"x": [i]}), created_at=1.0) for i in range(3)]
         for group in reversed(groups):
             await store.open_group(group)
         await store.open_group(make_group("v", 0, channel=Channel.VAL))
         assert await store.groups(RUN, Channel.TRAIN) == groups
         await store.close_group("g1", GroupStatus.READY)
-        await store.close_group("g2", GroupStatus.DROPPED, "no one came")
+        await store.close_group("g2", GroupStatus.DROPPED, "no sessions")
         ready = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY)
         assert ready == [replace(groups[1], status=GroupStatus.READY)]
-        (gone,) = await store.groups(RUN, Channel.TRAIN, GroupStatus.DROPPED)
-        assert gone.reason == "no one came"
+        (dropped,) = await store.groups(RUN, Channel.TRAIN, GroupStatus.DROPPED)
+        assert dropped.reason == "no sessions"
         with pytest.raises(ConflictError):
             await store.open_group(groups[0])
         with pytest.raises(StoreError):
             await store.close_group("none", GroupStatus.READY)
 
-    async def test_unclaimed_groups_by_epoch(self, store: Store) -> None:
+    async def test_groups_unclaimed_in_epoch_excludes_claimed_ones(self, store: Store) -> None:
         for index in range(3):
             await store.open_group(make_group(f"g{index}", index, status=GroupStatus.READY))
         await store.claim_step(RUN, 0, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
-        await store.drop_samples([dropped("c", group_id="g1"), dropped("d", group_id="g2", run_id="other")])
+        await store.drop_samples(
+            [make_dropped_claim("c", group_id="g1"), make_dropped_claim("d", group_id="g2", run_id="other")]
+        )
 
         async def unclaimed(epoch: int) -> list[str]:
-            found = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
-            return [group.group_id for group in found]
+            groups = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
+            return [group.group_id for group in groups]
 
         assert await unclaimed(0) == ["g2"]
         assert await unclaimed(1) == ["g0", "g1", "g2"]
@@ -112,13 +114,13 @@ class GroupsAndSteps:
         await store.release_steps(RUN, after=1)
         assert await unclaimed(2) == ["g0", "g2"]
 
-    async def test_a_sample_is_claimed_once_per_run_and_epoch(self, store: Store) -> None:
+    async def test_claim_step_of_a_claimed_sample_raises_conflict(self, store: Store) -> None:
         claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)
         await store.claim_step(RUN, 1, [claim])
         with pytest.raises(ConflictError, match="a is claimed already by step 1"):
             await store.claim_step(RUN, 2, [make_claim("b"), make_claim("a")])
         with pytest.raises(ConflictError):
-            await store.drop_samples([dropped("a")])
+            await store.drop_samples([make_dropped_claim("a")])
         assert [step.step for step in await store.steps(RUN)] == [1]
         await store.claim_step(RUN, 2, [make_claim("a", epoch=1)])
         await store.claim_step("other", 1, [make_claim("a", run_id="other")])
@@ -128,7 +130,7 @@ class GroupsAndSteps:
         with pytest.raises(ConflictError, match="Step 2"):
             await store.claim_step(RUN, 2, [make_claim("z")])
 
-    async def test_one_of_many_claimers_wins(self, store: Store) -> None:
+    async def test_claim_step_called_concurrently_succeeds_once(self, store: Store) -> None:
         attempts = (
             store.claim_step(RUN, step, [make_claim("a"), make_claim(f"x{step}")]) for step in range(8)
         )
@@ -136,16 +138,16 @@ class GroupsAndSteps:
         assert sum(isinstance(result, ConflictError) for result in results) == 7
         assert len(await store.claims(RUN)) == 2
 
-    async def test_drops_need_a_reason(self, store: Store) -> None:
+    async def test_drop_samples_without_a_reason_raises(self, store: Store) -> None:
         with pytest.raises(StoreError, match="must be a drop with a reason"):
-            await store.drop_samples([dropped("a", reason="")])
+            await store.drop_samples([make_dropped_claim("a", reason="")])
         with pytest.raises(StoreError, match="must be a drop with a reason"):
             await store.drop_samples([make_claim("a", reason="x")])
         with pytest.raises(StoreError, match="advantage nan"):
             await store.claim_step(RUN, 1, [make_claim("a", advantage=float("nan"))])
         assert await store.claims(RUN) == []
 
-    async def test_steps_only_go_forward(self, store: Store) -> None:
+    async def test_advance_step_backwards_raises(self, store: Store) -> None:
         await store.claim_step(RUN, 1, [make_claim("a")])
         await store.advance_step(RUN, 1, StepState.SUBMITTED)
         await store.advance_step(RUN, 1, StepState.SAVED, state_path="/state/1", metrics={"loss": 0.5})
@@ -161,13 +163,13 @@ class GroupsAndSteps:
         with pytest.raises(StoreError, match="not claimed"):
             await store.advance_step(RUN, 9, StepState.SAVED)
 
-    async def test_release_forgets_only_what_was_not_saved(self, store: Store) -> None:
+    async def test_release_steps_removes_only_unsaved_steps(self, store: Store) -> None:
         states = [StepState.COMMITTED, StepState.SAVED, StepState.SUBMITTED, StepState.CLAIMED]
         for number, state in enumerate(states):
             await store.claim_step(RUN, number, [make_claim(f"k{number}")])
             await store.advance_step(RUN, number, state)
         await store.claim_step("other", 9, [make_claim("x", run_id="other")])
-        await store.drop_samples([dropped("d")])
+        await store.drop_samples([make_dropped_claim("d")])
         assert await store.release_steps(RUN, after=2) == [3]
         assert await store.release_steps(RUN, after=-1) == [2]
         assert await store.release_steps(RUN, after=-1) == []
@@ -177,12 +179,12 @@ class GroupsAndSteps:
         with pytest.raises(StoreError, match="not claimed"):
             await store.advance_step(RUN, 2, StepState.SUBMITTED)
         await store.claim_step(RUN, 2, [make_claim("k3"), make_claim("k2")])
-        again = (await store.steps(RUN))[-1]
-        assert (again.step, again.state) == (2, StepState.CLAIMED)
+        claimed = (await store.steps(RUN))[-1]
+        assert (claimed.step, claimed.state) == (2, StepState.CLAIMED)
 
 
-class ProgressOfRun:
-    async def test_progress_follows_every_change(self, store: Store) -> None:
+class ProgressTests:
+    async def test_progress_groups_follow_every_change(self, store: Store) -> None:
         async def counts() -> tuple[int, int, int]:
             progress = await store.progress(RUN)
             return progress.groups_open, progress.groups_ready, progress.groups_consumed
@@ -199,7 +201,9 @@ class ProgressOfRun:
         await store.close_group("g3", GroupStatus.DROPPED, "x")
         assert await counts() == (0, 3, 1)
         await store.claim_step(RUN, 1, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
-        await store.drop_samples([dropped("c", group_id="g0"), dropped("d", group_id="g1")])
+        await store.drop_samples(
+            [make_dropped_claim("c", group_id="g0"), make_dropped_claim("d", group_id="g1")]
+        )
         assert await counts() == (0, 2, 2)
         await store.advance_step(RUN, 1, StepState.SAVED)
         assert await counts() == (0, 2, 2)
@@ -217,12 +221,12 @@ class ProgressOfRun:
         assert (progress.next_group_index, progress.committed_steps) == (4, 1)
         assert (await store.progress(RUN, Channel.VAL)).next_group_index == 41
 
-    async def test_what_a_step_drops_is_consumed_with_the_step(self, store: Store) -> None:
+    async def test_sample_dropped_by_a_step_is_consumed_at_commit(self, store: Store) -> None:
         await store.put_run(Run(RUN, POLICY, {}))
         for index in range(2):
             await store.open_group(make_group(f"g{index}", index))
             await store.close_group(f"g{index}", GroupStatus.READY)
-        await store.claim_step(RUN, 1, [dropped("a", group_id="g0", step=1)])
+        await store.claim_step(RUN, 1, [make_dropped_claim("a", group_id="g0", step=1)])
         assert (await store.progress(RUN)).groups_consumed == 0
         await store.advance_step(RUN, 1, StepState.COMMITTED)
         assert (await store.progress(RUN)).groups_consumed == 1
@@ -230,7 +234,7 @@ class ProgressOfRun:
         await store.advance_step(RUN, 2, StepState.SUBMITTED, version=1)
         assert (await store.progress(RUN)).groups_consumed == 2
 
-    async def test_sessions_and_head(self, store: Store) -> None:
+    async def test_progress_counts_sessions_and_reports_the_head_version(self, store: Store) -> None:
         await store.put_run(Run(RUN, POLICY, {}))
         for name in "abc":
             await store.open_session(make_session(name))

@@ -1,4 +1,4 @@
-"""Rows to put into a store."""
+"""Factories of the rows that tests put into a store."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_call(call_id: str = "c", session_id: str = "s", **changes: Any) -> Call
 
 
 def follow(base: Call, call_id: str, new: Ids, message: Message, **changes: Any) -> Call:
-    """The next turn: the base's tokens and messages, then new ones."""
+    """Return the next turn: the base's tokens and messages, followed by new ones."""
     fields: dict[str, Any] = {
         "prompt_ids": np.concatenate([base.sequence, new]),
         "messages": (*base.messages, base.reply, message),
@@ -86,12 +86,12 @@ def make_claim(sample_key: str, **changes: Any) -> Claim:
     return Claim(sample_key=sample_key, **(fields | changes))
 
 
-def dropped(sample_key: str, reason: str = "too old", **changes: Any) -> Claim:
+def make_dropped_claim(sample_key: str, reason: str = "too old", **changes: Any) -> Claim:
     return make_claim(sample_key, outcome=ClaimOutcome.DROPPED, reason=reason, **changes)
 
 
 def assert_same_call(left: Call, right: Call) -> None:
-    """Every field, arrays bit for bit (a NaN is a NaN)."""
+    """Compare every field, and arrays bit for bit, so that NaN equals NaN."""
     for name in Call.__dataclass_fields__:
         a, b = getattr(left, name), getattr(right, name)
         if isinstance(a, np.ndarray):

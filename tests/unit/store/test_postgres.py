@@ -1,4 +1,4 @@
-"""The PostgreSQL store passes the conformance suite, on a real server, and groups commits."""
+"""The PostgreSQL store, on a real server: the conformance suite and grouped commits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.store.postgres import PostgresStore
 from instar.store.postgres_server import PostgresServer
 from tests.postgres import PostgresTestServer
 
-from .conformance import OpenStore, StoreConformance
+from .conformance import StoreConformance, StoreFactory
 from .factories import make_call, make_session
 
 
@@ -24,7 +24,7 @@ def server(postgres: PostgresTestServer) -> PostgresServer:
 
 class TestPostgresStore(StoreConformance):
     @pytest.fixture
-    def open_store(self, postgres: PostgresTestServer) -> OpenStore:
+    def open_store(self, postgres: PostgresTestServer) -> StoreFactory:
         server = PostgresServer(postgres.socket_url, "conformance", timeout=30.0)
         postgres.empty(server.schema)
         return lambda: PostgresStore(server)
@@ -37,7 +37,7 @@ async def store(server: PostgresServer) -> AsyncIterator[PostgresStore]:
     await store.close()
 
 
-async def test_concurrent_writes_share_commits_and_fail_alone(store: PostgresStore) -> None:
+async def test_concurrent_writes_share_commits_and_fail_separately(store: PostgresStore) -> None:
     await store.open_session(make_session())
     before = store.commits
     writes = [
@@ -51,10 +51,10 @@ async def test_concurrent_writes_share_commits_and_fail_alone(store: PostgresSto
     assert store.commits - before <= 5
 
 
-async def test_a_write_that_finds_no_room_fails_alone(
+async def test_write_on_a_full_disk_fails_separately(
     postgres: PostgresTestServer, server: PostgresServer, store: PostgresStore
 ) -> None:
-    """The server says of the large ones what it says when its disk is full."""
+    """A trigger fails for large prompts with the error of a full disk."""
     await store.open_session(make_session())
     postgres.query(
         "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
@@ -75,16 +75,16 @@ async def test_a_write_that_finds_no_room_fails_alone(
     assert [call.call_id for call in await store.calls("s")] == ["10", "20", "30", "40"]
 
 
-async def test_the_newest_is_found_by_its_index(
+async def test_session_by_tail_query_uses_its_index(
     postgres: PostgresTestServer, server: PostgresServer, store: PostgresStore
 ) -> None:
-    """What the gateway asks at each call does not walk the table."""
+    """The gateway runs this query for each call, so it must not scan the table."""
     await store.open_session(make_session())
     await store.add_calls(
         [make_call(str(i)) for i in range(300)], tail_keys={str(i): i.to_bytes(16, "big") for i in range(300)}
     )
     postgres.query("ANALYZE calls", schema=server.schema)
-    question = "SELECT seq FROM calls WHERE tail_key = '\\x00' ORDER BY seq DESC LIMIT 1"
-    plan = str(postgres.query(f"EXPLAIN {question}", schema=server.schema))
+    query = "SELECT seq FROM calls WHERE tail_key = '\\x00' ORDER BY seq DESC LIMIT 1"
+    plan = str(postgres.query(f"EXPLAIN {query}", schema=server.schema))
     assert "calls_by_tail" in plan
     assert "Sort" not in plan

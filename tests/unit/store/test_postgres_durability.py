@@ -1,5 +1,5 @@
-"""What was acknowledged is there, once: after SIGKILL, beside other writers, when the server restarts and
-when the network loses a commit."""
+"""Acknowledged writes are stored exactly once: after SIGKILL, next to other writers, when the server restarts
+and when the network loses a commit."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from tests.postgres import PASSWORD, PostgresTestServer
 from .child_process import open_store
 from .factories import POLICY, RUN, make_call, make_session
 from .processes import start
-from .proxy import Cut, Proxy
+from .proxy import CommitFailure, Proxy
 
 
 @pytest.fixture
-def where(postgres: PostgresTestServer) -> str:
+def location(postgres: PostgresTestServer) -> str:
     return f"{postgres.socket_url}#{postgres.new_schema()}"
 
 
-async def stored(where: str) -> list[str]:
-    store = open_store(where, read_only=True)
+async def stored_call_ids(location: str) -> list[str]:
+    store = open_store(location, read_only=True)
     calls = await store.calls("s")
     await store.close()
     return [call.call_id for call in calls]
 
 
-async def test_acknowledged_calls_survive_sigkill_beside_other_writers(where: str) -> None:
-    """One of three is killed in the middle; the others notice nothing."""
-    killed = start("write", where, "killed")
-    others = [start("count", where, name) for name in ("a", "b")]
+async def test_acknowledged_calls_survive_sigkill_next_to_other_writers(location: str) -> None:
+    """One of three processes is killed; the others are not affected."""
+    killed = start("write", location, "killed")
+    others = [start("count", location, name) for name in ("a", "b")]
     assert killed.stdout is not None
     acknowledged = {killed.stdout.readline().strip()}
     await asyncio.sleep(0.3)
@@ -49,89 +49,88 @@ async def test_acknowledged_calls_survive_sigkill_beside_other_writers(where: st
         lines, _ = other.communicate(timeout=60)
         assert other.returncode == 0
         acknowledged |= set(lines.split())
-    found = await stored(where)
-    assert acknowledged <= set(found)
-    assert len(found) == len(set(found))
-    assert sum(not name.startswith("killed") for name in found) == 400
+    call_ids = await stored_call_ids(location)
+    assert acknowledged <= set(call_ids)
+    assert len(call_ids) == len(set(call_ids))
+    assert sum(not name.startswith("killed") for name in call_ids) == 400
 
 
-async def test_processes_claim_each_sample_once(where: str) -> None:
-    children = [start("claim", where, name) for name in ("1", "2", "3")]
-    said: list[str] = []
+async def test_claim_step_from_several_processes_claims_each_sample_once(location: str) -> None:
+    children = [start("claim", location, name) for name in ("1", "2", "3")]
+    claimed: list[str] = []
     for child in children:
         lines, _ = child.communicate(timeout=60)
         assert child.returncode == 0
-        said += lines.split()
-    assert Counter(said) == Counter(f"k{number}" for number in range(40))
-    store = open_store(where, read_only=True)
+        claimed += lines.split()
+    assert Counter(claimed) == Counter(f"k{number}" for number in range(40))
+    store = open_store(location, read_only=True)
     assert len(await store.claims(RUN)) == 40
     await store.close()
 
 
-async def test_many_open_a_fresh_schema_at_once(where: str) -> None:
-    stores = await asyncio.gather(*(asyncio.to_thread(open_store, where) for _ in range(6)))
+async def test_new_schema_opened_concurrently_is_created_once(location: str) -> None:
+    stores = await asyncio.gather(*(asyncio.to_thread(open_store, location) for _ in range(6)))
     await asyncio.gather(*(store.open_session(make_session(str(i))) for i, store in enumerate(stores)))
     assert len(await stores[0].sessions()) == 6
     for store in stores:
         await store.close()
 
 
-# --- the server goes away ---------------------------------------------------------------------------
+# --- the server is stopped --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def own_server() -> Iterator[PostgresTestServer]:
-    """To be stopped in the middle."""
+    """A server that the test may stop."""
     server = PostgresTestServer()
     yield server
     server.remove()
 
 
-async def test_a_server_that_restarts_is_waited_for(own_server: PostgresTestServer) -> None:
-    """Once in good order and once by a crash, under writes and reads: nobody hears of it."""
-    where = f"{own_server.socket_url}#restarted"
-    store = open_store(where)
+async def test_store_waits_for_a_restarting_server(own_server: PostgresTestServer) -> None:
+    """Shut down once cleanly and once by a crash, while writes and reads run: no caller gets an error."""
+    location = f"{own_server.socket_url}#restarted"
+    store = open_store(location)
     await store.open_session(make_session())
     acknowledged: list[str] = []
     versions: list[int] = []
-    over = asyncio.Event()
+    finished = asyncio.Event()
 
     async def write(number: int) -> None:
         turn = 0
-        while not over.is_set():
+        while not finished.is_set():
             await store.add_calls([make_call(f"{number}-{turn}")])
             acknowledged.append(f"{number}-{turn}")
             turn += 1
 
     async def reserve() -> None:
-        while not over.is_set():
+        while not finished.is_set():
             versions.append(await store.reserve_version(POLICY, RUN, 0))
 
     async def read() -> None:
-        while not over.is_set():
+        while not finished.is_set():
             before = set(acknowledged)
-            assert before <= {part.call_id for part in await store.call_deltas("s")}
+            assert before <= {delta.call_id for delta in await store.call_deltas("s")}
 
     async def restart() -> None:
-        for how in (signal.SIGINT, signal.SIGQUIT):
+        for stop_signal in (signal.SIGINT, signal.SIGQUIT):
             await asyncio.sleep(0.3)
-            await asyncio.to_thread(own_server.stop, how)
+            await asyncio.to_thread(own_server.stop, stop_signal)
             await asyncio.to_thread(own_server.start)
-            seen = len(acknowledged)
+            count = len(acknowledged)
             deadline = time.monotonic() + 30
-            while len(acknowledged) < seen + 20:
+            while len(acknowledged) < count + 20:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.02)
-        over.set()
+        finished.set()
 
     await asyncio.gather(*(write(number) for number in range(4)), reserve(), read(), restart())
     await store.close()
-    found = await stored(where)
-    assert Counter(found) == Counter(acknowledged)
+    assert Counter(await stored_call_ids(location)) == Counter(acknowledged)
     assert versions == list(range(1, len(versions) + 1))
 
 
-async def test_a_server_that_stays_away_is_told(own_server: PostgresTestServer) -> None:
+async def test_store_reports_a_stopped_server_and_recovers(own_server: PostgresTestServer) -> None:
     store = PostgresStore(PostgresServer(own_server.socket_url, "gone", timeout=1.0))
     await store.open_session(make_session())
     own_server.stop()
@@ -140,8 +139,8 @@ async def test_a_server_that_stays_away_is_told(own_server: PostgresTestServer) 
     with pytest.raises(StoreError, match=r"gone\) cannot be reached"):
         await asyncio.wait_for(store.calls("s"), 30)
     own_server.start()
-    await store.add_calls([make_call("found")])
-    assert [call.call_id for call in await store.calls("s")] == ["found"]
+    await store.add_calls([make_call("after")])
+    assert [call.call_id for call in await store.calls("s")] == ["after"]
     await store.close()
 
 
@@ -149,39 +148,41 @@ async def test_a_server_that_stays_away_is_told(own_server: PostgresTestServer) 
 
 
 @pytest.fixture
-def through(postgres: PostgresTestServer) -> Iterator[tuple[Proxy, Callable[[float], Store]]]:
+def proxied_store(postgres: PostgresTestServer) -> Iterator[tuple[Proxy, Callable[[float], Store]]]:
     with Proxy(postgres.port) as proxy:
         url, schema = f"postgresql://instar@127.0.0.1:{proxy.port}/postgres", postgres.new_schema()
         yield proxy, lambda timeout: PostgresStore(PostgresServer(url, schema, timeout, PASSWORD))
 
 
-@pytest.mark.parametrize("cut", [Cut.BEFORE, Cut.BEFORE_AND_OPEN, Cut.AFTER])
-async def test_a_commit_whose_answer_is_lost_is_done_once(
-    through: tuple[Proxy, Callable[[float], Store]], cut: Cut
+@pytest.mark.parametrize(
+    "failure", [CommitFailure.BEFORE, CommitFailure.BEFORE_AND_OPEN, CommitFailure.AFTER]
+)
+async def test_commit_with_a_lost_response_is_applied_once(
+    proxied_store: tuple[Proxy, Callable[[float], Store]], failure: CommitFailure
 ) -> None:
-    """Nothing here could be done twice unnoticed, or repeated without harm."""
-    proxy, connect = through
+    """Each write here fails or shows if it is applied twice."""
+    proxy, connect = proxied_store
     store = connect(20.0)
     await store.open_session(make_session())
     for number in range(3):
-        proxy.cut = cut
+        proxy.next_failure = failure
         await store.add_calls([make_call(str(number))])
         assert await store.reserve_version(POLICY, RUN, number) == 2 * number + 1
-        proxy.cut = cut
+        proxy.next_failure = failure
         assert await store.reserve_version(POLICY, RUN, number) == 2 * number + 2
-    assert proxy.cuts == 6
+    assert proxy.failure_count == 6
     assert [call.call_id for call in await store.calls("s")] == ["0", "1", "2"]
     await store.close()
 
 
-async def test_a_server_that_says_nothing_is_given_up(
-    through: tuple[Proxy, Callable[[float], Store]],
+async def test_store_reconnects_to_a_server_that_does_not_respond(
+    proxied_store: tuple[Proxy, Callable[[float], Store]],
 ) -> None:
-    proxy, connect = through
+    proxy, connect = proxied_store
     store = connect(1.0)
     await store.open_session(make_session())
-    proxy.cut = Cut.SILENCE
-    await asyncio.wait_for(store.add_calls([make_call("once")]), 30)
-    assert proxy.cuts == 1
-    assert [call.call_id for call in await store.calls("s")] == ["once"]
+    proxy.next_failure = CommitFailure.SILENCE
+    await asyncio.wait_for(store.add_calls([make_call("call")]), 30)
+    assert proxy.failure_count == 1
+    assert [call.call_id for call in await store.calls("s")] == ["call"]
     await store.close()

@@ -1,5 +1,5 @@
-"""Schemas that are not a store of this version: migrated, or refused with what to do, never harmed. And who
-may come in: passwords, and where they are never seen."""
+"""Schemas of another version or program are migrated, or rejected with advice, and never damaged. Passwords
+are checked, and never shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from instar.store.schema import TABLES, VERSION
 from tests.postgres import PASSWORD, PostgresTestServer
 
 from .factories import POLICY, RUN, make_call, make_session
-from .test_sqlite_files import TO_NEXT, TO_NOWHERE
+from .test_sqlite_files import FAILING_MIGRATION, NEXT_MIGRATION
 
 
 @pytest.fixture
@@ -31,15 +31,15 @@ def server(postgres: PostgresTestServer) -> PostgresServer:
     return PostgresServer(postgres.socket_url, postgres.new_schema(), timeout=10.0)
 
 
-async def fill(server: PostgresServer) -> None:
+async def fill_store(server: PostgresServer) -> None:
     store = PostgresStore(server)
     await store.open_session(make_session())
     await store.add_calls([make_call(str(i)) for i in range(5)])
     await store.close()
 
 
-def refused(server: PostgresServer, error: type[StoreError], *words: str) -> None:
-    """By both ways of opening."""
+def assert_open_fails(server: PostgresServer, error: type[StoreError], *words: str) -> None:
+    """Opening fails for writing and for reading."""
     for read_only in (False, True):
         with pytest.raises(error) as caught:
             PostgresStore(server, read_only=read_only)
@@ -47,33 +47,37 @@ def refused(server: PostgresServer, error: type[StoreError], *words: str) -> Non
             assert word in str(caught.value)
 
 
-async def test_newer_version(postgres: PostgresTestServer, server: PostgresServer) -> None:
-    await fill(server)
+async def test_open_store_of_a_newer_version_raises(
+    postgres: PostgresTestServer, server: PostgresServer
+) -> None:
+    await fill_store(server)
     postgres.query("UPDATE instar_store SET version = %s", VERSION + 6, schema=server.schema)
-    refused(server, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
+    assert_open_fails(server, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
 
 
-def test_another_programs_tables(postgres: PostgresTestServer, server: PostgresServer) -> None:
+def test_open_schema_of_another_program_raises(postgres: PostgresTestServer, server: PostgresServer) -> None:
     postgres.query(f"CREATE SCHEMA {server.schema}")
     postgres.query("CREATE TABLE bookmarks (url TEXT)", schema=server.schema)
-    refused(server, StoreError, "another program", "store.db_schema")
+    assert_open_fails(server, StoreError, "another program", "store.db_schema")
     tables = postgres.query("SELECT tablename FROM pg_tables WHERE schemaname = %s", server.schema)
     assert tables == [("bookmarks",)]
 
 
-async def test_missing_table(postgres: PostgresTestServer, server: PostgresServer) -> None:
-    await fill(server)
+async def test_open_store_without_a_table_raises(
+    postgres: PostgresTestServer, server: PostgresServer
+) -> None:
+    await fill_store(server)
     postgres.query("DROP TABLE claims", schema=server.schema)
-    refused(server, StoreCorrupt, "the table claims is missing")
+    assert_open_fails(server, StoreCorrupt, "the table claims is missing")
 
 
-async def test_reader_makes_nothing_and_writes_nothing(
+async def test_read_only_store_creates_and_writes_nothing(
     postgres: PostgresTestServer, server: PostgresServer
 ) -> None:
     with pytest.raises(StoreError, match="no store in"):
         PostgresStore(server, read_only=True)
     assert postgres.query("SELECT 1 FROM pg_namespace WHERE nspname = %s", server.schema) == []
-    await fill(server)
+    await fill_store(server)
     store = PostgresStore(server, read_only=True)
     assert len(await store.calls("s")) == 5
     with pytest.raises(StoreError, match="reading only"):
@@ -82,22 +86,24 @@ async def test_reader_makes_nothing_and_writes_nothing(
 
 
 async def test_postgres_runs_sqlite_migrations(postgres: PostgresTestServer, server: PostgresServer) -> None:
-    """One that fails changes nothing; a reader does not migrate."""
-    await fill(server)
+    """A failed migration changes nothing, and a reader does not migrate."""
+    await fill_store(server)
     connection = server.connect("test")
     with pytest.raises(psycopg.errors.UndefinedTable):
-        create_or_migrate(connection, server, version=VERSION + 1, migrations=TO_NOWHERE)
+        create_or_migrate(connection, server, version=VERSION + 1, migrations=FAILING_MIGRATION)
     with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
         check_version(connection, server, version=VERSION + 1)
-    create_or_migrate(connection, server, version=VERSION + 1, migrations=TO_NEXT)
+    create_or_migrate(connection, server, version=VERSION + 1, migrations=NEXT_MIGRATION)
     check_version(connection, server, version=VERSION + 1)
     connection.close()
     assert postgres.query("SELECT note FROM runs", schema=server.schema) == []
     assert postgres.query("SELECT COUNT(*) FROM calls", schema=server.schema) == [(5,)]
 
 
-async def test_columns_are_those_declared(postgres: PostgresTestServer, server: PostgresServer) -> None:
-    await fill(server)
+async def test_created_columns_match_the_declarations(
+    postgres: PostgresTestServer, server: PostgresServer
+) -> None:
+    await fill_store(server)
     for table in TABLES:
         columns = postgres.query(
             "SELECT column_name FROM information_schema.columns WHERE table_schema = %s AND table_name = %s "
@@ -116,30 +122,30 @@ def run_config(postgres: PostgresTestServer, folder: Path, **settings: str) -> R
     return RunConfig(name="demo", dir=folder / "demo", store=section)
 
 
-async def test_factory_opens_what_the_config_names(
+async def test_open_store_opens_the_configured_store(
     postgres: PostgresTestServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_config(postgres, tmp_path, password_env="OF_THE_STORE")
-    monkeypatch.setenv("PGPASSWORD", "of another server")
-    monkeypatch.setenv("OF_THE_STORE", PASSWORD)
+    config = run_config(postgres, tmp_path, password_env="STORE_PASSWORD")
+    monkeypatch.setenv("PGPASSWORD", "password of another server")
+    monkeypatch.setenv("STORE_PASSWORD", PASSWORD)
     assert isinstance(config.store, PostgresStoreConfig)
     with pytest.raises(StoreError, match="no store in"):
         open_store(config, read_only=True)
     store = open_store(config)
-    monkeypatch.delenv("OF_THE_STORE")  # kept by the store, for connections to come
+    monkeypatch.delenv("STORE_PASSWORD")  # the store keeps it for later connections
     await store.put_run(Run(RUN, POLICY, {}))
     assert len(await store.runs()) == 1
     await store.close()
     assert PASSWORD not in json.dumps(public_settings(config))
 
 
-@pytest.mark.parametrize("given", ["wr0ng secret", None])
-def test_a_wrong_password_is_told_at_once(
-    postgres: PostgresTestServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+@pytest.mark.parametrize("password", ["wr0ng secret", None])
+def test_wrong_password_raises_without_retries(
+    postgres: PostgresTestServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str | None
 ) -> None:
     monkeypatch.delenv("PGPASSWORD", raising=False)
-    if given is not None:
-        monkeypatch.setenv("INSTAR_POSTGRES_PASSWORD", given)
+    if password is not None:
+        monkeypatch.setenv("INSTAR_POSTGRES_PASSWORD", password)
     started = time.monotonic()
     with pytest.raises(StoreError, match=r"store\.password_env") as caught:
         open_store(run_config(postgres, tmp_path))
@@ -155,7 +161,7 @@ def test_a_wrong_password_is_told_at_once(
         "host=h user=me password = hunter2",
     ],
 )
-def test_a_password_in_the_address_is_refused(url: str) -> None:
+def test_url_with_a_password_raises(url: str) -> None:
     with pytest.raises(ConfigError, match=r"store\.url: .*password_env") as caught:
         validate({"store": {"type": "postgres", "url": url}}, "run.yaml")
     assert "hunter2" not in str(caught.value)
@@ -164,11 +170,11 @@ def test_a_password_in_the_address_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["postgresql:///instar", "postgresql://me@[::1]:5432/instar?passfile=/x", "host=h"]
 )
-def test_an_address_without_one_is_taken(url: str) -> None:
+def test_url_without_a_password_is_accepted(url: str) -> None:
     assert PostgresStoreConfig(url=url).url == url
 
 
-def test_a_database_that_is_not_there_is_told_at_once(postgres: PostgresTestServer) -> None:
+def test_missing_database_raises_without_retries(postgres: PostgresTestServer) -> None:
     url = postgres.socket_url.replace("/postgres?", "/nowhere?")
     with pytest.raises(StoreError, match=r'"nowhere" does not exist.*createdb'):
         PostgresStore(PostgresServer(url, "instar", timeout=600.0))

@@ -1,4 +1,4 @@
-"""The SQLite store passes the conformance suite, groups commits and stores new tokens only."""
+"""The SQLite store: the conformance suite, grouped commits, and storage of new tokens only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from instar.config import RunConfig
 from instar.errors import ConflictError, StoreCorrupt, StoreError
 from instar.store.base import Progress, Run
+from instar.store.database import Database
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
-from instar.store.sqlite_database import SqliteDatabase
 from instar.types import Channel, Group, GroupStatus, StepState
 
-from .conformance import OpenStore, StoreConformance
+from .conformance import StoreConformance, StoreFactory
 from .factories import (
     CALCULATOR,
     POLICY,
@@ -37,7 +37,7 @@ from .factories import (
 
 class TestSqliteStore(StoreConformance):
     @pytest.fixture
-    def open_store(self, tmp_path: Path) -> OpenStore:
+    def open_store(self, tmp_path: Path) -> StoreFactory:
         return lambda: SqliteStore(tmp_path / "store.db")
 
 
@@ -48,7 +48,7 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
     await store.close()
 
 
-async def test_factory_opens_what_the_config_names(tmp_path: Path) -> None:
+async def test_open_store_opens_the_configured_store(tmp_path: Path) -> None:
     config = RunConfig(name="demo", dir=tmp_path / "deep" / "demo")
     with pytest.raises(StoreError, match="no store at"):
         open_store(config, read_only=True)
@@ -64,8 +64,8 @@ async def test_factory_opens_what_the_config_names(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_a_failed_write_is_undone_alone(store: SqliteStore) -> None:
-    """Written together in one commit: the ones that fail leave nothing, the others all."""
+async def test_failed_write_in_a_shared_commit_is_undone_alone(store: SqliteStore) -> None:
+    """Of writes in one commit, the failed ones leave nothing behind and all others are stored."""
     await store.open_session(make_session())
     before = store.commits
     writes = [
@@ -92,8 +92,8 @@ async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
     assert store.commits - before <= 640 / 5
 
 
-async def test_a_call_costs_one_statement(store: SqliteStore) -> None:
-    """Whose session, tools and base are there. What is refused is told by name all the same, and alone."""
+async def test_add_calls_takes_one_statement(store: SqliteStore) -> None:
+    """One statement is enough if session, tools and base are stored; a rejected call gets its own error."""
     await store.open_session(make_session())
     first = make_call("first", tools=(CALCULATOR,))
     await store.add_calls([first])
@@ -121,7 +121,7 @@ async def test_a_call_costs_one_statement(store: SqliteStore) -> None:
     assert [call.call_id for call in await store.calls("s")] == ["first", "second", "third"]
 
 
-async def test_what_cannot_be_bound_fails_alone(store: SqliteStore) -> None:
+async def test_write_with_an_unsupported_value_fails_separately(store: SqliteStore) -> None:
     await store.open_session(make_session())
     results = await asyncio.gather(
         store.add_calls([make_call("before")]),
@@ -133,22 +133,18 @@ async def test_what_cannot_be_bound_fails_alone(store: SqliteStore) -> None:
     assert [call.call_id for call in await store.calls("s")] == ["before", "after"]
 
 
-async def test_a_write_that_broke_off_leaves_no_transaction_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What came after it would be acknowledged within that, and gone with it."""
+async def test_write_interrupted_by_an_error_leaves_no_open_transaction(tmp_path: Path) -> None:
+    """Later writes would otherwise be acknowledged inside that transaction, and lost with it."""
     store = SqliteStore(tmp_path / "store.db")
     await store.open_session(make_session())
-    execute = SqliteDatabase.execute
-    breaks = [True]
+    writer = store._writer  # pyright: ignore[reportPrivateUsage]
+    assert writer is not None
 
-    def breaking(database: SqliteDatabase, sql: str, *values: object) -> sqlite3.Cursor:
-        if sql == "SAVEPOINT job" and breaks:
-            breaks.clear()
-            raise MemoryError
-        return execute(database, sql, *values)  # pyright: ignore[reportArgumentType]
+    def fail_once(db: Database) -> None:
+        writer.lease_check = None
+        raise MemoryError
 
-    monkeypatch.setattr(SqliteDatabase, "execute", breaking)
+    writer.lease_check = fail_once
     with pytest.raises(MemoryError):
         await store.open_session(make_session("other"))
     await store.add_calls([make_call("call")])
@@ -176,7 +172,7 @@ async def test_add_calls_reads_base_calls_evicted_from_the_cache(store: SqliteSt
         np.testing.assert_array_equal(stored[call.call_id].prompt_ids, call.prompt_ids)
 
 
-async def test_a_write_cancelled_before_its_turn_is_not_done(store: SqliteStore) -> None:
+async def test_write_cancelled_while_queued_is_not_done(store: SqliteStore) -> None:
     await store.open_session(make_session())
     blocker = sqlite3.connect(store.path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -193,7 +189,7 @@ async def test_a_write_cancelled_before_its_turn_is_not_done(store: SqliteStore)
     assert [call.call_id for call in await store.calls("s")] == ["first", "third"]
 
 
-def test_works_from_one_event_loop_after_another(tmp_path: Path) -> None:
+def test_store_works_from_consecutive_event_loops(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     asyncio.run(store.open_session(make_session()))
     asyncio.run(store.add_calls([make_call()]))
@@ -201,42 +197,42 @@ def test_works_from_one_event_loop_after_another(tmp_path: Path) -> None:
     asyncio.run(store.close())
 
 
-async def test_long_session_costs_its_new_tokens(store: SqliteStore) -> None:
-    """100 turns up to 120k tokens of context."""
+async def test_long_session_stores_only_new_tokens(store: SqliteStore) -> None:
+    """The session has 100 turns and up to 120k tokens of context."""
     turns, new, sampled = 100, 1000, 200
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> np.ndarray:
         return rng.integers(0, 150_000, count, dtype=np.int32)
 
-    empty = _size(store.path)
+    empty = _file_size(store.path)
     await store.open_session(make_session())
     call = make_call("0", prompt_ids=tokens(new), sampled_ids=tokens(sampled), tools=(CALCULATOR,) * 50)
     await store.add_calls([call])
-    whole = len(call.prompt_ids)
+    prompt_tokens = len(call.prompt_ids)
     for turn in range(1, turns):
         message = user(f"turn {turn} " + "word " * new)
         call = follow(call, str(turn), tokens(new), message, sampled_ids=tokens(sampled), tools=call.tools)
-        whole += len(call.prompt_ids)
+        prompt_tokens += len(call.prompt_ids)
         await store.add_calls([call])
     assert len(call.sequence) == 120_000
-    size = _size(store.path) - empty
-    # 4 bytes of id a token, 4 more of logprob for a sampled one, and the messages' text.
+    size = _file_size(store.path) - empty
+    # 4 bytes per token id, 4 more for the logprob of a sampled token, and the text of the messages.
     text = turns * 5 * new
-    necessary = turns * (4 * new + 8 * sampled) + text
-    assert size < 1.3 * necessary
-    assert size < 0.06 * 4 * whole
+    minimum = turns * (4 * new + 8 * sampled) + text
+    assert size < 1.3 * minimum
+    assert size < 0.06 * 4 * prompt_tokens
 
     started = time.perf_counter()
     calls = await store.calls("s")
     seconds = time.perf_counter() - started
     assert_same_call(calls[-1], call.__class__(**{**_fields(call), "ended_at": calls[-1].ended_at}))
-    # The prompts are views of one array, not turns × context of copies.
-    assert all(np.shares_memory(each.prompt_ids, calls[-1].prompt_ids) for each in calls)
+    # The prompts are views of one array, not a copy of the context per turn.
+    assert all(np.shares_memory(call.prompt_ids, calls[-1].prompt_ids) for call in calls)
     assert seconds < 2
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     database = sqlite3.connect(path)
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     database.close()
@@ -247,7 +243,7 @@ def _fields(call: object) -> dict[str, object]:
     return {name: getattr(call, name) for name in call.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
-async def test_tools_are_stored_once(store: SqliteStore) -> None:
+async def test_same_tools_of_several_calls_are_stored_once(store: SqliteStore) -> None:
     await store.open_session(make_session())
     await store.add_calls([make_call(str(i), tools=(CALCULATOR,)) for i in range(5)])
     database = sqlite3.connect(store.path)
@@ -256,8 +252,8 @@ async def test_tools_are_stored_once(store: SqliteStore) -> None:
     assert all(call.tools == (CALCULATOR,) for call in await store.calls("s"))
 
 
-async def test_a_call_that_is_not_what_was_written_is_told(store: SqliteStore) -> None:
-    """One sampled token changed behind the store's back."""
+async def test_call_with_changed_tokens_raises_corrupt(store: SqliteStore) -> None:
+    """One sampled token is changed in the file."""
     await store.open_session(make_session())
     root = make_call("root")
     await store.add_calls([root, follow(root, "next", ids(9), user("x"))])
@@ -271,7 +267,7 @@ async def test_a_call_that_is_not_what_was_written_is_told(store: SqliteStore) -
         await store.calls("s")
 
 
-async def cost(read: Callable[[], Awaitable[object]]) -> float:
+async def best_duration(read: Callable[[], Awaitable[object]]) -> float:
     best = float("inf")
     for _ in range(30):
         started = time.perf_counter()
@@ -280,8 +276,8 @@ async def cost(read: Callable[[], Awaitable[object]]) -> float:
     return best
 
 
-async def test_unclaimed_groups_are_found_among_many(store: SqliteStore) -> None:
-    """What it costs to find them does not grow with those that were claimed."""
+async def test_unclaimed_groups_query_does_not_slow_down_with_claimed_groups(store: SqliteStore) -> None:
+    """The query's cost does not grow with the number of claimed groups."""
 
     async def claim(indexes: range) -> None:
         await asyncio.gather(
@@ -293,16 +289,16 @@ async def test_unclaimed_groups_are_found_among_many(store: SqliteStore) -> None
         return await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=0)
 
     await claim(range(50))
-    few = await cost(unclaimed)
+    few = await best_duration(unclaimed)
     await claim(range(50, 8000))
     await store.open_group(make_group("new", 8000, status=GroupStatus.READY))
-    many = await cost(unclaimed)
+    many = await best_duration(unclaimed)
     assert [group.group_id for group in await unclaimed()] == ["new"]
     assert many < 3 * few + 0.0003, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
 
 
-async def test_progress_stays_cheap(store: SqliteStore) -> None:
-    """What a poll costs does not grow with the groups and sessions there are."""
+async def test_progress_does_not_slow_down_with_groups_and_sessions(store: SqliteStore) -> None:
+    """The cost of a poll does not grow with the number of groups and sessions."""
     await store.put_run(Run(RUN, POLICY, {}))
 
     async def progress() -> Progress:
@@ -316,9 +312,9 @@ async def test_progress_stays_cheap(store: SqliteStore) -> None:
         )
 
     await fill(range(50))
-    few = await cost(progress)
+    few = await best_duration(progress)
     await fill(range(50, 4000))
-    many = await cost(progress)
+    many = await best_duration(progress)
     assert (await store.progress(RUN)).groups_ready == 4000
     assert many < 3 * few + 0.0005, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
     await store.advance_step(RUN, 0, StepState.COMMITTED)

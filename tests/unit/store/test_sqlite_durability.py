@@ -1,4 +1,4 @@
-"""What was acknowledged is there: after SIGKILL, beside other writers, and when the disk is full."""
+"""Acknowledged writes are stored: after SIGKILL, next to other writers, and when the disk is full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .factories import make_call, make_session
 from .processes import command, run, start
 
 
-async def stored(path: Path) -> set[str]:
+async def stored_call_ids(path: Path) -> set[str]:
     store = SqliteStore(path)
     calls = await store.calls("s")
     await store.close()
@@ -41,14 +41,14 @@ async def test_acknowledged_calls_survive_sigkill(tmp_path: Path) -> None:
         await asyncio.sleep(rng.uniform(0.0, 0.3))
         child.send_signal(signal.SIGKILL)
         rest, _ = child.communicate(timeout=30)
-        # The last line may be cut short by the kill: it is whole only with its newline.
+        # The kill may cut the last line short; it is complete only with its newline.
         acknowledged |= {line.strip() for line in rest.splitlines(keepends=True) if line.endswith("\n")}
-        assert acknowledged <= await stored(path)
+        assert acknowledged <= await stored_call_ids(path)
     assert len(acknowledged) > 50
 
 
-async def test_processes_write_at_once(tmp_path: Path) -> None:
-    """Nothing is lost, and none of the three is starved."""
+async def test_several_processes_write_concurrently_without_loss(tmp_path: Path) -> None:
+    """Nothing is lost, and none of the three processes starves."""
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     await store.open_session(make_session())
@@ -63,12 +63,12 @@ async def test_processes_write_at_once(tmp_path: Path) -> None:
         assert child.returncode == 0
         assert len(lines.split()) == 200
     await store.close()
-    assert len(await stored(path)) == 400 + own
+    assert len(await stored_call_ids(path)) == 400 + own
     assert own > 10
     assert slowest < 5
 
 
-async def test_many_open_a_fresh_file_at_once(tmp_path: Path) -> None:
+async def test_new_file_opened_concurrently_is_created_once(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     stores = await asyncio.gather(*(asyncio.to_thread(SqliteStore, path) for _ in range(8)))
     await asyncio.gather(*(store.open_session(make_session(str(i))) for i, store in enumerate(stores)))
@@ -77,7 +77,7 @@ async def test_many_open_a_fresh_file_at_once(tmp_path: Path) -> None:
         await store.close()
 
 
-async def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
+async def test_connection_uses_wal_and_full_synchronous(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     await SqliteStore(path).close()
     connection = connect(path)
@@ -86,7 +86,7 @@ async def test_commits_wait_for_the_disk(tmp_path: Path) -> None:
     connection.close()
 
 
-def make_room(path: Path, busy_timeout: float = 30.0) -> SqliteDatabase:
+def create_database(path: Path, busy_timeout: float = 30.0) -> SqliteDatabase:
     path.touch()
     connection = connect(path)
     connection.execute("PRAGMA journal_mode = WAL")
@@ -95,52 +95,52 @@ def make_room(path: Path, busy_timeout: float = 30.0) -> SqliteDatabase:
     return connection
 
 
-def put(writer: Writer, size: int) -> asyncio.Future[int]:
+def insert_blob(writer: Writer, size: int) -> asyncio.Future[int]:
     return writer.submit(lambda db: db.execute("INSERT INTO things VALUES (zeroblob(?))", (size,)).rowcount)
 
 
-async def test_a_locked_file_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "room.db"
-    writer = Writer(make_room(path, busy_timeout=0.2), str(path))
+async def test_write_to_a_locked_file_raises(tmp_path: Path) -> None:
+    path = tmp_path / "small.db"
+    writer = Writer(create_database(path, busy_timeout=0.2), str(path))
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match=r"room\.db stayed locked by another process"):
-        await asyncio.wait_for(put(writer, 1), 30)
+    with pytest.raises(StoreError, match=r"small\.db stayed locked by another process"):
+        await asyncio.wait_for(insert_blob(writer, 1), 30)
     blocker.execute("ROLLBACK")
     blocker.close()
-    assert await asyncio.wait_for(put(writer, 1), 30) == 1
+    assert await asyncio.wait_for(insert_blob(writer, 1), 30) == 1
     writer.close()
 
 
-async def test_a_write_too_large_fails_alone(tmp_path: Path) -> None:
-    """In one group with others, which are written, also when SQLite gives up the transaction."""
-    path = tmp_path / "room.db"
-    connection = make_room(path)
+async def test_write_that_does_not_fit_fails_separately(tmp_path: Path) -> None:
+    """The other writes of its group are stored, even if SQLite rolls the transaction back."""
+    path = tmp_path / "small.db"
+    connection = create_database(path)
     connection.execute("PRAGMA max_page_count = 100")
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     writer = Writer(connection, str(path))
     sizes = [10, 20, 10_000_000, 30, 20_000_000, 40]
-    futures = [put(writer, size) for size in sizes]
+    futures = [insert_blob(writer, size) for size in sizes]
     blocker.execute("ROLLBACK")
     results = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), 30)
     assert [isinstance(result, StoreFull) for result in results] == [size > 1000 for size in sizes]
-    found = blocker.execute("SELECT LENGTH(body) FROM things ORDER BY 1").fetchall()
-    assert [row[0] for row in found] == [10, 20, 30, 40]
+    rows = blocker.execute("SELECT LENGTH(body) FROM things ORDER BY 1").fetchall()
+    assert [row[0] for row in rows] == [10, 20, 30, 40]
     blocker.close()
     writer.close()
 
 
-async def test_file_size_limit_loses_nothing(tmp_path: Path) -> None:
-    """And writing goes on once there is room."""
+async def test_file_size_limit_loses_no_acknowledged_call(tmp_path: Path) -> None:
+    """Writing continues once the limit is raised."""
     path = tmp_path / "store.db"
     output = run(command("fill", path, "limit"))
-    await _nothing_lost(path, output)
+    await _assert_nothing_lost(path, output)
     assert "limit-afterwards" in output
 
 
 def in_namespace(script: str, *arguments: str) -> list[str]:
-    """A command that may mount file systems, for itself alone."""
+    """Return a command that may mount file systems in its own namespace."""
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", script, "sh", *arguments]
 
 
@@ -152,31 +152,31 @@ def can_mount(tmp_path: Path) -> bool:
     return True
 
 
-async def test_full_disk_loses_nothing(tmp_path: Path) -> None:
-    """A file system of 2 MB."""
+async def test_full_disk_loses_no_acknowledged_call(tmp_path: Path) -> None:
+    """The file system has 2 MB."""
     if not can_mount(tmp_path):
-        pytest.skip("this system lets no user mount a file system")
+        pytest.skip("users cannot mount file systems on this system")
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
     copy.mkdir()
     script = f'mount -t tmpfs -o size=2m none {disk}; "$@"; cp {disk}/store.db* {copy}/'
     output = run(in_namespace(script, *command("fill", disk / "store.db", "disk")))
-    await _nothing_lost(copy / "store.db", output)
+    await _assert_nothing_lost(copy / "store.db", output)
 
 
-async def test_finished_run_is_read_from_a_read_only_disk(tmp_path: Path) -> None:
+async def test_closed_store_can_be_read_from_a_read_only_disk(tmp_path: Path) -> None:
     if not can_mount(tmp_path):
-        pytest.skip("this system lets no user mount a file system")
+        pytest.skip("users cannot mount file systems on this system")
     disk = tmp_path / "disk"
     run(command("count", disk / "store.db", "a"))
     script = f'mount --bind {disk} {disk}; mount -o remount,bind,ro {disk}; "$@"'
     assert run(in_namespace(script, *command("read", disk / "store.db", ""))) == "200\n"
 
 
-async def _nothing_lost(path: Path, output: str) -> None:
+async def _assert_nothing_lost(path: Path, output: str) -> None:
     lines = output.splitlines()
     (full,) = [line for line in lines if line.startswith("full ")]
     assert int(full.split()[1]) > 20
     acknowledged = {line for line in lines if not line.startswith("full ")}
     assert len(acknowledged) > 5
-    assert acknowledged == await stored(path)
+    assert acknowledged == await stored_call_ids(path)

@@ -1,4 +1,4 @@
-"""Files that are not a store of this version: migrated, or refused with what to do, never harmed."""
+"""Files of another version or program are migrated, or rejected with advice, and never damaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
 
-async def fill(path: Path, calls: int = 200) -> None:
+async def fill_store(path: Path, calls: int = 200) -> None:
     store = SqliteStore(path)
     await store.open_session(make_session())
     await store.add_calls(
@@ -34,13 +34,13 @@ async def fill(path: Path, calls: int = 200) -> None:
     await store.close()
 
 
-def damage(path: Path, start: int, stop: int | None, content: bytes) -> None:
+def overwrite(path: Path, start: int, stop: int | None, content: bytes) -> None:
     data = bytearray(path.read_bytes())
     data[start:stop] = content
     path.write_bytes(data)
 
 
-def content(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
@@ -50,8 +50,8 @@ def restore(path: Path, dump: Path) -> None:
     database.close()
 
 
-def refused(path: Path, error: type[StoreError], *words: str) -> None:
-    """By both ways of opening, the file left byte for byte as it was and nothing beside it."""
+def assert_open_fails(path: Path, error: type[StoreError], *words: str) -> None:
+    """Opening fails for writing and for reading, and leaves the file byte for byte as it was."""
     before = path.read_bytes()
     for read_only in (False, True):
         with pytest.raises(error) as caught:
@@ -61,48 +61,48 @@ def refused(path: Path, error: type[StoreError], *words: str) -> None:
         assert path.read_bytes() == before
 
 
-async def test_newer_version(path: Path) -> None:
-    await fill(path)
+async def test_open_store_of_a_newer_version_raises(path: Path) -> None:
+    await fill_store(path)
     database = sqlite3.connect(path)
     database.execute(f"PRAGMA user_version = {VERSION + 6}")
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     database.close()
-    refused(path, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
+    assert_open_fails(path, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
 
 
-def test_another_programs_file(path: Path) -> None:
+def test_open_file_of_another_program_raises(path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("CREATE TABLE bookmarks (url TEXT)")
     database.commit()
     database.close()
-    refused(path, StoreError, "another program", "store.path")
+    assert_open_fails(path, StoreError, "another program", "store.path")
     assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("content", [b"once upon a time " * 100, b"\x00" * 8192])
-def test_no_database_at_all(path: Path, content: bytes) -> None:
+def test_open_file_that_is_no_database_raises(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    refused(path, StoreCorrupt, "damaged", ".recover")
+    assert_open_fails(path, StoreCorrupt, "damaged", ".recover")
 
 
-async def test_cut_short(path: Path) -> None:
-    await fill(path)
-    damage(path, 9000, None, b"")
+async def test_open_truncated_file_raises(path: Path) -> None:
+    await fill_store(path)
+    overwrite(path, 9000, None, b"")
     with pytest.raises(StoreCorrupt, match=r"store\.db is damaged"):
         SqliteStore(path)
 
 
-async def test_damaged_pages(path: Path) -> None:
-    """Found when they are read; the error names the file and what to do."""
-    await fill(path)
-    damage(path, 60 * 4096, 90 * 4096, b"\xa5" * 30 * 4096)
+async def test_read_of_damaged_pages_raises(path: Path) -> None:
+    """The damage is found when the pages are read; the error has the file and what to do."""
+    await fill_store(path)
+    overwrite(path, 60 * 4096, 90 * 4096, b"\xa5" * 30 * 4096)
     store = SqliteStore(path)
     with pytest.raises(StoreCorrupt, match=r"store\.db is damaged.*backup"):
         await store.calls("s")
     await store.close()
 
 
-def test_missing_table(path: Path) -> None:
+def test_open_store_without_a_table_raises(path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     database.execute(f"PRAGMA user_version = {VERSION}")
@@ -113,7 +113,7 @@ def test_missing_table(path: Path) -> None:
         SqliteStore(path)
 
 
-def test_folder_in_its_place(path: Path) -> None:
+def test_open_path_that_is_a_folder_raises(path: Path) -> None:
     path.mkdir()
     with pytest.raises(StoreError, match=r"store\.db"):
         SqliteStore(path)
@@ -122,7 +122,7 @@ def test_folder_in_its_place(path: Path) -> None:
         SqliteStore(path.parent / "file" / "store.db")
 
 
-def test_reader_makes_nothing(path: Path) -> None:
+def test_read_only_store_creates_no_file(path: Path) -> None:
     with pytest.raises(StoreError, match="no store at"):
         SqliteStore(path, read_only=True)
     assert not path.exists()
@@ -132,69 +132,69 @@ def test_reader_makes_nothing(path: Path) -> None:
     assert path.stat().st_size == 0
 
 
-async def test_reader_of_a_closed_store_leaves_it_as_it_is(path: Path) -> None:
-    await fill(path, calls=3)
-    before = content(path)
+async def test_read_only_store_does_not_change_a_closed_file(path: Path) -> None:
+    await fill_store(path, calls=3)
+    before = read_bytes(path)
     store = SqliteStore(path, read_only=True)
     assert len(await store.calls("s")) == 3
     with pytest.raises(StoreError, match="reading only"):
         await store.add_calls([make_call("late")])
     await store.close()
-    assert content(path) == before
+    assert read_bytes(path) == before
 
 
-async def test_reader_does_not_migrate(path: Path) -> None:
-    await fill(path)
+async def test_check_version_does_not_migrate(path: Path) -> None:
+    await fill_store(path)
     connection = connect(path, read_only=True)
     with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
         migrations.check_version(connection, path, version=VERSION + 1)
     connection.close()
-    assert version_of(path) == VERSION
+    assert read_version(path) == VERSION
 
 
 # --- migrations ---------------------------------------------------------------------------------
 
-TO_NEXT = {VERSION: ("ALTER TABLE runs ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
-TO_NOWHERE = {VERSION: (*TO_NEXT[VERSION], "INSERT INTO no_such_table VALUES (1)")}
+NEXT_MIGRATION = {VERSION: ("ALTER TABLE runs ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
+FAILING_MIGRATION = {VERSION: (*NEXT_MIGRATION[VERSION], "INSERT INTO no_such_table VALUES (1)")}
 
 
-def version_of(path: Path) -> int:
+def read_version(path: Path) -> int:
     database = sqlite3.connect(path)
     version = database.execute("PRAGMA user_version").fetchone()[0]
     database.close()
     return version
 
 
-async def test_older_file_is_migrated_with_its_rows(path: Path) -> None:
-    await fill(path)
+async def test_migration_of_an_older_file_keeps_its_rows(path: Path) -> None:
+    await fill_store(path)
     connection = connect(path)
-    migrations.create_or_migrate(connection, path, version=VERSION + 1, migrations=TO_NEXT)
+    migrations.create_or_migrate(connection, path, version=VERSION + 1, migrations=NEXT_MIGRATION)
     assert "note" in [row[1] for row in connection.execute("PRAGMA table_info(runs)")]
     assert connection.execute("SELECT COUNT(*) FROM calls").fetchone()[0] == 200
     connection.close()
-    assert version_of(path) == VERSION + 1
+    assert read_version(path) == VERSION + 1
 
 
-async def test_migration_that_fails_changes_nothing(path: Path) -> None:
-    await fill(path)
+async def test_failed_migration_changes_nothing(path: Path) -> None:
+    await fill_store(path)
     connection = connect(path)
     with pytest.raises(sqlite3.OperationalError):
-        migrations.create_or_migrate(connection, path, version=VERSION + 1, migrations=TO_NOWHERE)
+        migrations.create_or_migrate(connection, path, version=VERSION + 1, migrations=FAILING_MIGRATION)
     assert "note" not in [row[1] for row in connection.execute("PRAGMA table_info(runs)")]
     connection.close()
-    assert version_of(path) == VERSION
+    assert read_version(path) == VERSION
 
 
 def test_every_older_version_has_its_migration_and_fixture() -> None:
     assert sorted(migrations.MIGRATIONS) == list(range(1, VERSION))
-    fixtures = {each.name for each in FIXTURES.glob("v*.sql")}
+    fixtures = {path.name for path in FIXTURES.glob("v*.sql")}
     assert fixtures == {f"v{n}.sql" for n in range(1, VERSION + 1)}
 
 
-@pytest.mark.parametrize("fixture", sorted(FIXTURES.glob("v*.sql")), ids=lambda each: each.stem)
-async def test_file_of_each_released_version_opens(path: Path, fixture: Path) -> None:
-    """Written by that version (``sqlite3 store.db .dump`` and the two pragmas): same rows, and the
-    same columns as a fresh file."""
+@pytest.mark.parametrize("fixture", sorted(FIXTURES.glob("v*.sql")), ids=lambda path: path.stem)
+async def test_file_of_each_released_version_is_migrated(path: Path, fixture: Path) -> None:
+    """The fixture was written by that version (``sqlite3 store.db .dump`` and the two pragmas); the migrated
+    file has the same rows, and the same columns as a new file."""
     restore(path, fixture)
     store = SqliteStore(path)
     (row,) = await store.sessions()
@@ -205,7 +205,7 @@ async def test_file_of_each_released_version_opens(path: Path, fixture: Path) ->
     assert [reward.source for reward in await store.rewards("s")] == [RewardSource.RULE]
     assert (await store.progress("run")).groups_ready == 1
     assert await store.groups("run", Channel.TRAIN, unclaimed_in_epoch=0) == []
-    assert [part.call_id for part in await store.call_deltas("s")] == ["first", "second"]
+    assert [delta.call_id for delta in await store.call_deltas("s")] == ["first", "second"]
     await store.close()
     database = sqlite3.connect(path)
     for table in TABLES:
