@@ -1,4 +1,4 @@
-"""Two real runs, one in each mode, and what `instar simulate` makes of what was measured in the first."""
+"""Two real runs, one in each mode, compared with what `instar simulate` predicts from the first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"
 STEPS = 8
 TOLERANCE = 0.35
-"""Of the samples per hour. The machine that tests run on does other things too."""
+"""The tolerated relative error of the samples per hour; the machine may be busy with other work."""
 
 
 def make_environment() -> dict[str, str]:
@@ -34,7 +34,7 @@ def run_instar(*arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By mode: the figures of the run, and its YAML's path."""
+    """The figures of the run and the folder of its YAML, by mode."""
     folder = tmp_path_factory.mktemp("runs")
     model = make_tiny_model(folder / "model", hidden=32, context=1024)
     workload = folder / "workload.jsonl"

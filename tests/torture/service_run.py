@@ -197,7 +197,7 @@ def make_config(
 
 
 async def add_groups(config: RunConfig) -> None:
-    """Every group is existing from the start, and always the same."""
+    """Add every group of the run to the store, the same ones each time."""
     store = SqliteStore(config.store_path)
     await begin(store)
     for index in range(STEPS):
