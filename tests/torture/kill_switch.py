@@ -95,7 +95,7 @@ class KillSwitch:
         file = self.folder / "other"
         deadline = time.monotonic() + OTHER_PID_TIMEOUT
         while not file.exists():
-            assert time.monotonic() < deadline, "no other process to kill was keywords"
+            assert time.monotonic() < deadline, "no other process to kill was named"
             time.sleep(0.01)
         process = int(file.read_text())
         file.unlink()
