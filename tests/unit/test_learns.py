@@ -1,9 +1,9 @@
-"""A model of random weights learns for real, through the whole loop in one process.
+"""A model with random weights learns a task through the complete training loop in one process.
 
-The gateway listens on a socket and records into SQLite; the agent asks it for a reply; the batcher, the
-LoRA backend and the trainer make versions that the engine takes up while the run goes on. A task asks for
-digits or for letters, and the reward is the share of the reply's characters that are of that kind: what is
-learned is to write, and what to write must be read off the prompt.
+The gateway listens on a socket and records into SQLite; the agent requests a reply from it; the batcher, the
+LoRA backend and the trainer produce versions that the engine loads while the run continues. A task requests
+digits or letters, and the reward is the share of the reply's characters of that kind. The model has to learn
+to write such characters, and to read from the prompt which kind is requested.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KINDS = {"digits": string.digits, "CAPITALS": string.ascii_uppercase}
 STEPS = 40
 LENGTH = 4
 LEARNED = 0.75
-"""Runs may settle on a reply of which one character in five is of another kind, for both kinds."""
+"""The required reward. A run may converge to replies in which one character in five is of another kind."""
 
 
 def tasks() -> list[dict[str, str]]:
@@ -51,7 +51,7 @@ def tasks() -> list[dict[str, str]]:
 
 
 async def ask(task: dict[str, str], session: AgentSession) -> None:
-    """The agent: one question, a short reply."""
+    """Run the agent: one question and a short reply."""
     body = {
         "model": session.model,
         "messages": [{"role": "user", "content": task["kind"]}],
@@ -65,7 +65,7 @@ async def ask(task: dict[str, str], session: AgentSession) -> None:
 
 
 def share(task: dict[str, str], transcript: Transcript) -> float:
-    """How much of the reply is of the kind asked for."""
+    """Return the share of the reply's characters that are of the requested kind."""
     text = transcript.final_text
     return sum(char in KINDS[task["kind"]] for char in text) / max(1, len(text))
 
@@ -100,7 +100,7 @@ def run_config(folder: Path, seed: int) -> RunConfig:
 
 
 async def train(config: RunConfig) -> list[dict[str, Any]]:
-    """The run, composed as the roles of `instar train` are; returns the record of every step."""
+    """Run the roles of `instar train` in this process and return the record of every step."""
     assert config.rollout is not None
     store = SqliteStore(config.store_path)
     await store.put_run(Run(config.name, config.name, {}))
@@ -138,7 +138,7 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
 
 
 async def learn(folder: Path, seed: int) -> None:
-    # Weights this large let one token stand out: with smaller ones no LoRA could make a reply certain.
+    # Weights this large let one token dominate: with smaller ones no LoRA could make a reply certain.
     make_tiny_model(folder / "model", seed=seed, std=0.2)
     config = run_config(folder, seed)
     config.run_dir.mkdir()
@@ -147,5 +147,5 @@ async def learn(folder: Path, seed: int) -> None:
     assert mean(rewards[-3:]) > LEARNED, [round(reward, 2) for reward in rewards]
 
 
-async def test_a_random_model_learns(tmp_path: Path) -> None:
+async def test_random_model_trained_in_one_process_reaches_reward(tmp_path: Path) -> None:
     await learn(tmp_path, seed=0)

@@ -1,7 +1,7 @@
-"""What every training backend must do, held to plain transformers + peft + torch.optim.
+"""The requirements for every training backend, checked against plain transformers + peft + torch.optim.
 
-A variant's test module subclasses `BackendConformance` and provides ``make_backend``: a fixture that
-gives a function returning a fresh backend with a LoRA adapter, in fp32, on the tiny model of the
+A variant's test module subclasses `BackendConformance` and provides ``make_backend``: a fixture whose
+value is a function that returns a new backend with a LoRA adapter, in fp32, on the tiny model of the
 ``model_folder`` fixture, with the same seed each time.
 """
 
@@ -28,16 +28,16 @@ from instar.types import Artifact, Sample
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 
 
-def plain_logprobs(model: Any, token_ids: Any) -> Any:
-    """Of every token but the first, by transformers alone."""
+def compute_base_logprobs(model: Any, token_ids: Any) -> Any:
+    """Return the logprobs of all tokens but the first, computed with transformers alone."""
     ids = torch.from_numpy(np.asarray(token_ids, np.int64))
     with torch.no_grad():
         logits = model(ids.unsqueeze(0)).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0].numpy()
 
 
-class Reference:
-    """The same adapter, one sample at a time, by the libraries' own code."""
+class ReferenceModel:
+    """The same adapter, run on one sample at a time with the libraries' own code."""
 
     def __init__(self, model_folder: Path, adapter: Path) -> None:
         logging.disable_progress_bar()
@@ -77,73 +77,75 @@ class Reference:
         )
 
 
-async def begun(make_backend: Callable[[], Backend]) -> Backend:
+async def start_backend(make_backend: Callable[[], Backend]) -> Backend:
     backend = make_backend()
     await backend.start()
     return backend
 
 
 class BackendConformance:
-    names_samples = True
-    """Whether a loss that is not finite is told with the sample."""
+    names_non_finite_samples = True
+    """True if the error for a non-finite loss names the sample."""
 
     @pytest.fixture
     def make_backend(self) -> Callable[[], Backend]:
         raise NotImplementedError
 
     @pytest.fixture
-    def stepped(self, make_backend: Callable[[], Backend]) -> Callable[[], Any]:
-        """A backend whose adapter is not zero."""
+    def make_trained_backend(self, make_backend: Callable[[], Backend]) -> Callable[[], Any]:
+        """A function that returns a backend whose adapter is not zero."""
 
         async def make() -> Backend:
-            backend = await begun(make_backend)
+            backend = await start_backend(make_backend)
             await backend.forward_backward(tree_samples(5), LossConfig())
             await backend.optim_step(AdamConfig(lr=0.02))
             return backend
 
         return make
 
-    async def reference(self, backend: Backend, model_folder: Path, tmp_path: Path) -> Reference:
-        return Reference(model_folder, self.published(await backend.publish(tmp_path / "published")))
+    async def reference(self, backend: Backend, model_folder: Path, tmp_path: Path) -> ReferenceModel:
+        return ReferenceModel(
+            model_folder, self.adapter_folder(await backend.publish(tmp_path / "published"))
+        )
 
-    def published(self, artifact: Artifact) -> Path:
-        """The adapter's folder."""
+    def adapter_folder(self, artifact: Artifact) -> Path:
+        """Return the folder of the published adapter."""
         assert artifact.kind == "adapter"
         return Path(artifact.path)
 
-    async def test_published_adapter_gives_the_same_logprobs(
-        self, stepped: Callable[[], Any], model_folder: Path, tmp_path: Path
+    async def test_published_adapter_reproduces_backend_logprobs(
+        self, make_trained_backend: Callable[[], Any], model_folder: Path, tmp_path: Path
     ) -> None:
-        backend = await stepped()
+        backend = await make_trained_backend()
         reference = await self.reference(backend, model_folder, tmp_path)
         samples = tree_samples()
-        for sample, found in zip(samples, await backend.forward(samples), strict=True):
-            assert np.isnan(found[0])
+        for sample, actual in zip(samples, await backend.forward(samples), strict=True):
+            assert np.isnan(actual[0])
             with torch.no_grad():
-                np.testing.assert_allclose(found[1:], reference.logprobs(sample).numpy(), atol=2e-5)
+                np.testing.assert_allclose(actual[1:], reference.logprobs(sample).numpy(), atol=2e-5)
         await backend.close()
 
     @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "cross_entropy"])
-    async def test_loss_logprobs_and_gradient(
-        self, stepped: Callable[[], Any], model_folder: Path, tmp_path: Path, name: Any
+    async def test_forward_backward_matches_reference_loss_and_gradient(
+        self, make_trained_backend: Callable[[], Any], model_folder: Path, tmp_path: Path, name: Any
     ) -> None:
-        backend = await stepped()
+        backend = await make_trained_backend()
         reference = await self.reference(backend, model_folder, tmp_path)
         samples, loss = tree_samples(), LossConfig(name=name)
-        done = await backend.forward_backward(samples, loss)
-        assert done.loss == pytest.approx(reference.accumulate(samples, loss), rel=1e-5, abs=1e-5)
-        assert done.metrics["tokens"] == sum(sample.trained_tokens for sample in samples)
-        for sample, found in zip(samples, done.logprobs, strict=True):
-            assert not np.isnan(found[sample.mask > 0]).any()
-            assert np.isnan(found[sample.mask == 0]).all()
+        result = await backend.forward_backward(samples, loss)
+        assert result.loss == pytest.approx(reference.accumulate(samples, loss), rel=1e-5, abs=1e-5)
+        assert result.metrics["tokens"] == sum(sample.trained_tokens for sample in samples)
+        for sample, actual in zip(samples, result.logprobs, strict=True):
+            assert not np.isnan(actual[sample.mask > 0]).any()
+            assert np.isnan(actual[sample.mask == 0]).all()
         step = await backend.optim_step(ADAM)
         assert step.grad_norm == pytest.approx(reference.grad_norm(), rel=1e-5)
         await backend.close()
 
-    async def test_reference_logprobs_are_the_base_models(
-        self, stepped: Callable[[], Any], model_folder: Path
+    async def test_reference_logprobs_match_base_model(
+        self, make_trained_backend: Callable[[], Any], model_folder: Path
     ) -> None:
-        backend = await stepped()
+        backend = await make_trained_backend()
         if not backend.capabilities.reference:
             with pytest.raises(BackendError, match="base model's logprobs"):
                 await backend.reference_logprobs(tree_samples())
@@ -153,19 +155,19 @@ class BackendConformance:
         base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         samples = tree_samples()
         before = await backend.forward(samples)
-        for sample, found in zip(samples, await backend.reference_logprobs(samples), strict=True):
-            assert np.isnan(found[0])
-            np.testing.assert_allclose(found[1:], plain_logprobs(base, sample.token_ids), atol=2e-5)
-        for then, now in zip(before, await backend.forward(samples), strict=True):
-            np.testing.assert_array_equal(then, now, "the adapter is on again")
+        for sample, actual in zip(samples, await backend.reference_logprobs(samples), strict=True):
+            assert np.isnan(actual[0])
+            np.testing.assert_allclose(actual[1:], compute_base_logprobs(base, sample.token_ids), atol=2e-5)
+        for before_logprobs, after_logprobs in zip(before, await backend.forward(samples), strict=True):
+            np.testing.assert_array_equal(before_logprobs, after_logprobs, "the adapter is enabled again")
         await backend.forward_backward(samples, LossConfig())
         assert (await backend.optim_step(ADAM)).grad_norm > 0
         await backend.close()
 
-    async def test_steps_follow_adamw(
+    async def test_optim_step_matches_adamw(
         self, make_backend: Callable[[], Backend], model_folder: Path, tmp_path: Path
     ) -> None:
-        backend = await begun(make_backend)
+        backend = await start_backend(make_backend)
         reference = await self.reference(backend, model_folder, tmp_path)
         optimizer = torch.optim.AdamW(
             reference.parameters.values(), betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=0.1
@@ -184,23 +186,23 @@ class BackendConformance:
             torch.testing.assert_close(parameter, reference.parameters[name], rtol=1e-4, atol=2e-5)
         await backend.close()
 
-    async def test_two_calls_accumulate_as_one(
+    async def test_forward_backward_in_two_calls_accumulates_same_gradient(
         self, make_backend: Callable[[], Backend], model_folder: Path, tmp_path: Path
     ) -> None:
         samples = tree_samples()
-        once, twice = await begun(make_backend), await begun(make_backend)
-        await once.forward_backward(samples, LossConfig())
-        await twice.forward_backward(samples[:5], LossConfig())
-        await twice.forward_backward(samples[5:], LossConfig())
-        a, b = await once.optim_step(ADAM), await twice.optim_step(ADAM)
+        single_call, two_calls = await start_backend(make_backend), await start_backend(make_backend)
+        await single_call.forward_backward(samples, LossConfig())
+        await two_calls.forward_backward(samples[:5], LossConfig())
+        await two_calls.forward_backward(samples[5:], LossConfig())
+        a, b = await single_call.optim_step(ADAM), await two_calls.optim_step(ADAM)
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-        logprobs = [await backend.forward(samples) for backend in (once, twice)]
+        logprobs = [await backend.forward(samples) for backend in (single_call, two_calls)]
         for x, y in zip(*logprobs, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-4)
-        await once.close()
-        await twice.close()
+        await single_call.close()
+        await two_calls.close()
 
-    async def test_state_continues_bit_for_bit(
+    async def test_loaded_state_continues_bit_for_bit(
         self, make_backend: Callable[[], Backend], tmp_path: Path
     ) -> None:
         async def train(backend: Backend, steps: range) -> None:
@@ -208,61 +210,63 @@ class BackendConformance:
                 await backend.forward_backward(tree_samples(step), LossConfig())
                 await backend.optim_step(ADAM)
 
-        straight, first, second = (
-            await begun(make_backend),
-            await begun(make_backend),
-            await begun(make_backend),
+        uninterrupted, first, second = (
+            await start_backend(make_backend),
+            await start_backend(make_backend),
+            await start_backend(make_backend),
         )
-        await train(straight, range(5))
+        await train(uninterrupted, range(5))
         await train(first, range(2))
         await first.save_state(tmp_path / "state")
         await second.load_state(tmp_path / "state")
         await train(second, range(2, 5))
-        expected = await straight.publish(tmp_path / "a")
-        found = await second.publish(tmp_path / "b")
-        assert read_all(self.published(expected)) == read_all(self.published(found))
-        for backend in (straight, first, second):
+        expected = await uninterrupted.publish(tmp_path / "a")
+        actual = await second.publish(tmp_path / "b")
+        assert read_all(self.adapter_folder(expected)) == read_all(self.adapter_folder(actual))
+        for backend in (uninterrupted, first, second):
             await backend.close()
 
-    async def test_weights_alone_can_be_loaded(
-        self, stepped: Callable[[], Any], make_backend: Callable[[], Backend], tmp_path: Path
+    async def test_load_state_without_optimizer_restores_weights(
+        self, make_trained_backend: Callable[[], Any], make_backend: Callable[[], Backend], tmp_path: Path
     ) -> None:
-        old, fresh = await stepped(), await begun(make_backend)
-        await old.save_state(tmp_path / "state")
-        await fresh.load_state(tmp_path / "state", optimizer=False)
-        for x, y in zip(await old.forward(tree_samples()), await fresh.forward(tree_samples()), strict=True):
+        trained, restored = await make_trained_backend(), await start_backend(make_backend)
+        await trained.save_state(tmp_path / "state")
+        await restored.load_state(tmp_path / "state", optimizer=False)
+        for x, y in zip(
+            await trained.forward(tree_samples()), await restored.forward(tree_samples()), strict=True
+        ):
             np.testing.assert_array_equal(x, y)
-        await old.close()
-        await fresh.close()
+        await trained.close()
+        await restored.close()
 
-    async def test_non_finite_loss_adds_nothing(
+    async def test_non_finite_loss_raises_and_adds_no_gradient(
         self, make_backend: Callable[[], Backend], tmp_path: Path
     ) -> None:
-        bad = make_sample("bad", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
-        clean, hit = await begun(make_backend), await begun(make_backend)
-        for backend in (clean, hit):
+        non_finite = make_sample("bad", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
+        clean, failed = await start_backend(make_backend), await start_backend(make_backend)
+        for backend in (clean, failed):
             await backend.forward_backward(tree_samples(), LossConfig())
-        with pytest.raises(NonFiniteError, match="bad" if self.names_samples else "loss"):
-            await hit.forward_backward([*tree_samples(1), bad], LossConfig())
-        for backend in (clean, hit):
+        with pytest.raises(NonFiniteError, match="bad" if self.names_non_finite_samples else "loss"):
+            await failed.forward_backward([*tree_samples(1), non_finite], LossConfig())
+        for backend in (clean, failed):
             await backend.optim_step(ADAM)
-        a, b = await clean.publish(tmp_path / "a"), await hit.publish(tmp_path / "b")
-        assert read_all(self.published(a)) == read_all(self.published(b))
+        a, b = await clean.publish(tmp_path / "a"), await failed.publish(tmp_path / "b")
+        assert read_all(self.adapter_folder(a)) == read_all(self.adapter_folder(b))
         await clean.close()
-        await hit.close()
+        await failed.close()
 
-    async def test_non_finite_gradient_changes_nothing(
-        self, stepped: Callable[[], Any], tmp_path: Path
+    async def test_non_finite_gradient_raises_and_changes_no_weights(
+        self, make_trained_backend: Callable[[], Any], tmp_path: Path
     ) -> None:
-        backend = await stepped()
+        backend = await make_trained_backend()
         before = await backend.publish(tmp_path / "before")
-        # The loss is finite in fp32 and its gradient's norm is not.
+        # The loss is finite in fp32, but the norm of its gradient is not.
         huge = make_sample("huge", [4, 5, 6, 7], 2, advantages=np.full(4, 1e37, np.float32))
         await backend.forward_backward([huge], LossConfig(name="cross_entropy"))
         with pytest.raises(NonFiniteError):
             await backend.optim_step(ADAM)
         after = await backend.publish(tmp_path / "after")
-        assert read_all(self.published(before)) == read_all(self.published(after))
+        assert read_all(self.adapter_folder(before)) == read_all(self.adapter_folder(after))
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)
         await backend.forward_backward(tree_samples(), LossConfig())
@@ -270,8 +274,10 @@ class BackendConformance:
         await backend.close()
 
     @pytest.mark.parametrize("field", ["logprobs", "advantages"])
-    async def test_missing_numbers_are_refused(self, make_backend: Callable[[], Backend], field: str) -> None:
-        backend = await begun(make_backend)
+    async def test_forward_backward_rejects_missing_values(
+        self, make_backend: Callable[[], Backend], field: str
+    ) -> None:
+        backend = await start_backend(make_backend)
         values = np.array([0, 0, -1, np.nan], np.float32)
         with pytest.raises(BackendError, match=r"holey.*3"):
             await backend.forward_backward(
@@ -281,10 +287,10 @@ class BackendConformance:
             await backend.optim_step(ADAM)
         await backend.close()
 
-    async def test_first_token_and_unknown_tokens_are_refused(
+    async def test_backend_rejects_trained_first_token_and_unknown_tokens(
         self, make_backend: Callable[[], Backend]
     ) -> None:
-        backend = await begun(make_backend)
+        backend = await start_backend(make_backend)
         first = make_sample("first", [4, 5], 0)
         with pytest.raises(BackendError, match="first"):
             await backend.forward_backward([first], LossConfig())
@@ -292,15 +298,15 @@ class BackendConformance:
             await backend.forward([make_sample("unknown", [4, 999999], 1)])
         await backend.close()
 
-    async def test_a_closed_backend_says_so(self, make_backend: Callable[[], Backend]) -> None:
-        backend = await begun(make_backend)
+    async def test_closed_backend_raises(self, make_backend: Callable[[], Backend]) -> None:
+        backend = await start_backend(make_backend)
         await backend.close()
         await backend.close()
         with pytest.raises(BackendError, match="closed"):
             await backend.forward(tree_samples())
 
-    async def test_calls_may_be_pipelined(self, make_backend: Callable[[], Backend]) -> None:
-        backend = await begun(make_backend)
+    async def test_backend_accepts_pipelined_calls(self, make_backend: Callable[[], Backend]) -> None:
+        backend = await start_backend(make_backend)
         samples = tree_samples()
         before, _, _, after = await asyncio.gather(
             backend.forward(samples),

@@ -9,43 +9,42 @@ from instar.backends.local.attention import make_attention_plan, tree_attention
 from instar.backends.local.pack import pack
 from instar.errors import BackendError
 from tests.unit.backends.conformance import tree_samples
-from tests.unit.backends.test_pack import sees
+from tests.unit.backends.test_pack import make_visibility
 
 
-def test_equals_masked_attention() -> None:
-    """Against one dense softmax with a mask."""
+def test_tree_attention_matches_dense_masked_attention() -> None:
     packed = pack([sample.token_ids for sample in tree_samples()])
     torch.manual_seed(0)
     query, grad = torch.randn(2, 1, 6, len(packed), 8)
     key, value = torch.randn(2, 1, 2, len(packed), 8)
     query, key, value = (x.requires_grad_() for x in (query, key, value))
-    mask = torch.from_numpy(sees(packed))
+    mask = torch.from_numpy(make_visibility(packed))
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
     )
-    wanted = torch.autograd.grad(expected, (query, key, value), grad)
+    expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
     plan = make_attention_plan(packed, "cpu")
-    found, _ = tree_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, tree_plan=plan)
-    got = torch.autograd.grad(found.transpose(1, 2), (query, key, value), grad)
+    output, _ = tree_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, tree_plan=plan)
+    actual_grads = torch.autograd.grad(output.transpose(1, 2), (query, key, value), grad)
     assert plan.calls == 1
-    for a, b in zip((found.transpose(1, 2), *got), (expected, *wanted), strict=True):
+    for a, b in zip((output.transpose(1, 2), *actual_grads), (expected, *expected_grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_plain_kernel_equals_the_flash_one(causal: bool) -> None:
+def test_math_kernel_matches_flash_kernel(causal: bool) -> None:
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 2, 7, 8)
     flash = kernels.forward(q, k, v, causal=causal, scale=0.4)
     for a, b in zip(kernels.math_forward(q, k, v, causal, 0.4), flash, strict=True):
         torch.testing.assert_close(a, b)
     grad = torch.randn(2, 4, 7, 8)
-    wanted = kernels.cpu_flash_backward(grad, q, k, v, *flash, causal, 0.4)
-    for a, b in zip(kernels.math_backward(grad, q, k, v, *flash, causal, 0.4), wanted, strict=True):
+    expected_grads = kernels.cpu_flash_backward(grad, q, k, v, *flash, causal, 0.4)
+    for a, b in zip(kernels.math_backward(grad, q, k, v, *flash, causal, 0.4), expected_grads, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_attention_that_is_more_than_a_softmax_is_refused() -> None:
+def test_tree_attention_rejects_unsupported_arguments() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(BackendError, match="softcap"):
         tree_attention(torch.nn.Identity(), x, x, x, None, softcap=30.0)
@@ -53,7 +52,7 @@ def test_attention_that_is_more_than_a_softmax_is_refused() -> None:
         tree_attention(torch.nn.Identity(), x, x, x, None)
 
 
-def test_plan_is_small_where_much_is_shared() -> None:
+def test_attention_plan_with_shared_prefix_is_small() -> None:
     prefix = np.arange(100, dtype=np.int32)
     packed = pack([np.concatenate([prefix, np.array([200 + i] * 20, np.int32)]) for i in range(16)])
     plan = make_attention_plan(packed, "cpu")

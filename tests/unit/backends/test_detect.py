@@ -1,4 +1,4 @@
-"""Which backend a run gets: by its settings, the environment, and what is installed."""
+"""The backend of a run is selected by its settings, the environment and the installed packages."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ KEY = "tml-not-a-real-key"
 TINKER, MINT, WEAVER = {"TINKER_API_KEY": KEY}, {"MINT_API_KEY": "sk-mint-x"}, {"WEAVER_API_KEY": "x"}
 
 
-def auto(**settings: Any) -> AutoBackendConfig:
+def make_auto_config(**settings: Any) -> AutoBackendConfig:
     return AutoBackendConfig(**settings)
 
 
-def found(
+def detect(
     env: dict[str, str] | None = None, installed: tuple[str, ...] = (), **settings: Any
 ) -> BackendDetection:
-    return detect_backend(auto(**settings), env or {}, lambda: installed)
+    return detect_backend(make_auto_config(**settings), env or {}, lambda: installed)
 
 
 # --- settings -------------------------------------------------------------------------------------
 
 
-def test_nothing_said_is_local() -> None:
-    assert found(installed=("tinker",)) == BackendDetection(
+def test_detection_without_settings_selects_local() -> None:
+    assert detect(installed=("tinker",)) == BackendDetection(
         "local", "no setting and no variable names a service"
     )
 
@@ -71,51 +71,51 @@ def test_nothing_said_is_local() -> None:
         ({"api_key_env": "WEAVER_API_KEY"}, "weaver"),
     ],
 )
-def test_key_and_address_name_the_service(settings: dict[str, str], name: str) -> None:
-    assert found(WEAVER, **settings).name == name
+def test_detection_recognizes_service_by_key_or_url(settings: dict[str, str], name: str) -> None:
+    assert detect(WEAVER, **settings).name == name
 
 
 @pytest.mark.parametrize("url", ["https://peppermint.example", "https://tinkerbell.example/mints"])
-def test_a_longer_word_is_another_word(url: str) -> None:
+def test_detection_rejects_url_with_service_name_inside_word(url: str) -> None:
     with pytest.raises(ConfigError, match=r"backend\.base_url.*tinker, mint, weaver"):
-        found(base_url=url)
+        detect(base_url=url)
 
 
 @pytest.mark.parametrize(
-    ("settings", "both"),
+    ("settings", "services"),
     [
         ({"api_key": "tml-abc", "base_url": "https://mint.example"}, ("tinker", "mint")),
         ({"api_key": "sk-mint-abc", "base_url": "https://weaver.example"}, ("weaver", "mint")),
         ({"base_url": "https://weaver.tinker.example"}, ("weaver", "tinker")),
     ],
 )
-def test_two_services_in_the_settings_are_an_error_that_names_both(
-    settings: dict[str, str], both: tuple[str, str]
+def test_detection_with_two_services_in_settings_names_both(
+    settings: dict[str, str], services: tuple[str, str]
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        found(**settings)
-    assert all(f"{name} (" in str(error.value) for name in both)
+        detect(**settings)
+    assert all(f"{name} (" in str(error.value) for name in services)
     assert "tml-abc" not in str(error.value)
 
 
-def test_a_key_behind_a_variable_of_ones_own_is_looked_at() -> None:
-    assert found({"MY_KEY": "sk-mint-abc"}, api_key_env="MY_KEY").name == "mint"
+def test_detection_reads_key_from_custom_variable() -> None:
+    assert detect({"MY_KEY": "sk-mint-abc"}, api_key_env="MY_KEY").name == "mint"
     with pytest.raises(ConfigError, match="MY_KEY is not set"):
-        found(api_key_env="MY_KEY")
+        detect(api_key_env="MY_KEY")
 
 
-def test_an_address_that_names_none_is_not_dropped() -> None:
+def test_detection_with_unrecognized_url_does_not_ignore_it() -> None:
     local = "http://127.0.0.1:8000"
-    assert found(TINKER, base_url=local).name == "tinker"
+    assert detect(TINKER, base_url=local).name == "tinker"
     assert (
-        found(base_url=local, installed=("weaver",)).reason == "the only service whose package is installed"
+        detect(base_url=local, installed=("weaver",)).reason == "the only service whose package is installed"
     )
     for installed in ((), ("tinker", "weaver")):
         with pytest.raises(ConfigError, match=r"backend\.base_url: it does not tell which service"):
-            found(base_url=local, installed=installed)
+            detect(base_url=local, installed=installed)
 
 
-def test_a_chosen_backend_is_not_detected() -> None:
+def test_explicit_backend_skips_detection() -> None:
     assert detect_backend(LocalBackendConfig(), TINKER | WEAVER).name == "local"
     assert detect_backend(MintBackendConfig(base_url="https://tinker.example"), {}).name == "mint"
 
@@ -124,159 +124,159 @@ def test_a_chosen_backend_is_not_detected() -> None:
 
 
 @pytest.mark.parametrize(("env", "name"), [(TINKER, "tinker"), (MINT, "mint"), (WEAVER, "weaver")])
-def test_the_environment_names_the_service(env: dict[str, str], name: str) -> None:
-    assert found(env) == BackendDetection(name, f"{next(iter(env))} in the environment")
+def test_detection_recognizes_service_by_environment(env: dict[str, str], name: str) -> None:
+    assert detect(env) == BackendDetection(name, f"{next(iter(env))} in the environment")
 
 
 @pytest.mark.parametrize("env", [TINKER | WEAVER, MINT | WEAVER, MINT | TINKER])
-def test_two_services_in_the_environment_are_an_error_that_names_both(env: dict[str, str]) -> None:
+def test_detection_with_two_services_in_environment_names_both(env: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="2 services are configured at once") as error:
-        found(env)
+        detect(env)
     assert all(variable in str(error.value) for variable in env)
     assert KEY not in str(error.value)
 
 
-def test_what_mints_package_copied_is_not_a_second_service() -> None:
+def test_detection_ignores_tinker_key_copied_by_mint() -> None:
     copied = {"MINT_API_KEY": "sk-mint-x", "TINKER_API_KEY": "sk-mint-x"}
-    assert found(copied).name == "mint"
+    assert detect(copied).name == "mint"
     with pytest.raises(ConfigError):
-        found(copied | {"TINKER_BASE_URL": "https://elsewhere.example"})
+        detect(copied | {"TINKER_BASE_URL": "https://elsewhere.example"})
 
 
-def test_settings_come_before_the_environment_and_empty_is_unset() -> None:
-    assert found(TINKER, base_url="https://weaver.example").name == "weaver"
-    assert found({"TINKER_API_KEY": "", "WEAVER_BASE_URL": "http://127.0.0.1:1"}).name == "weaver"
+def test_detection_prefers_settings_and_ignores_empty_variables() -> None:
+    assert detect(TINKER, base_url="https://weaver.example").name == "weaver"
+    assert detect({"TINKER_API_KEY": "", "WEAVER_BASE_URL": "http://127.0.0.1:1"}).name == "weaver"
 
 
 # --- packages -------------------------------------------------------------------------------------
 
 
-def test_what_is_installed_here() -> None:
-    there = inspect_packages()
-    assert there["tinker"].version == "0.36.0"
-    assert [name for name, found in there.items() if found.problem] == ["mint", "verl"]
+def test_inspect_packages_reports_installed_versions() -> None:
+    packages = inspect_packages()
+    assert packages["tinker"].version == "0.36.0"
+    assert [name for name, package in packages.items() if package.problem] == ["mint", "verl"]
 
 
-def test_a_missing_package_is_an_error_with_what_to_type() -> None:
+def test_check_installed_with_missing_package_shows_install_command() -> None:
     check_installed(TinkerBackendConfig())
     absent = inspect_package("tinker", PackageRequirement("no-such-package", "'instar[tinker]'"))
     assert absent.problem is not None
     assert absent.problem.endswith(f"{sys.executable} -m pip install 'instar[tinker]'")
     with pytest.raises(ConfigError) as error:
         check_installed(MintBackendConfig())
-    said = str(error.value)
-    assert "pip install 'instar[mint]'" in said
-    assert "tinker 0.36.0" in said, "MinT does not go with the tinker that is here"
-    assert "backend.python: mindlab-toolkit-env/bin/python" in said
+    message = str(error.value)
+    assert "pip install 'instar[mint]'" in message
+    assert "tinker 0.36.0" in message, "MinT is not compatible with the installed tinker"
+    assert "backend.python: mindlab-toolkit-env/bin/python" in message
 
 
-def test_another_interpreter_is_asked(tmp_path: Path) -> None:
+def test_check_installed_inspects_configured_interpreter(tmp_path: Path) -> None:
     assert inspect_packages_of(sys.executable) == inspect_packages()
     with pytest.raises(ConfigError, match=r"backend\.python.*no-such-python"):
         check_installed(VerlBackendConfig(python="no-such-python"))
     venv.create(tmp_path, symlinks=True, with_pip=False)
-    bare = str(tmp_path / "bin" / "python")
-    with pytest.raises(ConfigError, match=rf"has no Instar.*{bare} -m pip install"):
-        check_installed(TinkerBackendConfig(python=bare))
+    interpreter = str(tmp_path / "bin" / "python")
+    with pytest.raises(ConfigError, match=rf"has no Instar.*{interpreter} -m pip install"):
+        check_installed(TinkerBackendConfig(python=interpreter))
 
 
-def test_asking_imports_no_sdk() -> None:
+def test_inspect_packages_imports_no_sdk() -> None:
     code = (
         "import sys, instar.backends.packages as p; p.inspect_packages(); "
         "print([m for m in ('tinker', 'weaver', 'torch', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "[]"
 
 
 # --- the run --------------------------------------------------------------------------------------
 
 
-def run(**sections: Any) -> RunConfig:
+def make_config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate(sections)
 
 
-def test_auto_becomes_the_service_with_what_was_set_and_its_sampler() -> None:
-    config, notes = resolve_run(run(backend={"type": "auto", "rank": 8, "deadline": 5}), TINKER)
+def test_auto_backend_becomes_service_with_its_settings_and_sampler() -> None:
+    config, notes = resolve_run(make_config(backend={"type": "auto", "rank": 8, "deadline": 5}), TINKER)
     assert config.backend == TinkerBackendConfig(rank=8, deadline=5)
     assert config.engine == CloudEngineConfig()
     assert notes == ["backend: tinker (TINKER_API_KEY in the environment)"]
     assert resolve_run(config, TINKER) == (config, [])
 
 
-def test_auto_without_a_service_is_local_and_drops_nothing_silently() -> None:
-    config, _ = resolve_run(run(backend={"type": "auto", "rank": 8}), {})
+def test_auto_backend_without_service_is_local_and_rejects_service_settings() -> None:
+    config, _ = resolve_run(make_config(backend={"type": "auto", "rank": 8}), {})
     assert isinstance(config.backend, LocalBackendConfig)
     assert config.backend.lora is not None
     assert config.backend.lora.rank == 8
     assert config.engine.type == "local"
     with pytest.raises(ConfigError, match=r"backend\.train_mlp: nothing names a service"):
-        resolve_run(run(backend={"type": "auto", "train_mlp": False}), {})
+        resolve_run(make_config(backend={"type": "auto", "train_mlp": False}), {})
 
 
-def test_engine_and_backend_go_together_or_are_refused() -> None:
+def test_resolve_run_rejects_engine_that_does_not_fit_backend() -> None:
     with pytest.raises(
         ConfigError, match=r"engine\.type: local cannot sample what tinker.*engine\.type: cloud"
     ):
-        resolve_run(run(backend="tinker", engine="local"), TINKER)
+        resolve_run(make_config(backend="tinker", engine="local"), TINKER)
     with pytest.raises(ConfigError, match=r"engine\.type: cloud.*backend\.type is 'local'"):
-        resolve_run(run(engine="cloud"), {})
-    config, _ = resolve_run(run(backend="tinker", engine="scripted"), TINKER)
+        resolve_run(make_config(engine="cloud"), {})
+    config, _ = resolve_run(make_config(backend="tinker", engine="scripted"), TINKER)
     assert isinstance(config.engine, ScriptedEngineConfig)
 
 
-def test_the_sampler_runs_where_the_trainer_does() -> None:
-    config, _ = resolve_run(run(backend={"type": "tinker", "python": sys.executable}), TINKER)
+def test_cloud_engine_uses_interpreter_of_backend() -> None:
+    config, _ = resolve_run(make_config(backend={"type": "tinker", "python": sys.executable}), TINKER)
     assert config.engine.python == sys.executable
 
 
-def test_a_service_without_a_key_is_refused_before_anything_starts() -> None:
+def test_resolve_run_rejects_service_without_key() -> None:
     with pytest.raises(ConfigError, match=r"weaver needs a key; set WEAVER_API_KEY"):
-        resolve_run(run(backend="weaver"), TINKER)
+        resolve_run(make_config(backend="weaver"), TINKER)
 
 
 @pytest.mark.parametrize(
     "url", ["tinker.example", "https://me:tml-secret@tinker.example", "https://x/?key=tml-secret"]
 )
-def test_an_address_holds_no_key_and_is_one(url: str) -> None:
+def test_resolve_run_rejects_invalid_base_url_without_showing_key(url: str) -> None:
     with pytest.raises(ConfigError, match=r"backend\.base_url") as error:
-        resolve_run(run(backend={"type": "tinker", "base_url": url}), TINKER)
+        resolve_run(make_config(backend={"type": "tinker", "base_url": url}), TINKER)
     assert "tml-secret" not in str(error.value)
 
 
 # --- secrets --------------------------------------------------------------------------------------
 
 
-def test_key_and_address_leave_the_settings_for_the_environment() -> None:
+def test_extract_secrets_moves_key_and_url_to_environment() -> None:
     settings = {"type": "weaver", "api_key": "wv-secret", "base_url": "http://127.0.0.1:9"}
-    config, secrets = extract_secrets(run(backend=settings), {"WEAVER_API_KEY": "another"})
+    config, secrets = extract_secrets(make_config(backend=settings), {"WEAVER_API_KEY": "another"})
     assert secrets.env == {"WEAVER_API_KEY": "wv-secret", "WEAVER_BASE_URL": "http://127.0.0.1:9"}
     assert "wv-secret" not in repr((config, secrets, config.model_dump_json()))
     assert config.backend == WeaverBackendConfig(base_url="http://127.0.0.1:9")
 
 
-def test_every_variable_with_the_key_is_withheld() -> None:
+def test_extract_secrets_withholds_every_variable_with_key() -> None:
     env = {"MY_KEY": KEY, "TINKER_BASE_URL": "https://elsewhere.example", "HOME": "/home/me"}
-    config, secrets = extract_secrets(run(backend={"type": "mint", "api_key_env": "MY_KEY"}), env)
+    config, secrets = extract_secrets(make_config(backend={"type": "mint", "api_key_env": "MY_KEY"}), env)
     assert secrets.env == {"MINT_API_KEY": KEY}
     assert {"MY_KEY", "MINT_API_KEY", "TINKER_BASE_URL"} <= secrets.withheld
     assert "HOME" not in secrets.withheld
     assert config.backend == MintBackendConfig()
 
 
-def test_a_teachers_key_is_the_trainers_alone() -> None:
+def test_extract_secrets_gives_teacher_key_to_trainer_only() -> None:
     reference = {"type": "completions", "base_url": "http://x/v1", "model": "m", "api_key_env": "TEACHER_KEY"}
-    _, secrets = extract_secrets(run(trainer={"reference": reference}), {"TEACHER_KEY": "abc"})
+    _, secrets = extract_secrets(make_config(trainer={"reference": reference}), {"TEACHER_KEY": "abc"})
     assert (secrets.env, secrets.withheld) == ({"TEACHER_KEY": "abc"}, {"TEACHER_KEY"})
 
 
-def test_a_local_run_leaves_the_environment_alone() -> None:
-    config = run()
+def test_extract_secrets_of_local_run_changes_nothing() -> None:
+    config = make_config()
     assert extract_secrets(config, TINKER)[0] is config
     assert extract_secrets(config, TINKER)[1].withheld == frozenset()
 
 
-def test_settings_are_shown_without_the_key() -> None:
-    shown = without_api_key(run(backend={"type": "auto", "api_key": KEY, "api_key_env": None}))
-    assert KEY not in shown.model_dump_json()
-    assert run(**shown.model_dump(mode="json")) == shown
+def test_without_api_key_removes_key_from_settings() -> None:
+    redacted = without_api_key(make_config(backend={"type": "auto", "api_key": KEY, "api_key_env": None}))
+    assert KEY not in redacted.model_dump_json()
+    assert make_config(**redacted.model_dump(mode="json")) == redacted

@@ -1,4 +1,4 @@
-"""What a backend cannot honour is refused at start, by name; a loss may have a substitute."""
+"""Unsupported settings are rejected by name before the start; a loss may have a fallback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instar.backends.factory import apply_capabilities, check_run, create_backen
 from instar.config import ModelConfig, RunConfig
 from instar.errors import ConfigError
 
-SOME = BackendCapabilities(
+CAPABILITIES = BackendCapabilities(
     losses=frozenset({"ppo", "importance_sampling", "cross_entropy"}),
     artifacts=frozenset({"adapter"}),
     optimizer=frozenset({"lr", "beta1", "eps", "grad_clip_norm"}),
@@ -24,12 +24,12 @@ ROLLOUT = {
 KEYS = {"TINKER_API_KEY": "tml-x", "WEAVER_API_KEY": "x"}
 
 
-def run(backend: Any = "local", rollout: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
+def make_config(backend: Any = "local", rollout: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
     settings = {"backend": backend, "rollout": ROLLOUT | (rollout or {}), "trainer": trainer}
     return RunConfig.model_validate(settings)
 
 
-async def test_creates_what_the_config_names_as_it_is_known_to_be(model_folder: Path) -> None:
+async def test_create_backend_has_known_capabilities(model_folder: Path) -> None:
     config = RunConfig(model=ModelConfig(name=str(model_folder), dtype="fp32"))
     backend = create_backend(config)
     assert backend.capabilities == known_capabilities(config.backend)
@@ -37,7 +37,7 @@ async def test_creates_what_the_config_names_as_it_is_known_to_be(model_folder: 
 
 
 @pytest.mark.parametrize(
-    ("trainer", "said"),
+    ("trainer", "message"),
     [
         (
             {"loss": {"name": "cispo"}},
@@ -57,25 +57,29 @@ async def test_creates_what_the_config_names_as_it_is_known_to_be(model_folder: 
         ),
     ],
 )
-def test_what_the_backend_lacks_is_refused_by_name(trainer: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        apply_capabilities(run(**trainer), SOME)
+def test_apply_capabilities_rejects_unsupported_setting_by_name(
+    trainer: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_capabilities(make_config(**trainer), CAPABILITIES)
 
 
-def test_full_finetuning_is_refused_where_there_is_none() -> None:
+def test_apply_capabilities_rejects_unsupported_full_finetuning() -> None:
     with pytest.raises(ConfigError, match=r"backend\.lora: null"):
-        apply_capabilities(run({"type": "local", "lora": None}), SOME)
+        apply_capabilities(make_config({"type": "local", "lora": None}), CAPABILITIES)
 
 
-def test_what_the_backend_does_is_left_as_it_is() -> None:
-    config = run(loss={"name": "ppo", "clip_high": 1.5}, loss_fallback="cross_entropy", adam={"lr": 1e-3})
-    assert apply_capabilities(config, SOME) == (config, [])
+def test_apply_capabilities_keeps_supported_settings() -> None:
+    config = make_config(
+        loss={"name": "ppo", "clip_high": 1.5}, loss_fallback="cross_entropy", adam={"lr": 1e-3}
+    )
+    assert apply_capabilities(config, CAPABILITIES) == (config, [])
 
 
-def test_a_substitute_is_taken_with_a_warning_and_its_own_defaults() -> None:
-    config = run(loss={"name": "cispo", "clip_high": 3.0}, loss_fallback="ppo")
-    settled, (warning,) = apply_capabilities(config, SOME)
-    assert settled.trainer.loss.model_dump(exclude_defaults=True) == {"name": "ppo"}
+def test_loss_fallback_uses_own_defaults_and_warns() -> None:
+    config = make_config(loss={"name": "cispo", "clip_high": 3.0}, loss_fallback="ppo")
+    adjusted, (warning,) = apply_capabilities(config, CAPABILITIES)
+    assert adjusted.trainer.loss.model_dump(exclude_defaults=True) == {"name": "ppo"}
     assert "cispo is not computed" in warning
     assert "training with ppo" in warning
 
@@ -84,41 +88,49 @@ def test_a_substitute_is_taken_with_a_warning_and_its_own_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (
-            run("weaver", loss={"name": "ppo"}),
+            make_config("weaver", loss={"name": "ppo"}),
             r"trainer\.loss\.name: 'ppo'.*cross_entropy, importance_sampling",
         ),
-        (run("tinker", {"sampling": {"temperature": 0.7}}), r"rollout\.sampling\.temperature: given 0\.7"),
-        (run("tinker", {"sampling": {"top_p": 0.9}}), r"rollout\.sampling\.top_p: given 0\.9"),
-        (run("mint"), r"pip install 'instar\[mint\]'"),
-        (run(loss={"clip_low": 0.5}), r"trainer\.loss\.clip_low"),
-        (run(loss={"name": "ppo", "clip_low": 0.2, "clip_high": 0.2}), r"given 0\.2 and 0\.2; they bound"),
-        (run(loss={"name": "cispo", "clip_high": 0.5}), r"given 0 and 0\.5; they bound"),
+        (
+            make_config("tinker", {"sampling": {"temperature": 0.7}}),
+            r"rollout\.sampling\.temperature: given 0\.7",
+        ),
+        (make_config("tinker", {"sampling": {"top_p": 0.9}}), r"rollout\.sampling\.top_p: given 0\.9"),
+        (make_config("mint"), r"pip install 'instar\[mint\]'"),
+        (make_config(loss={"clip_low": 0.5}), r"trainer\.loss\.clip_low"),
+        (
+            make_config(loss={"name": "ppo", "clip_low": 0.2, "clip_high": 0.2}),
+            r"given 0\.2 and 0\.2; they bound",
+        ),
+        (make_config(loss={"name": "cispo", "clip_high": 0.5}), r"given 0 and 0\.5; they bound"),
     ],
 )
-def test_a_run_is_refused_before_anything_starts(config: RunConfig, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_check_run_rejects_invalid_run(config: RunConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_run(config, KEYS)
 
 
-def test_a_run_that_fits_says_what_it_will_do() -> None:
-    settled, notes = check_run(run("weaver", loss={"name": "ppo"}, loss_fallback="importance_sampling"), KEYS)
-    assert settled.engine.type == "cloud"
-    check_run(run("tinker", {"sampling": {"temperature": 0, "top_p": 0.9}}), KEYS)
+def test_check_run_of_valid_run_returns_notes() -> None:
+    adjusted, notes = check_run(
+        make_config("weaver", loss={"name": "ppo"}, loss_fallback="importance_sampling"), KEYS
+    )
+    assert adjusted.engine.type == "cloud"
+    check_run(make_config("tinker", {"sampling": {"temperature": 0, "top_p": 0.9}}), KEYS)
     assert notes == [
         "warning: trainer.loss.name: ppo is not computed by this backend; training with importance_sampling "
         "and its defaults instead (trainer.loss_fallback)"
     ]
 
 
-def test_a_run_that_is_only_recorded_needs_nothing_of_training() -> None:
+def test_check_run_without_training_ignores_trainer_settings() -> None:
     config = RunConfig.model_validate({"engine": "scripted", "trainer": {"loss": {"clip_low": 0.5}}})
     assert check_run(config, {}) == (config, [])
 
 
-def test_the_backend_itself_is_asked_too(model_folder: Path) -> None:
+def test_create_backend_rejects_unsupported_loss_setting(model_folder: Path) -> None:
     settings = {"model": {"name": str(model_folder)}, "trainer": {"loss": {"clip_low": 0.5}}}
     with pytest.raises(ConfigError, match="clip_low"):
         create_backend(RunConfig.model_validate(settings))

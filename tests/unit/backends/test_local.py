@@ -1,4 +1,4 @@
-"""The local backend: the conformance suite, and what is its own."""
+"""The local backend: the conformance suite and the tests specific to this backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestConformance(BackendConformance):
 
 
 class TestCheckpointedConformance(BackendConformance):
-    """In passes as small as they get, with activations computed again."""
+    """The suite with the smallest micro-batches and recomputed activations."""
 
     @pytest.fixture
     def make_backend(self, model_folder: Path) -> Callable[[], Backend]:
@@ -48,18 +48,18 @@ class TestCheckpointedConformance(BackendConformance):
         return lambda: make_local(model_folder, config)
 
 
-async def test_micro_batches_count_a_shared_prefix_once(model_folder: Path) -> None:
+async def test_micro_batches_count_shared_prefix_once(model_folder: Path) -> None:
     prefix = list(range(3, 103))
     samples = [make_sample(str(i), [*prefix, 200 + i, 210 + i], 100) for i in range(10)]
     config = LocalBackendConfig(lora=LoraConfig(rank=4), micro_batch_tokens=120)
     backend = make_local(model_folder, config)
-    done = await backend.forward_backward(samples, LossConfig())
-    assert done.metrics["distinct_tokens"] == 120
-    assert done.metrics["micro_batches"] == 1
+    result = await backend.forward_backward(samples, LossConfig())
+    assert result.metrics["distinct_tokens"] == 120
+    assert result.metrics["micro_batches"] == 1
     await backend.close()
 
 
-async def test_seed_makes_the_adapter(model_folder: Path, tmp_path: Path) -> None:
+async def test_adapter_depends_only_on_seed(model_folder: Path, tmp_path: Path) -> None:
     hashes = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         torch.manual_seed(hash(name) % 1000)
@@ -70,8 +70,8 @@ async def test_seed_makes_the_adapter(model_folder: Path, tmp_path: Path) -> Non
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-async def test_seed_makes_the_saved_state(model_folder: Path, tmp_path: Path) -> None:
-    """Of the RNG too, which nothing here draws from: it would be another one in each process."""
+async def test_saved_state_depends_only_on_seed(model_folder: Path, tmp_path: Path) -> None:
+    """The state includes the RNG; if it were not seeded, it would differ between processes."""
     for name in ("one", "other"):
         backend = make_local(model_folder, seed=5)
         await backend.save_state(tmp_path / name)
@@ -80,7 +80,7 @@ async def test_seed_makes_the_saved_state(model_folder: Path, tmp_path: Path) ->
     assert hash_adapter(tmp_path / "one") == hash_adapter(tmp_path / "other")
 
 
-async def test_published_folder_is_what_peft_writes(model_folder: Path, tmp_path: Path) -> None:
+async def test_published_folder_has_peft_format(model_folder: Path, tmp_path: Path) -> None:
     backend = make_local(model_folder)
     artifact = await backend.publish(tmp_path / "v1")
     config = json.loads((tmp_path / "v1" / "adapter_config.json").read_text())
@@ -96,9 +96,7 @@ async def test_published_folder_is_what_peft_writes(model_folder: Path, tmp_path
     await backend.close()
 
 
-async def test_small_updates_of_an_adapter_on_bf16_do_not_round_away(
-    model_folder: Path, tmp_path: Path
-) -> None:
+async def test_bf16_adapter_keeps_small_updates(model_folder: Path, tmp_path: Path) -> None:
     backend = make_local(model_folder, dtype="bf16")
     adam = AdamConfig(lr=1e-5)
     weights = []
@@ -109,12 +107,12 @@ async def test_small_updates_of_an_adapter_on_bf16_do_not_round_away(
         weights.append(load_file(tmp_path / str(step) / "adapter_model.safetensors"))
     for name in weights[0]:
         if "lora_A" in name:
-            moved = (weights[2][name] - weights[1][name]).abs()
-            assert (moved > 1e-6).float().mean() > 0.9, name
+            change = (weights[2][name] - weights[1][name]).abs()
+            assert (change > 1e-6).float().mean() > 0.9, name
     await backend.close()
 
 
-async def test_bf16_agrees_with_fp32_roughly(model_folder: Path) -> None:
+async def test_bf16_logprobs_are_close_to_fp32(model_folder: Path) -> None:
     results = []
     for dtype in ("fp32", "bf16"):
         backend = make_local(model_folder, dtype=dtype)
@@ -124,35 +122,35 @@ async def test_bf16_agrees_with_fp32_roughly(model_folder: Path) -> None:
     assert np.concatenate(differences).mean() < 0.03
 
 
-async def test_reference_under_full_finetuning_is_a_frozen_copy(model_folder: Path) -> None:
-    """Loaded when it is first asked for, however far training has come by then."""
+async def test_reference_under_full_finetuning_stays_frozen(model_folder: Path) -> None:
+    """The copy is loaded on first use and has the initial weights, even after training steps."""
     backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype="bf16")
     samples = tree_samples()
-    began = await backend.forward(samples)
+    initial = await backend.forward(samples)
     await backend.forward_backward(samples, LossConfig())
     await backend.optim_step(ADAM)
     for _ in range(2):
-        for then, now in zip(began, await backend.reference_logprobs(samples), strict=True):
-            np.testing.assert_array_equal(then, now)
-    assert not np.array_equal((await backend.forward(samples))[0][1:], began[0][1:])
+        for expected, actual in zip(initial, await backend.reference_logprobs(samples), strict=True):
+            np.testing.assert_array_equal(expected, actual)
+    assert not np.array_equal((await backend.forward(samples))[0][1:], initial[0][1:])
     await backend.close()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-async def test_full_finetuning(model_folder: Path, tmp_path: Path, dtype: str) -> None:
+async def test_full_finetuning_matches_transformers(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype=dtype)
     samples = tree_samples()
-    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    done = await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
+    reference = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    result = await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
     total = torch.zeros(())
     for sample in samples:
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))
-        new = plain(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        new = reference(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         total = total - (torch.from_numpy(sample.mask * sample.advantages)[1:] * new).sum()
     total.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None])
     tolerance = 1e-5 if dtype == "fp32" else 0.05
-    assert done.loss == pytest.approx(float(total.detach()), rel=tolerance, abs=tolerance)
+    assert result.loss == pytest.approx(float(total.detach()), rel=tolerance, abs=tolerance)
     assert (await backend.optim_step(ADAM)).grad_norm == pytest.approx(float(norm), rel=tolerance)
     artifact = await backend.publish(tmp_path / "weights")
     assert artifact.kind == "weights"
@@ -170,7 +168,7 @@ async def test_full_finetuning(model_folder: Path, tmp_path: Path, dtype: str) -
     await backend.close()
 
 
-async def test_qk_norm_models_train(tmp_path: Path) -> None:
+async def test_qk_norm_model_packed_logprobs_match_single_samples(tmp_path: Path) -> None:
     config = Qwen3Config(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=512,
@@ -178,14 +176,14 @@ async def test_qk_norm_models_train(tmp_path: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
     backend = make_local(tmp_path / "qwen")
     samples = tree_samples()
-    together = await backend.forward(samples)
-    for sample, found in zip(samples, together, strict=True):
-        (alone,) = await backend.forward([sample])
-        np.testing.assert_allclose(found, alone, atol=2e-5)
+    packed_logprobs = await backend.forward(samples)
+    for sample, actual in zip(samples, packed_logprobs, strict=True):
+        (expected,) = await backend.forward([sample])
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
     await backend.close()
 
 
-def test_sliding_window_is_refused(tmp_path: Path) -> None:
+def test_local_backend_rejects_sliding_window(tmp_path: Path) -> None:
     config = MistralConfig(
         vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, sliding_window=16,
@@ -195,37 +193,39 @@ def test_sliding_window_is_refused(tmp_path: Path) -> None:
         make_local(tmp_path / "mistral")
 
 
-def test_unknown_lora_targets_are_refused(model_folder: Path) -> None:
+def test_local_backend_rejects_unknown_lora_targets(model_folder: Path) -> None:
     config = LocalBackendConfig(lora=LoraConfig(targets=["nothing_like_it"]))
     with pytest.raises(BackendError, match="nothing_like_it"):
         make_local(model_folder, config)
 
 
-async def test_state_of_another_adapter_is_refused(model_folder: Path, tmp_path: Path) -> None:
-    four = make_local(model_folder)
-    eight = make_local(model_folder, LocalBackendConfig(lora=LoraConfig(rank=8)))
-    await four.save_state(tmp_path / "state")
+async def test_load_state_rejects_other_adapter_and_missing_folder(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    rank_4 = make_local(model_folder)
+    rank_8 = make_local(model_folder, LocalBackendConfig(lora=LoraConfig(rank=8)))
+    await rank_4.save_state(tmp_path / "state")
     with pytest.raises(BackendError, match="another"):
-        await eight.load_state(tmp_path / "state")
+        await rank_8.load_state(tmp_path / "state")
     with pytest.raises(BackendError, match="no saved"):
-        await eight.load_state(tmp_path / "nowhere")
-    await four.close()
-    await eight.close()
+        await rank_8.load_state(tmp_path / "nowhere")
+    await rank_4.close()
+    await rank_8.close()
 
 
-async def test_a_gradient_not_yet_applied_is_part_of_the_state(model_folder: Path, tmp_path: Path) -> None:
-    one, other = make_local(model_folder), make_local(model_folder)
-    await one.forward_backward(tree_samples(), LossConfig())
-    await one.save_state(tmp_path / "state")
-    await other.load_state(tmp_path / "state")
-    assert await one.optim_step(ADAM) == await other.optim_step(ADAM)
-    for name, backend in (("a", one), ("b", other)):
+async def test_saved_state_includes_unapplied_gradient(model_folder: Path, tmp_path: Path) -> None:
+    first, second = make_local(model_folder), make_local(model_folder)
+    await first.forward_backward(tree_samples(), LossConfig())
+    await first.save_state(tmp_path / "state")
+    await second.load_state(tmp_path / "state")
+    assert await first.optim_step(ADAM) == await second.optim_step(ADAM)
+    for name, backend in (("a", first), ("b", second)):
         await backend.publish(tmp_path / name)
         await backend.close()
     assert read_all(tmp_path / "a") == read_all(tmp_path / "b")
 
 
-def test_a_folder_appears_only_when_whole(tmp_path: Path) -> None:
+def test_write_folder_is_atomic(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").write_text("x")
         assert not (tmp_path / "target").exists()

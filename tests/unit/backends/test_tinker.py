@@ -1,4 +1,4 @@
-"""The Tinker backend through the real SDK, against the served protocol over a socket."""
+"""The Tinker backend with the real SDK, against a protocol server on a socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigE
 from instar.protocol.base import ServiceLimits
 from instar.types import Artifact
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
-from tests.unit.backends.conformance import ADAM, BackendConformance, begun
+from tests.unit.backends.conformance import ADAM, BackendConformance, start_backend
 from tests.unit.protocol.serving import served
 
 KEY = "tml-a-key-of-the-tests"
@@ -35,69 +35,73 @@ def model(model_folder: Path) -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the server keeps what is saved."""
+def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the server stores saved states."""
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture(scope="module")
-def url(model: ModelConfig, kept: Path) -> Generator[str]:
-    # A closed backend's model stays until the server misses its session.
+def url(model: ModelConfig, server_folder: Path) -> Generator[str]:
+    # The model of a closed backend is kept until the server notices that its session has ended.
     with (
         collect_sdk_leaks(),
-        served("tinker", model, folder=kept, keys=[KEY], limits=ServiceLimits(max_models=64)) as address,
+        served(
+            "tinker", model, folder=server_folder, keys=[KEY], limits=ServiceLimits(max_models=64)
+        ) as address,
     ):
         yield address
 
 
-def section(url: str, **changes: Any) -> TinkerBackendConfig:
+def make_config(url: str, **changes: Any) -> TinkerBackendConfig:
     return TinkerBackendConfig(**({"base_url": url, "api_key": KEY, "rank": 8, "deadline": 60} | changes))
 
 
 @pytest.fixture
 def make_backend(model: ModelConfig, url: str) -> Callable[[], Backend]:
-    return lambda: TinkerBackend(model, section(url), seed=5)
+    return lambda: TinkerBackend(model, make_config(url), seed=5)
 
 
 class TestConformance(BackendConformance):
-    names_samples = False
-    kept: Path
-    # `instar backends check tinker`, which tests/integration/backends runs, has these.
-    test_published_adapter_gives_the_same_logprobs = None
-    test_steps_follow_adamw = None
-    test_two_calls_accumulate_as_one = None
-    test_weights_alone_can_be_loaded = None
-    test_calls_may_be_pipelined = None
+    names_non_finite_samples = False
+    server_folder: Path
+    # `instar backends check tinker` covers these; tests/integration/backends runs it.
+    test_published_adapter_reproduces_backend_logprobs = None
+    test_optim_step_matches_adamw = None
+    test_forward_backward_in_two_calls_accumulates_same_gradient = None
+    test_load_state_without_optimizer_restores_weights = None
+    test_backend_accepts_pipelined_calls = None
 
     @pytest.fixture
-    def make_backend(self, model: ModelConfig, url: str, kept: Path) -> Callable[[], Backend]:
-        self.kept = kept
-        return lambda: TinkerBackend(model, section(url), seed=5)
+    def make_backend(self, model: ModelConfig, url: str, server_folder: Path) -> Callable[[], Backend]:
+        self.server_folder = server_folder
+        return lambda: TinkerBackend(model, make_config(url), seed=5)
 
-    def published(self, artifact: Artifact) -> Path:
+    def adapter_folder(self, artifact: Artifact) -> Path:
         assert artifact.kind == "remote"
-        return self.kept / artifact.path.removeprefix("tinker://") / "adapter"
+        return self.server_folder / artifact.path.removeprefix("tinker://") / "adapter"
 
 
-async def test_what_has_nothing_to_train_is_answered_here(make_backend: Callable[[], Backend]) -> None:
-    backend = await begun(make_backend)
+async def test_tinker_samples_without_trained_tokens_are_answered_locally(
+    make_backend: Callable[[], Backend],
+) -> None:
+    backend = await start_backend(make_backend)
     alone, unmasked = make_sample("alone", [7], 1), make_sample("unmasked", [7, 8, 9], 3)
-    done = await backend.forward_backward([alone, unmasked], LossConfig())
-    assert done.loss == 0
-    assert [len(found) for found in done.logprobs] == [1, 3]
-    assert all(np.isnan(found).all() for found in done.logprobs)
+    result = await backend.forward_backward([alone, unmasked], LossConfig())
+    assert result.loss == 0
+    assert [len(logprobs) for logprobs in result.logprobs] == [1, 3]
+    assert all(np.isnan(logprobs).all() for logprobs in result.logprobs)
     with pytest.raises(BackendError, match="gradient"):
         await backend.optim_step(ADAM)
-    (one, three) = await backend.forward([alone, unmasked])
-    assert np.isnan(one).all()
-    assert np.isfinite(three[1:]).all()
+    (short_logprobs, long_logprobs) = await backend.forward([alone, unmasked])
+    assert np.isnan(short_logprobs).all()
+    assert np.isfinite(long_logprobs[1:]).all()
     assert await backend.forward([]) == []
     await backend.close()
 
 
-async def test_tokens_that_are_not_trained_do_not_move_under_dro(make_backend: Callable[[], Backend]) -> None:
-    """The protocol knows no mask, and dro would hold every token to its old logprob."""
-    backend = await begun(make_backend)
+async def test_tinker_dro_does_not_move_untrained_tokens(make_backend: Callable[[], Backend]) -> None:
+    """The protocol has no mask, so dro could pull every token towards its old logprob."""
+    backend = await start_backend(make_backend)
     mask = np.zeros(40, np.float32)
     mask[-1] = 1
     sample = make_sample("one", list(range(3, 43)), 39, mask=mask, advantages=np.zeros(40, np.float32))
@@ -110,49 +114,52 @@ async def test_tokens_that_are_not_trained_do_not_move_under_dro(make_backend: C
     await backend.close()
 
 
-async def test_a_mask_is_a_weight(make_backend: Callable[[], Backend]) -> None:
-    whole = make_sample("whole", [4, 5, 6, 7, 8], 2)
-    half = make_sample("half", [4, 5, 6, 7, 8], 2, mask=whole.mask / 2, logprobs=whole.logprobs)
-    backend = await begun(make_backend)
+async def test_tinker_fractional_mask_scales_loss(make_backend: Callable[[], Backend]) -> None:
+    full = make_sample("whole", [4, 5, 6, 7, 8], 2)
+    half = make_sample("half", [4, 5, 6, 7, 8], 2, mask=full.mask / 2, logprobs=full.logprobs)
+    backend = await start_backend(make_backend)
     for name in ("cross_entropy", "importance_sampling", "ppo"):
-        one, two = [await backend.forward_backward([s], LossConfig(name=name)) for s in (whole, half)]
-        assert two.loss == pytest.approx(one.loss / 2)
+        loss = LossConfig(name=name)
+        full_result, half_result = [await backend.forward_backward([s], loss) for s in (full, half)]
+        assert half_result.loss == pytest.approx(full_result.loss / 2)
     with pytest.raises(BackendError, match=r"half.*mask"):
         await backend.forward_backward([half], LossConfig(name="dro"))
     await backend.close()
 
 
-async def test_the_state_says_where_the_service_keeps_it(
+async def test_tinker_state_file_names_service_path(
     make_backend: Callable[[], Backend], model: ModelConfig, url: str, tmp_path: Path
 ) -> None:
-    backend = await begun(make_backend)
+    backend = await start_backend(make_backend)
     await backend.save_state(tmp_path / "state")
-    told = json.loads((tmp_path / "state" / "state.json").read_text())
-    assert told["state"].startswith("tinker://")
-    assert (told["service"], told["rank"], told["base_model"]) == ("tinker", 8, model.name)
-    assert KEY not in json.dumps(told)
+    saved_state = json.loads((tmp_path / "state" / "state.json").read_text())
+    assert saved_state["state"].startswith("tinker://")
+    assert (saved_state["service"], saved_state["rank"], saved_state["base_model"]) == (
+        "tinker",
+        8,
+        model.name,
+    )
+    assert KEY not in json.dumps(saved_state)
     await backend.close()
 
-    other = TinkerBackend(model, section(url, rank=4))
+    other = TinkerBackend(model, make_config(url, rank=4))
     with pytest.raises(BackendError, match="rank 8, not 4"):
         await other.load_state(tmp_path / "state")
     with pytest.raises(BackendError, match="does not contain a saved state"):
         await other.load_state(tmp_path)
-    told["state"] = "tinker://model-that-never-was/weights/gone"
-    (tmp_path / "state" / "state.json").write_text(json.dumps(told))
-    with pytest.raises(BackendError, match="gone") as caught:
-        await backend_of(model, url).load_state(tmp_path / "state")
-    assert not isinstance(caught.value, BackendLost)
+    saved_state["state"] = "tinker://model-that-never-was/weights/gone"
+    (tmp_path / "state" / "state.json").write_text(json.dumps(saved_state))
+    with pytest.raises(BackendError, match="gone") as error:
+        await make_tinker_backend(model, url).load_state(tmp_path / "state")
+    assert not isinstance(error.value, BackendLost)
 
 
-def backend_of(model: ModelConfig, url: str, **changes: Any) -> TinkerBackend:
-    return TinkerBackend(model, section(url, **changes), seed=5)
+def make_tinker_backend(model: ModelConfig, url: str, **changes: Any) -> TinkerBackend:
+    return TinkerBackend(model, make_config(url, **changes), seed=5)
 
 
-async def test_closing_does_not_end_what_was_saved(
-    make_backend: Callable[[], Backend], tmp_path: Path
-) -> None:
-    first = await begun(make_backend)
+async def test_tinker_saved_state_survives_close(make_backend: Callable[[], Backend], tmp_path: Path) -> None:
+    first = await start_backend(make_backend)
     await first.forward_backward(tree_samples(), LossConfig())
     await first.optim_step(ADAM)
     await first.save_state(tmp_path / "state")
@@ -165,8 +172,8 @@ async def test_closing_does_not_end_what_was_saved(
     await second.close()
 
 
-async def test_nothing_but_the_backend_has_to_be_held(make_backend: Callable[[], Backend]) -> None:
-    backend = await begun(make_backend)
+async def test_tinker_session_survives_garbage_collection(make_backend: Callable[[], Backend]) -> None:
+    backend = await start_backend(make_backend)
     gc.collect()
     await asyncio.sleep(0.1)
     gc.collect()
@@ -175,24 +182,24 @@ async def test_nothing_but_the_backend_has_to_be_held(make_backend: Callable[[],
     await backend.close()
 
 
-async def test_a_call_before_the_session_and_after_it_was_lost(
+async def test_tinker_calls_without_session_raise_backend_lost(
     make_backend: Callable[[], Backend], tmp_path: Path
 ) -> None:
     backend = make_backend()
     with pytest.raises(BackendLost, match="start"):
         await backend.forward(tree_samples())
     await backend.start()
-    waiting = asyncio.create_task(backend.forward_backward(tree_samples(), LossConfig()))
+    unsent_call = asyncio.create_task(backend.forward_backward(tree_samples(), LossConfig()))
     await asyncio.sleep(0)
-    waiting.cancel()
+    unsent_call.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await backend.save_state(tmp_path / "unsent")  # it was broken off before it was sent
-    sent = asyncio.create_task(backend.forward_backward(tree_samples(), LossConfig()))
+        await unsent_call
+    await backend.save_state(tmp_path / "unsent")  # the call was cancelled before it was sent
+    sent_call = asyncio.create_task(backend.forward_backward(tree_samples(), LossConfig()))
     await asyncio.sleep(0.02)
-    sent.cancel()
+    sent_call.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await sent
+        await sent_call
     with pytest.raises(BackendLost, match="was cancelled"):
         await backend.optim_step(ADAM)
     await backend.start()
@@ -200,11 +207,11 @@ async def test_a_call_before_the_session_and_after_it_was_lost(
     await backend.close()
 
 
-async def test_a_server_that_was_restarted_has_lost_the_session(
-    model: ModelConfig, kept: Path, tmp_path: Path
+async def test_tinker_restarted_server_raises_backend_lost(
+    model: ModelConfig, server_folder: Path, tmp_path: Path
 ) -> None:
     with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
-        backend = backend_of(model, first, deadline=30)
+        backend = make_tinker_backend(model, first, deadline=30)
         await backend.start()
         await backend.forward_backward(tree_samples(), LossConfig())
         await backend.save_state(tmp_path / "state")
@@ -221,21 +228,21 @@ async def test_a_server_that_was_restarted_has_lost_the_session(
         await backend.close()
 
 
-async def test_a_service_that_is_not_there_is_given_up_in_time(model: ModelConfig) -> None:
-    backend = backend_of(model, "http://127.0.0.1:9", deadline=1)
+async def test_tinker_unreachable_service_times_out(model: ModelConfig) -> None:
+    backend = make_tinker_backend(model, "http://127.0.0.1:9", deadline=1)
     async with asyncio.timeout(5):
-        with pytest.raises(BackendUnavailable, match="longer than 1 s") as caught:
+        with pytest.raises(BackendUnavailable, match="longer than 1 s") as error:
             await backend.start()
-    assert KEY not in str(caught.value)
+    assert KEY not in str(error.value)
     await backend.close()
 
 
-async def test_a_service_that_stalls_is_given_up_in_time(model: ModelConfig, tmp_path: Path) -> None:
+async def test_tinker_stalled_service_times_out(model: ModelConfig, tmp_path: Path) -> None:
     with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address:
-        backend = backend_of(model, address, deadline=30)
+        backend = make_tinker_backend(model, address, deadline=30)
         await backend.start()
-    # Nothing listens there any more, and the SDK goes on trying for minutes.
-    backend._session.connection.access = cut_short(backend._session.connection.access)  # type: ignore[union-attr]
+    # The server has stopped, and the SDK retries for minutes.
+    backend._session.connection.access = shorten_deadline(backend._session.connection.access)  # type: ignore[union-attr]
     forward, step = await asyncio.gather(
         backend.forward_backward(tree_samples(), LossConfig()),
         backend.optim_step(ADAM),
@@ -246,44 +253,44 @@ async def test_a_service_that_stalls_is_given_up_in_time(model: ModelConfig, tmp
     await backend.close()
 
 
-def cut_short(access: Any) -> Any:
+def shorten_deadline(access: Any) -> Any:
     from dataclasses import replace
 
     return replace(access, deadline=1.0)
 
 
-async def test_a_wrong_key_names_the_variable(model: ModelConfig, url: str) -> None:
+async def test_tinker_wrong_key_names_variable(model: ModelConfig, url: str) -> None:
     for key in ("tml-wrong", "of-another-kind"):
-        with pytest.raises(ConfigError, match="TINKER_API_KEY") as caught:
-            await backend_of(model, url, api_key=key).start()
-        assert key not in str(caught.value)
+        with pytest.raises(ConfigError, match="TINKER_API_KEY") as error:
+            await make_tinker_backend(model, url, api_key=key).start()
+        assert key not in str(error.value)
 
 
-async def test_an_unknown_base_model_is_refused(model: ModelConfig, url: str) -> None:
+async def test_tinker_unknown_base_model_is_rejected(model: ModelConfig, url: str) -> None:
     with pytest.raises(BackendError, match="another-model"):
-        await backend_of(model, url, base_model="another-model").start()
+        await make_tinker_backend(model, url, base_model="another-model").start()
 
 
-async def test_mint_says_why_it_cannot_run_beside_tinker(model: ModelConfig, url: str) -> None:
+async def test_mint_next_to_newer_tinker_raises_config_error(model: ModelConfig, url: str) -> None:
     backend = MintBackend(model, MintBackendConfig(base_url=url, api_key="sk-mint-x"))
     with pytest.raises(ConfigError, match=r"older.*backend\.python"):
         await backend.start()
 
 
-def test_a_failure_is_what_can_be_done_about_it() -> None:
+def test_cloud_error_maps_to_backend_error() -> None:
     assert isinstance(CloudError("lost", "x").to_backend_error(), BackendLost)
     assert isinstance(CloudError("unavailable", "x").to_backend_error(), BackendUnavailable)
     assert isinstance(CloudError("settings", "x").to_backend_error(), ConfigError)
 
 
-async def test_a_discarded_state_is_gone_at_the_service(
-    make_backend: Callable[[], Backend], kept: Path, tmp_path: Path
+async def test_tinker_discard_state_deletes_it_at_service(
+    make_backend: Callable[[], Backend], server_folder: Path, tmp_path: Path
 ) -> None:
-    backend = await begun(make_backend)
+    backend = await start_backend(make_backend)
     for name in ("old", "new"):
         await backend.save_state(tmp_path / name)
     folders = {
-        name: kept
+        name: server_folder
         / json.loads((tmp_path / name / "state.json").read_text())["state"].removeprefix("tinker://")
         for name in ("old", "new")
     }

@@ -1,4 +1,4 @@
-"""The verl backend as far as it goes without verl: what it refuses, and how batches are dealt."""
+"""The parts of the verl backend that work without verl: version checks and batch distribution."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from instar.types import Sample
 from tests.unit.backends.conformance import make_sample, tree_samples
 
 
-def test_without_verl_it_says_what_to_install(model_folder: Path) -> None:
+def test_verl_backend_without_verl_shows_install_command(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"verl>=0\.9\.1,<0\.10.*backend\.python.*pip install"):
         VerlBackend(ModelConfig(name=str(model_folder)), VerlBackendConfig())
 
 
-@pytest.mark.parametrize(("version", "fits"), [("0.8.2", False), ("0.9.1", True), ("0.10.0", False)])
-def test_only_versions_that_were_tried_are_taken(
-    version: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("version", "is_supported"), [("0.8.2", False), ("0.9.1", True), ("0.10.0", False)])
+def test_check_version_accepts_only_tested_versions(
+    version: str, is_supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = tmp_path / f"verl-{version}.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verl\nVersion: {version}\n")
+    dist_info = tmp_path / f"verl-{version}.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verl\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    if fits:
+    if is_supported:
         check_version()
         return
     with pytest.raises(ConfigError, match=f"{version} is installed"):
@@ -37,21 +37,23 @@ def test_only_versions_that_were_tried_are_taken(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("count", [1, 2, 4, 12])
-def test_every_sample_is_dealt_once_and_comes_back_in_its_place(ranks: int, count: int) -> None:
+def test_distributed_samples_are_gathered_in_order(ranks: int, count: int) -> None:
     samples = tree_samples()[:count]
     share = distribute_samples(samples, ranks, 64)
-    assert sorted(i for mine in share.indices for i in mine) == list(range(count))
-    assert len({len(rows) for rows in share.samples}) == 1, "every rank has as many rows"
-    filling = [
-        row for rows, mine in zip(share.samples, share.indices, strict=True) for row in rows[len(mine) :]
+    assert sorted(i for indices in share.indices for i in indices) == list(range(count))
+    assert len({len(rows) for rows in share.samples}) == 1, "every rank has the same number of rows"
+    padding_rows = [
+        row
+        for rows, indices in zip(share.samples, share.indices, strict=True)
+        for row in rows[len(indices) :]
     ]
-    assert all(not row.mask.any() for row in filling)
-    answers = [[row.token_ids.astype(np.float32) for row in rows] for rows in share.samples]
-    for sample, found in zip(samples, gather_logprobs(share, answers, samples), strict=True):
-        np.testing.assert_array_equal(found, sample.token_ids)
+    assert all(not row.mask.any() for row in padding_rows)
+    logprobs_by_rank = [[row.token_ids.astype(np.float32) for row in rows] for rows in share.samples]
+    for sample, actual in zip(samples, gather_logprobs(share, logprobs_by_rank, samples), strict=True):
+        np.testing.assert_array_equal(actual, sample.token_ids)
 
 
-def test_ranks_have_about_as_many_tokens() -> None:
+def test_distribute_samples_balances_tokens_across_ranks() -> None:
     rng = np.random.default_rng(0)
     samples: list[Sample] = [make_sample(str(n), [5] * int(n), 1) for n in rng.integers(2, 400, 64)]
     tokens = [
@@ -60,7 +62,7 @@ def test_ranks_have_about_as_many_tokens() -> None:
     assert max(tokens) < 1.05 * min(tokens)
 
 
-def test_a_long_sample_has_a_pass_to_itself() -> None:
+def test_distribute_samples_raises_max_tokens_for_long_sample() -> None:
     samples = [make_sample("long", [5] * 300, 1), make_sample("short", [5] * 10, 1)]
     assert distribute_samples(samples, 2, 64).max_tokens == 300
     assert distribute_samples(samples, 2, 4096).max_tokens == 4096

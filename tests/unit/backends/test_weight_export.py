@@ -1,4 +1,4 @@
-"""The weights that a backend hands out live are those that its files would hold."""
+"""The weights that a backend exports live equal those in its files."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ def make_backend(folder: Path, lora: LoraConfig | None, dtype: str = "fp32") -> 
     return LocalBackend(model, LocalBackendConfig(lora=lora))
 
 
-async def trained(backend: Backend) -> dict[str, Tensor]:
+async def train_and_export(backend: Backend) -> dict[str, Tensor]:
     for _ in range(2):
         await backend.forward_backward(tree_samples(), LossConfig())
         await backend.optim_step(AdamConfig(lr=1e-2))
     return {name: tensor.clone() async for name, tensor in backend.tensors()}
 
 
-def logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
+def compute_logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
     with torch.no_grad():
         scores = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
     return scores.gather(1, ids[1:, None])[:, 0]
 
 
-async def test_an_adapter_is_merged_under_the_names_of_the_files(model_folder: Path) -> None:
+async def test_exported_tensors_merge_adapter_under_file_names(model_folder: Path) -> None:
     backend = make_backend(model_folder, LoraConfig(rank=4))
     assert backend.capabilities.live
-    tensors = await trained(backend)
+    tensors = await train_and_export(backend)
     files = load_file(model_folder / "model.safetensors")
     assert tensors.keys() == files.keys()
     assert {name: t.shape for name, t in tensors.items()} == {name: t.shape for name, t in files.items()}
     merged = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     merged.load_state_dict(tensors, strict=False)
     sample = tree_samples()[0]
     ids = torch.from_numpy(sample.token_ids).long()
     (expected,) = await backend.forward([sample])
-    told = torch.from_numpy(expected[1:])
-    assert (logprobs(merged, ids) - told).abs().max() < 1e-4
-    assert (logprobs(plain, ids) - told).abs().max() > 1e-2
+    expected_logprobs = torch.from_numpy(expected[1:])
+    assert (compute_logprobs(merged, ids) - expected_logprobs).abs().max() < 1e-4
+    assert (compute_logprobs(base, ids) - expected_logprobs).abs().max() > 1e-2
     await backend.close()
 
 
-async def test_all_weights_are_those_of_the_published_folder(model_folder: Path, tmp_path: Path) -> None:
+async def test_exported_weights_match_published_folder(model_folder: Path, tmp_path: Path) -> None:
     backend = make_backend(model_folder, None, dtype="bf16")
-    tensors = await trained(backend)
+    tensors = await train_and_export(backend)
     await backend.publish(tmp_path / "v1")
     files = load_file(tmp_path / "v1" / "model.safetensors")
     assert tensors.keys() == files.keys()
@@ -65,10 +65,10 @@ async def test_all_weights_are_those_of_the_published_folder(model_folder: Path,
     await backend.close()
 
 
-async def test_small_updates_are_merged_from_full_precision(model_folder: Path) -> None:
-    """bf16(base + delta), which differs from bf16(base) + bf16(delta)."""
+async def test_exported_tensors_merge_small_updates_in_full_precision(model_folder: Path) -> None:
+    """The merged weight is bf16(base + delta), which differs from bf16(base) + bf16(delta)."""
     backend = make_backend(model_folder, LoraConfig(rank=4), dtype="bf16")
-    tensors = await trained(backend)
+    tensors = await train_and_export(backend)
     layer = backend._model.causal.get_submodule("model.layers.0.mlp.up_proj")
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     exact = layer.base_layer.weight.float() + layer.scaling["default"] * b @ a
@@ -77,7 +77,7 @@ async def test_small_updates_are_merged_from_full_precision(model_folder: Path) 
 
 
 @pytest.mark.parametrize(("targets", "live"), [(["lm_head", "q_proj"], False), (["q_proj"], True)])
-async def test_an_adapter_on_a_tied_output_layer_cannot_be_merged(
+async def test_adapter_on_tied_output_layer_is_not_live(
     model_folder: Path, targets: list[str], live: bool
 ) -> None:
     backend = make_backend(model_folder, LoraConfig(rank=4, targets=targets))

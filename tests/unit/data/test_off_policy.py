@@ -17,8 +17,8 @@ from instar.types import Floats, Sample
 RECOMPUTE = OffPolicyConfig(proximal="recompute")
 
 
-def drawn(rng: np.random.Generator, *, truncated_softmax: bool) -> tuple[Sample, Floats, Floats]:
-    """A sample whose tokens several versions have sampled, its scales and the proximal logprobs."""
+def make_random_sample(rng: np.random.Generator, *, truncated_softmax: bool) -> tuple[Sample, Floats, Floats]:
+    """Return a sample with tokens from several versions, its scales and its proximal logprobs."""
     length = 40
     mask = (rng.random(length) < 0.6).astype(np.float32)
     mask[0] = 0
@@ -43,91 +43,93 @@ def drawn(rng: np.random.Generator, *, truncated_softmax: bool) -> tuple[Sample,
 @pytest.mark.parametrize(
     ("truncate", "drop_above"), [(None, None), (1.3, None), (None, 3.0), (1.1, 1.5), (0.5, None)]
 )
-def test_against_python_floats(
+def test_decouple_matches_computation_in_python_floats(
     truncated_softmax: bool, truncate: float | None, drop_above: float | None
 ) -> None:
     config = OffPolicyConfig(proximal="recompute", truncate=truncate, drop_above=drop_above)
     rng = np.random.default_rng(7)
-    drawn_samples = [drawn(rng, truncated_softmax=truncated_softmax) for _ in range(3)]
-    samples, scales, proximal = (list(column) for column in zip(*drawn_samples, strict=True))
-    corrected, weighted, told = decouple(samples, scales, proximal, config)
-    cut = left_out = count = 0
-    for sample, scale, logprobs, found, weights in zip(
+    random_samples = [make_random_sample(rng, truncated_softmax=truncated_softmax) for _ in range(3)]
+    samples, scales, proximal = (list(column) for column in zip(*random_samples, strict=True))
+    corrected, weighted, metrics = decouple(samples, scales, proximal, config)
+    truncated_count = dropped_count = count = 0
+    for sample, scale, logprobs, corrected_sample, weights in zip(
         samples, scales, proximal, corrected, weighted, strict=True
     ):
         for i in range(len(sample)):
             if sample.mask[i] == 0:
-                assert (found.mask[i], found.advantages[i], weights[i]) == (0, 0, 0)
-                assert math.isnan(found.logprobs[i]), "a token not trained stays without a logprob"
+                assert (corrected_sample.mask[i], corrected_sample.advantages[i], weights[i]) == (0, 0, 0)
+                assert math.isnan(corrected_sample.logprobs[i]), "an untrained token keeps no logprob"
                 continue
             count += 1
             source = sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs
             ratio = math.exp(float(logprobs[i]) - float(source[i]))
-            kept = drop_above is None or 1 / drop_above <= ratio <= drop_above
-            weight = min(ratio, truncate or 2.0) if kept else 0.0
-            left_out += not kept
-            cut += kept and ratio > (truncate or 2.0)
-            assert found.mask[i] == float(kept)
-            assert found.logprobs[i] == logprobs[i]
-            assert found.advantages[i] == pytest.approx(weight * float(sample.advantages[i]), rel=1e-6)
+            is_kept = drop_above is None or 1 / drop_above <= ratio <= drop_above
+            weight = min(ratio, truncate or 2.0) if is_kept else 0.0
+            dropped_count += not is_kept
+            truncated_count += is_kept and ratio > (truncate or 2.0)
+            assert corrected_sample.mask[i] == float(is_kept)
+            assert corrected_sample.logprobs[i] == logprobs[i]
+            assert corrected_sample.advantages[i] == pytest.approx(
+                weight * float(sample.advantages[i]), rel=1e-6
+            )
             assert weights[i] == pytest.approx(weight * float(scale[i]), rel=1e-6)
-    assert told == {"truncated": pytest.approx(cut / count), "left_out_tokens": left_out}
-    assert cut > 0
-    assert (left_out > 0) == (drop_above is not None)
+    assert metrics == {"truncated": pytest.approx(truncated_count / count), "left_out_tokens": dropped_count}
+    assert truncated_count > 0
+    assert (dropped_count > 0) == (drop_above is not None)
 
 
-def test_on_policy_nothing_changes() -> None:
-    sample, scale, _ = drawn(np.random.default_rng(1), truncated_softmax=False)
-    (same,), (weights,), told = decouple([sample], [scale], [sample.logprobs], RECOMPUTE)
+def test_decouple_on_policy_changes_nothing() -> None:
+    sample, scale, _ = make_random_sample(np.random.default_rng(1), truncated_softmax=False)
+    (unchanged,), (weights,), metrics = decouple([sample], [scale], [sample.logprobs], RECOMPUTE)
     for name in ("mask", "logprobs", "advantages"):
-        np.testing.assert_array_equal(getattr(same, name), getattr(sample, name))
+        np.testing.assert_array_equal(getattr(unchanged, name), getattr(sample, name))
     np.testing.assert_array_equal(weights, scale)
-    assert told == {"truncated": 0.0, "left_out_tokens": 0}
+    assert metrics == {"truncated": 0.0, "left_out_tokens": 0}
 
 
-def test_figures_against_python_floats() -> None:
+def test_compute_importance_matches_computation_in_python_floats() -> None:
     rng = np.random.default_rng(3)
-    sample, _, proximal = drawn(rng, truncated_softmax=True)
-    other, _, theirs = drawn(rng, truncated_softmax=False)
+    sample, _, proximal = make_random_sample(rng, truncated_softmax=True)
+    other, _, other_proximal = make_random_sample(rng, truncated_softmax=False)
     ratios: list[float] = []
     assert sample.behavior_logprobs is not None
     for new, old, mask in (
         (proximal, sample.behavior_logprobs, sample.mask),
-        (theirs, other.logprobs, other.mask),
+        (other_proximal, other.logprobs, other.mask),
     ):
         ratios += [math.exp(float(a) - float(b)) for a, b, m in zip(new, old, mask, strict=True) if m]
-    told = compute_importance([sample, other], [proximal, theirs])
-    assert told["importance_mean"] == pytest.approx(sum(ratios) / len(ratios))
-    assert told["importance_max"] == pytest.approx(max(ratios))
+    metrics = compute_importance([sample, other], [proximal, other_proximal])
+    assert metrics["importance_mean"] == pytest.approx(sum(ratios) / len(ratios))
+    assert metrics["importance_max"] == pytest.approx(max(ratios))
     ordered = sorted(ratios)
-    place = 0.99 * (len(ratios) - 1)
-    below = ordered[int(place)]
-    assert told["importance_p99"] == pytest.approx(
-        below + (place - int(place)) * (ordered[int(place) + 1] - below)
+    position = 0.99 * (len(ratios) - 1)
+    below = ordered[int(position)]
+    assert metrics["importance_p99"] == pytest.approx(
+        below + (position - int(position)) * (ordered[int(position) + 1] - below)
     )
-    square = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios)
-    assert told["ess"] == pytest.approx(square / len(ratios))
+    effective_count = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios)
+    assert metrics["ess"] == pytest.approx(effective_count / len(ratios))
     on_policy = compute_importance([other], [other.logprobs])
     assert on_policy["ess"] == on_policy["importance_max"] == 1.0
     assert compute_importance([], []) == {}
 
 
-def test_figures_stay_finite() -> None:
-    sample, _, proximal = drawn(np.random.default_rng(3), truncated_softmax=False)
-    hopeless = replace(sample, logprobs=np.where(sample.mask > 0, -1e4, np.nan).astype(np.float32))
-    assert all(math.isfinite(value) for value in compute_importance([hopeless], [proximal]).values())
+def test_compute_importance_with_tiny_logprobs_stays_finite() -> None:
+    sample, _, proximal = make_random_sample(np.random.default_rng(3), truncated_softmax=False)
+    unlikely = replace(sample, logprobs=np.where(sample.mask > 0, -1e4, np.nan).astype(np.float32))
+    assert all(math.isfinite(value) for value in compute_importance([unlikely], [proximal]).values())
 
 
-def test_a_logprob_that_the_backend_does_not_tell_is_an_error() -> None:
-    sample, scale, proximal = drawn(np.random.default_rng(1), truncated_softmax=False)
-    where = int(np.flatnonzero(sample.mask)[2])
-    proximal[where] = np.nan
-    with pytest.raises(BackendError, match=f"sample k: .* trained at {where}"):
+def test_decouple_with_missing_proximal_logprob_raises() -> None:
+    sample, scale, proximal = make_random_sample(np.random.default_rng(1), truncated_softmax=False)
+    missing_index = int(np.flatnonzero(sample.mask)[2])
+    proximal[missing_index] = np.nan
+    with pytest.raises(BackendError, match=f"sample k: .* trained at {missing_index}"):
         decouple([sample], [scale], [proximal], RECOMPUTE)
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         (
             {"truncate": 3},
@@ -143,14 +145,14 @@ def test_a_logprob_that_the_backend_does_not_tell_is_an_error() -> None:
         ({"proximal": "recompute", "truncate": 0}, "trainer.off_policy.truncate: given 0; it must be"),
     ],
 )
-def test_what_would_do_nothing_is_refused(section: dict[str, Any], said: str) -> None:
+def test_off_policy_config_rejects_settings_without_effect(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as raised:
         RunConfig.model_validate({"trainer": {"off_policy": section}})
-    assert said in "; ".join(explain(raised.value))
+    assert message in "; ".join(explain(raised.value))
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "message"),
     [
         (
             {"loss": {"name": "cross_entropy"}, "off_policy": {"proximal": "recompute"}},
@@ -162,7 +164,7 @@ def test_what_would_do_nothing_is_refused(section: dict[str, Any], said: str) ->
         ),
     ],
 )
-def test_losses_that_do_not_go_with_other_settings_are_refused(section: dict[str, Any], said: str) -> None:
+def test_trainer_config_rejects_incompatible_loss_settings(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as raised:
         RunConfig.model_validate({"trainer": section})
-    assert said in "; ".join(explain(raised.value))
+    assert message in "; ".join(explain(raised.value))

@@ -9,8 +9,8 @@ from instar.types import Sample, Span
 from tests.unit.data.builders import make_call, make_session
 
 
-def sample(*tokens: int) -> Sample:
-    """Two tokens of a prompt, then these, all sampled."""
+def make_sample(*tokens: int) -> Sample:
+    """Return a sample with two prompt tokens, followed by these sampled tokens."""
     count = 2 + len(tokens)
     zeros = np.zeros(count, np.float32)
     versions = np.array([-1, -1, *(0 for _ in tokens)], np.int32)
@@ -18,19 +18,19 @@ def sample(*tokens: int) -> Sample:
     return Sample("k", "s", ids, zeros, zeros, zeros, versions, spans=(Span("c", 2, len(tokens)),))
 
 
-def test_outputs_are_compared_within_their_group() -> None:
-    same, other = [sample(5, 6)], [sample(5, 7)]
-    report = report_outputs([[same, same, other], [same, other]])
+def test_report_outputs_counts_identical_outputs_per_group() -> None:
+    equal, different = [make_sample(5, 6)], [make_sample(5, 7)]
+    report = report_outputs([[equal, equal, different], [equal, different]])
     assert report == {"output_tokens_mean": 2.0, "output_repetition": 0.0, "identical_share": 0.4}
 
 
-def test_repetition_counts_runs_of_four_tokens() -> None:
-    report = report_outputs([[[sample(*[5] * 9)], [sample(*range(9))]]])
+def test_output_repetition_counts_repeated_runs_of_four_tokens() -> None:
+    report = report_outputs([[[make_sample(*[5] * 9)], [make_sample(*range(9))]]])
     assert report["output_repetition"] == (1 - 1 / 6) / 2
     assert report_outputs([[[]]]) == {}
 
 
-def test_what_several_walks_go_on_from_counts_once() -> None:
+def test_report_outputs_with_branches_counts_shared_call_once() -> None:
     first = make_call("first", [1, 2], range(10, 110))
     branches = [make_call(f"branch {i}", [3, 4 + i], [200 + i, 300 + i], parent=first) for i in range(5)]
     report = report_outputs([[linearize(make_session(), [first, *branches])]])

@@ -1,10 +1,10 @@
-"""A server of `/v1/completions` on a real socket whose logprobs are the scripted engine's.
+"""A `/v1/completions` server on a real socket that returns the scripted engine's logprobs.
 
-The model that it is asked for says how it behaves: `vllm` (prompt_logprobs), `openai` (echo), `strict`
-(echo, and unknown fields are refused), `sglang` (echo, where something is sampled), `llama` (only the
-logprobs of what was sampled), `bos` (puts a token in front), `named` (echo; tokens are called by their ids),
-`other` (named, and the ids are others), `foreign` (another vocabulary), `flaky` (fails three times),
-`silent`, `denied`, `garbage`, `gone` (a hole in the logprobs).
+The requested model name selects the behaviour: `vllm` (prompt_logprobs), `openai` (echo), `strict` (echo, and
+unknown fields are rejected), `sglang` (echo, only if something is sampled), `llama` (only the logprobs of
+sampled tokens), `bos` (prepends a token), `named` (echo; tokens are named by their ids), `other` (like named,
+with wrong ids), `foreign` (another vocabulary), `flaky` (fails three times), `silent`, `denied`, `garbage`,
+`gone` (a logprob is missing).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instar.engines.base import Engine
 from instar.gateway.serve import bind
 
 KEY = "sk-teacher-secret"
-KNOWN = {"model", "prompt", "max_tokens", "temperature", "echo", "logprobs"}
+KNOWN_FIELDS = {"model", "prompt", "max_tokens", "temperature", "echo", "logprobs"}
 
 
 @dataclass
@@ -33,21 +33,21 @@ class TeacherServer:
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     keys: set[str] = field(default_factory=set[str])
     running: int = 0
-    most_running: int = 0
+    max_running: int = 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
         self.keys.add(request.headers.get("Authorization", ""))
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        self.max_running = max(self.max_running, self.running)
         try:
             await asyncio.sleep(0.005)
-            return await self.answer(body)
+            return await self.respond(body)
         finally:
             self.running -= 1
 
-    async def answer(self, body: dict[str, Any]) -> web.StreamResponse:
+    async def respond(self, body: dict[str, Any]) -> web.StreamResponse:
         model = body["model"]
         if model == "flaky" and len(self.bodies) <= 3:
             headers = {"Retry-After": "0.1"} if len(self.bodies) == 3 else {}
@@ -58,22 +58,22 @@ class TeacherServer:
             return web.json_response({"error": f"Incorrect API key provided: {KEY}"}, status=401)
         if model == "garbage":
             return web.Response(text="<html>")
-        if model == "strict" and (unknown := body.keys() - KNOWN):
+        if model == "strict" and (unknown := body.keys() - KNOWN_FIELDS):
             return web.json_response({"error": f"unknown: {unknown}"}, status=400)
         ids: list[int] = ([1] if model == "bos" else []) + body["prompt"]
         values = [None, *map(float, (await self.engine.logprobs(ids))[1:])]
         if model == "gone" and len(ids) > 30:
             values[25] = None
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
-        return web.json_response({"choices": [self.choice(body, ids, values)], "usage": usage})
+        return web.json_response({"choices": [self.make_choice(body, ids, values)], "usage": usage})
 
-    def choice(self, body: dict[str, Any], ids: list[int], values: list[float | None]) -> dict[str, Any]:
+    def make_choice(self, body: dict[str, Any], ids: list[int], values: list[float | None]) -> dict[str, Any]:
         model = body["model"]
         choice: dict[str, Any] = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
         if model in ("vllm", "flaky", "bos", "foreign"):
             if body.get("prompt_logprobs") is not None:
                 choice["prompt_logprobs"] = [
-                    self.entry(model, *pair) for pair in zip(ids, values, strict=True)
+                    self.make_logprob_entry(model, *pair) for pair in zip(ids, values, strict=True)
                 ]
             return choice
         if body.get("logprobs") is None or (model == "sglang" and not body["logprobs"]):
@@ -88,13 +88,15 @@ class TeacherServer:
             "logprobs": {"token_logprobs": [*values, *sampled], "tokens": [*texts, *("x" for _ in sampled)]}
         }
 
-    def entry(self, model: str, token: int, value: float | None) -> dict[str, Any] | None:
+    def make_logprob_entry(self, model: str, token: int, value: float | None) -> dict[str, Any] | None:
         if value is None:
             return None
         text = self.tokenizer.decode([token + 5 if model == "foreign" else token])
-        likelier = {"logprob": -0.01, "rank": 1, "decoded_token": "?"}
-        told = {"logprob": value, "rank": 2, "decoded_token": text}
-        return {"3": likelier, str(token): told} if token % 2 and token != 3 else {str(token): told}
+        top_token = {"logprob": -0.01, "rank": 1, "decoded_token": "?"}
+        own_token = {"logprob": value, "rank": 2, "decoded_token": text}
+        return (
+            {"3": top_token, str(token): own_token} if token % 2 and token != 3 else {str(token): own_token}
+        )
 
 
 @asynccontextmanager

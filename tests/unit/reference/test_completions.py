@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible server, in all the ways that servers answer."""
+"""A teacher on an OpenAI-compatible server, with each of the response formats that servers use."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ async def teacher(model: ModelConfig) -> AsyncIterator[TeacherServer]:
         yield teacher
 
 
-def reference(
+def make_reference(
     teacher: TeacherServer, model: ModelConfig, name: str, *, key: str | None = KEY, **changes: Any
 ) -> CompletionsReference:
     fields = {"type": "completions", "base_url": teacher.url, "model": name, "timeout": 10.0} | changes
     return CompletionsReference(CompletionsReferenceConfig.model_validate(fields), model, key)
 
 
-def sample(number: int, length: int = 40, trained: slice = slice(20, 30)) -> Sample:
+def make_sample(number: int, length: int = 40, trained: slice = slice(20, 30)) -> Sample:
     mask = np.zeros(length, np.float32)
     mask[trained] = 1
     zeros = np.zeros(length, np.float32)
@@ -47,28 +47,30 @@ def sample(number: int, length: int = 40, trained: slice = slice(20, 30)) -> Sam
 
 
 @pytest.mark.parametrize("name", ["vllm", "openai", "strict", "sglang", "named", "flaky"])
-async def test_logprobs_of_every_kind_of_server(
+async def test_completions_reference_reads_logprobs_of_every_kind_of_server(
     teacher: TeacherServer, model: ModelConfig, name: str
 ) -> None:
-    asked = reference(teacher, model, name)
-    await asked.start()
-    samples = [sample(number, 40 + number) for number in range(6)]
-    found = await asked.logprobs(samples)
-    for one, values in zip(samples, found, strict=True):
-        expected = await teacher.engine.logprobs(one.token_ids)
+    reference = make_reference(teacher, model, name)
+    await reference.start()
+    samples = [make_sample(number, 40 + number) for number in range(6)]
+    logprobs = await reference.logprobs(samples)
+    for sample, values in zip(samples, logprobs, strict=True):
+        expected = await teacher.engine.logprobs(sample.token_ids)
         np.testing.assert_allclose(values[1:30], expected[1:30], atol=1e-6)
-        assert np.isnan(values[[0, *range(30, len(one))]]).all(), "nothing behind the last trained token"
+        assert np.isnan(values[[0, *range(30, len(sample))]]).all(), "nothing after the last trained token"
     assert [len(body["prompt"]) for body in teacher.bodies[-6:]] == [30] * 6
     assert teacher.keys == {f"Bearer {KEY}"}
-    await asked.close()
+    await reference.close()
 
 
-async def test_so_many_requests_at_once_and_no_more(teacher: TeacherServer, model: ModelConfig) -> None:
-    asked = reference(teacher, model, "vllm", max_in_flight=3)
-    await asked.start()
-    await asked.logprobs([sample(number) for number in range(20)])
-    assert teacher.most_running == 3
-    await asked.close()
+async def test_completions_reference_limits_requests_in_flight(
+    teacher: TeacherServer, model: ModelConfig
+) -> None:
+    reference = make_reference(teacher, model, "vllm", max_in_flight=3)
+    await reference.start()
+    await reference.logprobs([make_sample(number) for number in range(20)])
+    assert teacher.max_running == 3
+    await reference.close()
 
 
 @pytest.mark.parametrize(
@@ -86,42 +88,48 @@ async def test_so_many_requests_at_once_and_no_more(teacher: TeacherServer, mode
         ("garbage", EngineError, "did not return JSON"),
     ],
 )
-async def test_what_will_not_do_is_said_at_start(
+async def test_completions_reference_rejects_unsuitable_server_at_start(
     teacher: TeacherServer, model: ModelConfig, name: str, error: type[InstarError], message: str
 ) -> None:
-    asked = reference(teacher, model, name)
+    reference = make_reference(teacher, model, name)
     with pytest.raises(error, match=message) as caught:
-        await asked.start()
+        await reference.start()
     assert KEY not in str(caught.value)
-    await asked.close()
+    await reference.close()
 
 
-async def test_a_deadline_ends_the_waiting(teacher: TeacherServer, model: ModelConfig) -> None:
-    asked = reference(teacher, model, "silent", timeout=0.4)
-    began = time.monotonic()
+async def test_completions_reference_with_silent_server_times_out(
+    teacher: TeacherServer, model: ModelConfig
+) -> None:
+    reference = make_reference(teacher, model, "silent", timeout=0.4)
+    started_at = time.monotonic()
     with pytest.raises(EngineUnavailable, match=r"within 0\.4 s"):
-        await asked.start()
-    assert time.monotonic() - began < 5
-    await asked.close()
+        await reference.start()
+    assert time.monotonic() - started_at < 5
+    await reference.close()
 
 
-async def test_a_server_that_is_not_there(model: ModelConfig, teacher: TeacherServer) -> None:
-    asked = reference(teacher, model, "vllm", base_url="http://127.0.0.1:9/v1", timeout=1.0)
-    began = time.monotonic()
+async def test_completions_reference_with_unreachable_server_retries_then_fails(
+    model: ModelConfig, teacher: TeacherServer
+) -> None:
+    reference = make_reference(teacher, model, "vllm", base_url="http://127.0.0.1:9/v1", timeout=1.0)
+    started_at = time.monotonic()
     with pytest.raises(EngineUnavailable, match="did not answer"):
-        await asked.start()
-    assert 0.25 < time.monotonic() - began < 5, "it was tried again"
-    await asked.close()
+        await reference.start()
+    assert 0.25 < time.monotonic() - started_at < 5, "the request was retried"
+    await reference.close()
 
 
-async def test_a_missing_logprob_is_no_zero(teacher: TeacherServer, model: ModelConfig) -> None:
-    asked = reference(teacher, model, "gone")
-    (values,) = await asked.logprobs([sample(0, 40, slice(20, 40))])
+async def test_completions_reference_returns_nan_for_missing_logprob(
+    teacher: TeacherServer, model: ModelConfig
+) -> None:
+    reference = make_reference(teacher, model, "gone")
+    (values,) = await reference.logprobs([make_sample(0, 40, slice(20, 40))])
     assert np.isnan(values[25])
-    await asked.close()
+    await reference.close()
 
 
-async def test_a_missing_key_is_said(model: ModelConfig, tmp_path: Path) -> None:
+async def test_create_penalty_with_missing_key_names_variable(model: ModelConfig, tmp_path: Path) -> None:
     section = {"type": "completions", "base_url": "http://x/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}
     config = RunConfig.model_validate({"model": model.model_dump(), "trainer": {"reference": section}})
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):

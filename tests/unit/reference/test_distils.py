@@ -1,7 +1,7 @@
 """A student learns from a teacher alone, through the store, the batcher, the backend and the trainer.
 
-The teacher is the student's model with all weights trained on a sentence; nobody gives a reward. What falls
-is the divergence of what the student samples from what the teacher would have said.
+The teacher is the student's model with all weights trained on one sentence, and there are no rewards. The
+divergence of the student's samples from the teacher's distribution has to decrease.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ async def make_teacher(model: ModelConfig, folder: Path) -> None:
     await backend.close()
 
 
-async def roll_out(store: Store, engine: Engine, index: int) -> None:
-    """A group of unscored sessions, sampled by the policy that is served."""
+async def sample_group(store: Store, engine: Engine, index: int) -> None:
+    """Add a group of unscored sessions, sampled from the served policy."""
     group = Group(f"{RUN}/train/{index:06d}", RUN, Channel.TRAIN, index, SESSIONS, Task(f"t{index}", {}))
     await store.open_group(group)
 
@@ -75,7 +75,7 @@ async def roll_out(store: Store, engine: Engine, index: int) -> None:
     await store.close_group(group.group_id, GroupStatus.READY)
 
 
-async def test_a_student_moves_towards_its_teacher(tmp_path: Path) -> None:
+async def test_student_trained_on_reference_kl_approaches_teacher(tmp_path: Path) -> None:
     section = {
         "type": "engine",
         "model": {"name": str(tmp_path / "teacher"), "dtype": "fp32", "device": "cpu", "max_context": 128},
@@ -108,13 +108,13 @@ async def test_a_student_moves_towards_its_teacher(tmp_path: Path) -> None:
         penalty=create_penalty(config, backend, teacher),
     )
     for step in range(STEPS):
-        await roll_out(store, engine, step)
+        await sample_group(store, engine, step)
         batch = await trainer.batcher.next_batch(step + 1, 0, step)
         assert batch is not None
         await trainer.train_step(batch)
     monitor.close()
-    for part in (teacher, engine, backend, store):
-        await part.close()
+    for resource in (teacher, engine, backend, store):
+        await resource.close()
     divergence = [record["reference_kl"] for record in read_steps(config.run_dir)]
     assert divergence[0] > 1
     assert mean(divergence[-2:]) < 0.7 * divergence[0], [round(value, 2) for value in divergence]

@@ -1,4 +1,4 @@
-"""The penalty's numbers, and what is refused about them."""
+"""The values of the reference penalty, and the inputs that it rejects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill, make
 
 
 class FixedReference(Reference):
-    """Tells what it was given."""
+    """A reference that returns fixed values."""
 
     def __init__(self, values: Sequence[Floats]) -> None:
         self.values = list(values)
@@ -36,7 +36,7 @@ class FixedReference(Reference):
         pass
 
 
-def sample(key: str = "a", **changes: object) -> Sample:
+def make_sample(key: str = "a", **changes: object) -> Sample:
     nan = np.nan
     fields: dict[str, object] = {
         "token_ids": np.array([1, 2, 7, 8, 3, 9], np.int32),
@@ -51,31 +51,31 @@ def sample(key: str = "a", **changes: object) -> Sample:
 TEACHER = np.array([np.nan, np.nan, -1.2, -0.4, np.nan, -0.1], np.float32)
 
 
-async def test_the_log_ratio_is_taken_off_trained_tokens() -> None:
-    one = sample()
+async def test_penalty_subtracts_log_ratio_from_trained_tokens() -> None:
+    sample = make_sample()
     penalty = ReferencePenalty(FixedReference([TEACHER]), 0.5)
     scale = np.array([0, 0, 2, 2, 0, 4], np.float32)
-    (found,), told = await penalty.apply([one], [scale])
+    (adjusted,), metrics = await penalty.apply([sample], [scale])
     # (-0.2 + 1.2) = 1 and (-0.9 + 0.4) = -0.5, times -weight × scale.
-    np.testing.assert_allclose(found.advantages, [0, 0, 0.5 - 1.0, 0.5 + 0.5, 0, 0.5], atol=1e-6)
-    assert found.aux["reference"] is TEACHER
-    assert told["reference_kl"] == pytest.approx((1 - 0.5 + 0) / 3, abs=1e-6)
-    assert told["reference_seconds"] >= 0
-    assert one.advantages[2] == 0.5, "what was claimed stays as it is"
+    np.testing.assert_allclose(adjusted.advantages, [0, 0, 0.5 - 1.0, 0.5 + 0.5, 0, 0.5], atol=1e-6)
+    assert adjusted.aux["reference"] is TEACHER
+    assert metrics["reference_kl"] == pytest.approx((1 - 0.5 + 0) / 3, abs=1e-6)
+    assert metrics["reference_seconds"] >= 0
+    assert sample.advantages[2] == 0.5, "the claimed sample is unchanged"
 
 
-async def test_tokens_drawn_from_a_truncated_softmax_weigh_alike() -> None:
-    """The penalty carries the weight that the reward's part has."""
+async def test_penalty_with_truncated_softmax_uses_reward_weights() -> None:
+    """The penalty has the same weight as the reward's part of the advantage."""
     behavior = np.array([np.nan, np.nan, -0.2, -0.4, np.nan, -0.1], np.float32)
-    samples = [sample(behavior_logprobs=behavior), sample("b")]
+    samples = [make_sample(behavior_logprobs=behavior), make_sample("b")]
     scales = compute_token_scales(samples, "batch_sessions")
-    (found, _), _ = await ReferencePenalty(FixedReference([TEACHER, TEACHER]), 1.0).apply(samples, scales)
-    added = found.advantages - samples[0].advantages
-    np.testing.assert_allclose(added[[2, 3, 5]], [-0.5, 0.25 * np.exp(-0.5), 0], atol=1e-6)
+    (adjusted, _), _ = await ReferencePenalty(FixedReference([TEACHER, TEACHER]), 1.0).apply(samples, scales)
+    penalty_added = adjusted.advantages - samples[0].advantages
+    np.testing.assert_allclose(penalty_added[[2, 3, 5]], [-0.5, 0.25 * np.exp(-0.5), 0], atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "message"),
+    ("logprobs_override", "reference_logprobs", "message"),
     [
         (None, np.where(np.arange(6) == 3, np.nan, TEACHER), "a: no reference's logprob .* at 3"),
         (None, np.where(np.arange(6) == 3, -np.inf, TEACHER), "a: no reference's logprob .* at 3"),
@@ -83,10 +83,12 @@ async def test_tokens_drawn_from_a_truncated_softmax_weigh_alike() -> None:
         (np.full(6, np.nan, np.float32), TEACHER, "a: no logprob .* at 2"),
     ],
 )
-async def test_missing_logprobs_are_errors(ours: Floats | None, theirs: Floats, message: str) -> None:
-    one = sample() if ours is None else sample(logprobs=ours)
+async def test_penalty_with_missing_logprobs_raises(
+    logprobs_override: Floats | None, reference_logprobs: Floats, message: str
+) -> None:
+    sample = make_sample() if logprobs_override is None else make_sample(logprobs=logprobs_override)
     with pytest.raises(InstarError, match=message):
-        await ReferencePenalty(FixedReference([theirs]), 1.0).apply([one], [one.mask])
+        await ReferencePenalty(FixedReference([reference_logprobs]), 1.0).apply([sample], [sample.mask])
 
 
 # --- through the trainer --------------------------------------------------------------------------
@@ -97,35 +99,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
-def held(folder: Path, model: Path) -> RunConfig:
+def make_penalty_config(folder: Path, model: Path) -> RunConfig:
     return make_config(folder, model, reference={"type": "base", "weight": 0.3})
 
 
-async def learned(config: RunConfig, faults: FaultInjector | None = None) -> str:
+async def train_and_hash(config: RunConfig, faults: FaultInjector | None = None) -> str:
     async with open_trainer(config, faults) as harness:
         harness.trainer.penalty = create_penalty(config, harness.backend, None)
         await harness.trainer.run()
         return await harness.head_hash()
 
 
-async def test_a_crash_leaves_the_same_advantages(model: Path, tmp_path: Path) -> None:
-    plain, whole, broken = (tmp_path / name for name in ("plain", "whole", "broken"))
+async def test_penalty_after_crash_gives_same_weights(model: Path, tmp_path: Path) -> None:
+    plain, uninterrupted, interrupted = (tmp_path / name for name in ("plain", "whole", "broken"))
     hashes = []
-    for folder in (plain, whole):
-        config = held(folder, model) if folder is whole else make_config(folder, model)
+    for folder in (plain, uninterrupted):
+        config = make_penalty_config(folder, model) if folder is uninterrupted else make_config(folder, model)
         await fill(config)
-        hashes.append(await learned(config))
-    assert hashes[0] != hashes[1], "the penalty is in the weights"
-    config = held(broken, model)
+        hashes.append(await train_and_hash(config))
+    assert hashes[0] != hashes[1], "the penalty changes the weights"
+    config = make_penalty_config(interrupted, model)
     await fill(config)
     with pytest.raises(SimulatedCrash):
-        await learned(config, FaultInjector("optim_step", 2))
-    assert await learned(config) == hashes[1]
+        await train_and_hash(config, FaultInjector("optim_step", 2))
+    assert await train_and_hash(config) == hashes[1]
 
 
-async def test_the_trainer_reports_the_divergence(model: Path, tmp_path: Path) -> None:
-    """Against plain transformers: what the recorded logprobs are above the base model's."""
-    config = held(tmp_path / "run", model)
+async def test_trainer_with_penalty_reports_reference_kl(model: Path, tmp_path: Path) -> None:
+    """The divergence equals the one computed with plain transformers from the recorded logprobs."""
+    config = make_penalty_config(tmp_path / "run", model)
     await fill(config)
     async with open_trainer(config) as harness:
         harness.trainer.penalty = create_penalty(config, harness.backend, None)
@@ -134,12 +136,12 @@ async def test_the_trainer_reports_the_divergence(model: Path, tmp_path: Path) -
         await harness.trainer.run()
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     gaps: list[float] = []
-    for one in batch.samples:
-        ids = torch.from_numpy(one.token_ids.astype(np.int64))
+    for sample in batch.samples:
+        ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         with torch.no_grad():
             logprobs = base(ids[None]).logits[0].log_softmax(-1)
-        for place in np.flatnonzero(one.mask > 0):
-            gaps.append(float(one.logprobs[place] - logprobs[place - 1, ids[place]]))
+        for position in np.flatnonzero(sample.mask > 0):
+            gaps.append(float(sample.logprobs[position] - logprobs[position - 1, ids[position]]))
     step = read_steps(config.run_dir)[0]
     assert step["reference_kl"] == pytest.approx(np.mean(gaps), abs=1e-4)
     assert step["reference_seconds"] > 0
@@ -147,7 +149,7 @@ async def test_the_trainer_reports_the_divergence(model: Path, tmp_path: Path) -
         assert (await harness.store.steps(RUN))[0].metrics["reference_kl"] == step["reference_kl"]
 
 
-async def test_no_weight_asks_nothing(model: Path, tmp_path: Path) -> None:
+async def test_create_penalty_without_weight_returns_none(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", model)
     async with open_trainer(config) as harness:
         assert create_penalty(config, harness.backend, None) is None

@@ -1,4 +1,4 @@
-"""Corrected answers are learned along with a step: each once, whatever happens to the trainer."""
+"""Corrected replies are trained along with a step, each exactly once even if the trainer crashes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, add_group, begin, make_call, make_session
 from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill, make_config, open_trainer
 
-ANSWER = [11, 12, 13, 9]
+CORRECTED_IDS = [11, 12, 13, 9]
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +29,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
-async def correct(store: Store, name: str, answer: list[int] = ANSWER, **session: Any) -> None:
-    """A session of one call, and its answer corrected."""
+async def add_corrected_session(
+    store: Store, name: str, corrected_ids: list[int] = CORRECTED_IDS, **session: Any
+) -> None:
+    """Add a session of one call with a corrected reply."""
     fields = {"channel": Channel.LIVE, **session}
     await store.open_session(make_session(name, **fields))
     await store.add_calls([make_call(f"{name}#0", [1, 2, 3], [7, 9], session_id=name)])
-    ids = np.asarray(answer, np.int32)
+    ids = np.asarray(corrected_ids, np.int32)
     await store.add_feedback(Feedback(name, name, f"{name}#0", correction="said", correction_ids=ids))
 
 
 async def add_corrections(config: RunConfig, count: int) -> None:
     store = SqliteStore(config.store_path)
     for number in range(count):
-        await correct(store, f"c{number}")
+        await add_corrected_session(store, f"c{number}")
     await store.close()
 
 
-async def taught(store: Store) -> list[tuple[int | None, str]]:
+async def corrections_by_step(store: Store) -> list[tuple[int | None, str]]:
     claims = await store.claims(RUN)
     return sorted((c.step, c.sample_key) for c in claims if c.sample_key.startswith("feedback:"))
 
 
-# --- which ones ---------------------------------------------------------------------------------
+# --- selection ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -61,74 +63,82 @@ async def store(tmp_path: Path) -> Any:
     await store.close()
 
 
-async def lessons(store: Store, config: RunConfig) -> list[Sample]:
+async def load_samples(store: Store, config: RunConfig) -> list[Sample]:
     return (await load_corrections(store, RUN, config.trainer, 1, 0)).samples
 
 
-async def test_a_lesson_is_the_prompt_and_the_answer(store: SqliteStore, tmp_path: Path, model: Path) -> None:
-    await correct(store, "a")
-    (sample,) = await lessons(store, make_config(tmp_path, model, corrections={"weight": 0.5}))
-    assert sample.token_ids.tolist() == [1, 2, 3, *ANSWER]
+async def test_correction_sample_is_prompt_and_corrected_reply(
+    store: SqliteStore, tmp_path: Path, model: Path
+) -> None:
+    await add_corrected_session(store, "a")
+    (sample,) = await load_samples(store, make_config(tmp_path, model, corrections={"weight": 0.5}))
+    assert sample.token_ids.tolist() == [1, 2, 3, *CORRECTED_IDS]
     assert sample.mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert sample.advantages.tolist() == [0, 0, 0, 0.5, 0.5, 0.5, 0.5]
     assert (sample.sample_key, sample.session_id) == ("feedback:a", "a")
 
 
 @pytest.mark.parametrize(
-    ("how", "each"),
+    ("normalization", "expected"),
     [("batch_sessions", 1 / 2), ("batch_tokens", 1 / 8), ("session_tokens", 1 / 8), ("none", 1.0)],
 )
-async def test_they_are_normalised_as_advantages_are(
-    store: SqliteStore, tmp_path: Path, model: Path, how: str, each: float
+async def test_correction_weights_follow_advantage_normalization(
+    store: SqliteStore, tmp_path: Path, model: Path, normalization: str, expected: float
 ) -> None:
     for name in ("a", "b"):
-        await correct(store, name)
-    found = await lessons(store, make_config(tmp_path, model, advantage={"normalize": how}))
-    assert [sample.advantages[-1] for sample in found] == pytest.approx([each, each])
+        await add_corrected_session(store, name)
+    samples = await load_samples(store, make_config(tmp_path, model, advantage={"normalize": normalization}))
+    assert [sample.advantages[-1] for sample in samples] == pytest.approx([expected, expected])
 
 
-async def test_which_are_taken(store: SqliteStore, tmp_path: Path, model: Path) -> None:
-    await correct(store, "val", channel=Channel.VAL)
-    await correct(store, "tagged")
+async def test_load_corrections_takes_oldest_trainable_up_to_per_step(
+    store: SqliteStore, tmp_path: Path, model: Path
+) -> None:
+    await add_corrected_session(store, "val", channel=Channel.VAL)
+    await add_corrected_session(store, "tagged")
     await store.add_tags([Tag("tagged", UNTRAINABLE)])
     for name in ("live", "train", "third"):
-        await correct(store, name, channel=Channel.TRAIN if name == "train" else Channel.LIVE)
+        await add_corrected_session(store, name, channel=Channel.TRAIN if name == "train" else Channel.LIVE)
     await store.add_feedback(Feedback("words", "live", "live#0", correction="no tokens of it"))
-    found = await lessons(store, make_config(tmp_path, model, corrections={"per_step": 2}))
-    assert [sample.session_id for sample in found] == ["live", "train"], "the oldest, so many"
-    none = make_config(tmp_path, model, corrections={"weight": 0})
-    assert await lessons(store, none) == []
+    samples = await load_samples(store, make_config(tmp_path, model, corrections={"per_step": 2}))
+    assert [sample.session_id for sample in samples] == ["live", "train"], "the two oldest"
+    without_weight = make_config(tmp_path, model, corrections={"weight": 0})
+    assert await load_samples(store, without_weight) == []
 
 
-# --- trained ------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 
-async def test_a_correction_makes_the_answer_likelier(tmp_path: Path, model: Path) -> None:
+async def test_training_on_corrections_raises_their_logprob(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path / "run", model, corrections={"per_step": 1})
     await fill(config)
     await add_corrections(config, 3)
     async with open_trainer(config) as harness:
-        (sample, *_) = await lessons(harness.store, config)
+        (sample, *_) = await load_samples(harness.store, config)
 
-        async def likely() -> float:
+        async def compute_logprob() -> float:
             (logprobs,) = await harness.backend.forward([sample])
             return float(logprobs[sample.mask > 0].sum())
 
-        before = await likely()
+        before = await compute_logprob()
         await harness.trainer.run()
-        assert await likely() > before + 0.1
-        assert await taught(harness.store) == [(1, "feedback:c0"), (2, "feedback:c1"), (3, "feedback:c2")]
+        assert await compute_logprob() > before + 0.1
+        assert await corrections_by_step(harness.store) == [
+            (1, "feedback:c0"),
+            (2, "feedback:c1"),
+            (3, "feedback:c2"),
+        ]
         assert harness.faults.reached.count("forward_backward") == 6, (
-            "one for the samples, one for the lessons"
+            "one for the samples, one for the corrections"
         )
         assert harness.faults.reached.count("optim_step") == 3
     steps = read_steps(config.run_dir)
     assert [step["lessons"] for step in steps] == [1, 1, 1]
-    assert steps[0]["lesson_loss"] == pytest.approx(-before / len(ANSWER), rel=1e-4)
+    assert steps[0]["lesson_loss"] == pytest.approx(-before / len(CORRECTED_IDS), rel=1e-4)
     assert steps[0]["lesson_loss"] > steps[-1]["lesson_loss"] > 0
 
 
-async def test_a_step_without_signal_still_teaches(tmp_path: Path, model: Path) -> None:
+async def test_step_without_advantages_still_trains_corrections(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path / "run", model, steps=1)
     store = SqliteStore(config.store_path)
     await begin(store)
@@ -138,7 +148,7 @@ async def test_a_step_without_signal_still_teaches(tmp_path: Path, model: Path) 
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         assert harness.faults.reached.count("forward_backward") == 1
-        assert await taught(harness.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
+        assert await corrections_by_step(harness.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
     (step,) = read_steps(config.run_dir)
     assert (step["samples"], step["lessons"], "loss" in step) == (0, 2, False)
 
@@ -147,10 +157,10 @@ async def test_a_step_without_signal_still_teaches(tmp_path: Path, model: Path) 
     ("point", "times"),
     [("claimed", 2), ("forward_backward", 4), ("optim_step", 2), ("state written", 2), ("published", 2)],
 )
-async def test_each_is_taught_once_whenever_the_trainer_dies(
+async def test_corrections_are_trained_once_after_crash(
     tmp_path: Path, model: Path, point: str, times: int
 ) -> None:
-    learned: list[tuple[Any, str]] = []
+    results: list[tuple[Any, str]] = []
     for faults in (FaultInjector(), FaultInjector(point, times)):
         config = make_config(tmp_path / (faults.point or "calm"), model, corrections={"per_step": 1})
         await fill(config)
@@ -161,14 +171,16 @@ async def test_each_is_taught_once_whenever_the_trainer_dies(
                     await harness.trainer.run()
         async with open_trainer(config) as harness:
             await harness.trainer.run()
-            assert await taught(harness.store) == [(n + 1, f"feedback:c{n}") for n in range(3)]
-            learned.append((await harness.claims(), await harness.head_hash()))
-    assert learned[0] == learned[1], "and to the same weights"
+            assert await corrections_by_step(harness.store) == [(n + 1, f"feedback:c{n}") for n in range(3)]
+            results.append((await harness.claims(), await harness.head_hash()))
+    assert results[0] == results[1], "the weights are the same as without a crash"
 
 
-def test_a_backend_without_the_loss_refuses(tmp_path: Path, model: Path) -> None:
+def test_backend_without_cross_entropy_rejects_corrections(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path, model)
-    able = BackendCapabilities(losses=frozenset({config.trainer.loss.name}), artifacts=frozenset({"adapter"}))
+    capabilities = BackendCapabilities(
+        losses=frozenset({config.trainer.loss.name}), artifacts=frozenset({"adapter"})
+    )
     with pytest.raises(ConfigError, match=r"trainer\.corrections\.weight"):
-        apply_capabilities(config, able)
-    apply_capabilities(make_config(tmp_path, model, corrections={"weight": 0}), able)
+        apply_capabilities(config, capabilities)
+    apply_capabilities(make_config(tmp_path, model, corrections={"weight": 0}), capabilities)

@@ -6,8 +6,8 @@ from pathlib import Path
 from instar.trainer.monitor import Monitor, read_steps
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
-    """Not NaN, which is no JSON."""
+def test_monitor_writes_nan_as_null(tmp_path: Path) -> None:
+    """NaN is not valid JSON."""
     monitor = Monitor(tmp_path, tensorboard=False)
     monitor.record("train", 1, {"grad_norm": float("nan"), "loss": 0.5})
     monitor.close()

@@ -1,4 +1,4 @@
-"""Steps on tokens that other policies have sampled, over a real backend."""
+"""Training steps on tokens that other policies sampled, with a real backend."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ async def end_with_reward(store: SqliteStore, session_id: str, value: float) -> 
     await store.end_session(session_id, SessionStatus.COMPLETED, None, [reward])
 
 
-async def test_a_step_weighs_what_others_sampled(model: Path, tmp_path: Path) -> None:
-    """The recorded logprobs, -0.01 × token id, are far from the model's own. Of one update per batch the
-    loss's ratio is 1, so the loss is minus the sum of weighted advantages."""
+async def test_step_with_recomputed_logprobs_weighs_off_policy_tokens(model: Path, tmp_path: Path) -> None:
+    """The recorded logprobs, -0.01 × token id, differ much from the model's own. With one update per batch
+    the loss's ratio is 1, so the loss is minus the sum of the weighted advantages."""
     config = make_config(tmp_path, model, off_policy=RECOMPUTE, steps=1, tensorboard=True)
     await fill(config)
     batch = await first_batch(config)
@@ -60,21 +60,21 @@ async def test_a_step_weighs_what_others_sampled(model: Path, tmp_path: Path) ->
             expected -= min(ratios[-1], 1.5) * float(sample.advantages[i])
     async with open_trainer(config) as harness:
         await harness.trainer.run()
-    (told,) = read_steps(config.run_dir)
-    assert told["loss"] == pytest.approx(expected, rel=1e-4)
-    assert told["ratio_max"] == pytest.approx(1.0, abs=1e-5), "the ratio is to the proximal policy"
-    assert told["importance_mean"] == pytest.approx(np.mean(ratios), rel=1e-4)
-    assert told["ess"] == pytest.approx(
+    (metrics,) = read_steps(config.run_dir)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5), "the ratio is to the proximal policy"
+    assert metrics["importance_mean"] == pytest.approx(np.mean(ratios), rel=1e-4)
+    assert metrics["ess"] == pytest.approx(
         np.sum(ratios) ** 2 / np.sum(np.square(ratios)) / len(ratios), rel=1e-4
     )
-    assert told["staleness_tokens"] == {"0": len(ratios)}
-    assert told["age_seconds_max"] >= told["age_seconds_mean"] >= 0
-    assert told["proximal_seconds"] > 0
-    json.dumps(told, allow_nan=False)
+    assert metrics["staleness_tokens"] == {"0": len(ratios)}
+    assert metrics["age_seconds_max"] >= metrics["age_seconds_mean"] >= 0
+    assert metrics["proximal_seconds"] > 0
+    json.dumps(metrics, allow_nan=False)
 
 
-async def test_a_reply_sampled_across_an_update(model: Path, tmp_path: Path) -> None:
-    """What the trained policy itself has sampled weighs 1, whatever was sampled before it."""
+async def test_reply_sampled_across_update_weighs_only_old_tokens(model: Path, tmp_path: Path) -> None:
+    """Tokens that the trained policy itself sampled have weight 1, regardless of the tokens before them."""
     config = make_config(tmp_path, model)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     await fill(config)
@@ -83,30 +83,32 @@ async def test_a_reply_sampled_across_an_update(model: Path, tmp_path: Path) -> 
     await backend.forward_backward(batch.samples, LossConfig())
     await backend.optim_step(AdamConfig(lr=0.3))
     after = await backend.forward(batch.samples)
-    mixed, old = [], []
+    mixed_samples, old_indices = [], []
     for sample, first, second in zip(batch.samples, before, after, strict=True):
         trained = np.flatnonzero(sample.mask)
         logprobs = np.where(sample.mask > 0, second, np.nan).astype(np.float32)
         logprobs[trained[0]] = first[trained[0]]
         versions = np.where(sample.mask > 0, 1, -1).astype(np.int32)
         versions[trained[0]] = 0
-        mixed.append(replace(sample, logprobs=logprobs, versions=versions))
-        old.append(trained[0])
-    batch = replace(batch, samples=mixed)
+        mixed_samples.append(replace(sample, logprobs=logprobs, versions=versions))
+        old_indices.append(trained[0])
+    batch = replace(batch, samples=mixed_samples)
     corrected, _ = await apply_off_policy(batch, backend, OffPolicyConfig(proximal="recompute", truncate=1e9))
     await backend.close()
-    moved = 0.0
-    for sample, found, place, first, second in zip(mixed, corrected.samples, old, before, after, strict=True):
-        weight = found.advantages[sample.mask > 0] / sample.advantages[sample.mask > 0]
+    largest_change = 0.0
+    for sample, adjusted, old_index, first, second in zip(
+        mixed_samples, corrected.samples, old_indices, before, after, strict=True
+    ):
+        weight = adjusted.advantages[sample.mask > 0] / sample.advantages[sample.mask > 0]
         expected = [
-            1.0 if i != place else math.exp(second[i] - first[i]) for i in np.flatnonzero(sample.mask)
+            1.0 if i != old_index else math.exp(second[i] - first[i]) for i in np.flatnonzero(sample.mask)
         ]
         np.testing.assert_allclose(weight, expected, rtol=1e-4)
-        moved = max(moved, abs(math.log(expected[0])))
-    assert moved > 0.05, "the update changed something"
+        largest_change = max(largest_change, abs(math.log(expected[0])))
+    assert largest_change > 0.05, "the update changed the logprobs"
 
 
-class Told(Reference):
+class ConstantReference(Reference):
     def __init__(self, value: float) -> None:
         self.value = value
 
@@ -117,9 +119,7 @@ class Told(Reference):
         pass
 
 
-async def test_the_reference_penalty_is_of_the_proximal_policy_and_weighs_alike(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, off_policy=RECOMPUTE)
     await fill(config)
     batch = await first_batch(config)
@@ -127,19 +127,21 @@ async def test_the_reference_penalty_is_of_the_proximal_policy_and_weighs_alike(
     proximal = await backend.forward(batch.samples)
     corrected, _ = await apply_off_policy(batch, backend, config.trainer.off_policy)
     await backend.close()
-    found, told = await ReferencePenalty(Told(-2.0), 0.5).apply(corrected.samples, corrected.scales)
+    adjusted, metrics = await ReferencePenalty(ConstantReference(-2.0), 0.5).apply(
+        corrected.samples, corrected.scales
+    )
     gaps: list[float] = []
-    for sample, after, logprobs, scale in zip(batch.samples, found, proximal, batch.scales, strict=True):
+    for sample, after, logprobs, scale in zip(batch.samples, adjusted, proximal, batch.scales, strict=True):
         for i in np.flatnonzero(sample.mask):
             weight = min(math.exp(float(logprobs[i]) - float(sample.logprobs[i])), 1.5)
             gaps.append(float(logprobs[i]) + 2.0)
             expected = weight * (float(sample.advantages[i]) - 0.5 * gaps[-1] * float(scale[i]))
             assert after.advantages[i] == pytest.approx(expected, rel=1e-4)
-    assert told["reference_kl"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert metrics["reference_kl"] == pytest.approx(np.mean(gaps), rel=1e-4)
 
 
-async def test_sampling_from_a_truncated_softmax_is_weighed_once(model: Path, tmp_path: Path) -> None:
-    """From what was sampled from straight to the proximal policy, and not from the full softmax again."""
+async def test_truncated_softmax_sampling_is_weighed_once(model: Path, tmp_path: Path) -> None:
+    """The weight relates the proximal policy directly to the truncated softmax, not to the full one."""
     config = make_config(tmp_path, model, off_policy=RECOMPUTE, advantage={"normalize": "none"})
     await fill(config, groups=0)
     store = SqliteStore(config.store_path)
@@ -164,7 +166,7 @@ async def test_sampling_from_a_truncated_softmax_is_weighed_once(model: Path, tm
     np.testing.assert_allclose(corrected.samples[1].advantages, expected, rtol=1e-4)
 
 
-async def test_a_step_with_every_token_left_out_learns_nothing_and_goes_on(
+async def test_step_with_every_token_dropped_trains_nothing_and_continues(
     model: Path, tmp_path: Path
 ) -> None:
     off_policy = {"proximal": "recompute", "drop_above": 1.5, "truncate": 1.2}
@@ -179,20 +181,20 @@ async def test_a_step_with_every_token_left_out_learns_nothing_and_goes_on(
     assert first["left_out_tokens"] == first["tokens"] > 0
 
 
-async def test_as_recorded_the_figures_come_from_the_update(model: Path, tmp_path: Path) -> None:
+async def test_behavior_logprobs_take_importance_metrics_from_update(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1)
     await fill(config)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         assert "forward" not in harness.faults.reached
-    (told,) = read_steps(config.run_dir)
-    assert told["importance_mean"] == pytest.approx(told["ratio_mean"], rel=1e-4)
-    assert 0 < told["ess"] <= 1
-    assert "proximal_seconds" not in told
+    (metrics,) = read_steps(config.run_dir)
+    assert metrics["importance_mean"] == pytest.approx(metrics["ratio_mean"], rel=1e-4)
+    assert 0 < metrics["ess"] <= 1
+    assert "proximal_seconds" not in metrics
 
 
 @pytest.mark.parametrize("stale", ["drop", "mask"])
-async def test_stale_tokens(model: Path, tmp_path: Path, stale: str) -> None:
+async def test_stale_setting_drops_samples_or_masks_tokens(model: Path, tmp_path: Path, stale: str) -> None:
     config = make_config(tmp_path, model, stale=stale, max_staleness=1, advantage={"normalize": "none"})
     await fill(config, groups=0)
     store = SqliteStore(config.store_path)
@@ -209,18 +211,18 @@ async def test_stale_tokens(model: Path, tmp_path: Path, stale: str) -> None:
     batch = await Batcher(store, RUN, config).next_batch(1, 0, 3)
     await store.close()
     assert batch is not None
-    kept = {claim.sample_key: (claim.reason, claim.staleness) for claim in batch.claims}
-    assert kept[f"{group}/1/0"] == ("stale", 2), "nothing in it is fresh"
+    claims = {claim.sample_key: (claim.reason, claim.staleness) for claim in batch.claims}
+    assert claims[f"{group}/1/0"] == ("stale", 2), "all its tokens are stale"
     if stale == "drop":
-        assert kept[f"{group}/2/0"] == ("stale", 2)
+        assert claims[f"{group}/2/0"] == ("stale", 2)
         assert len(batch.samples) == 1
         assert batch.report["dropped"] == {"stale": 2}
         return
-    assert kept[f"{group}/2/0"] == (None, 1), "of the lowest token that is trained"
+    assert claims[f"{group}/2/0"] == (None, 1), "the staleness of the oldest trained token"
     sample = batch.samples[1]
     assert sample.mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert (sample.advantages != 0).tolist() == [False] * 6 + [True] * 2
-    assert sample.versions.tolist() == [-1, -1, 1, 1, -1, 1, 2, 3], "what sampled a token is not forgotten"
+    assert sample.versions.tolist() == [-1, -1, 1, 1, -1, 1, 2, 3], "masked tokens keep their versions"
     report = batch.report
     assert report["dropped"] == {"stale": 1}
     assert report["staleness_tokens"] == {"0": 3, "1": 1}
