@@ -107,11 +107,10 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_righ
         rewards = [Reward(opened.session_id, value, RewardSource.RULE)]
         await gateway.complete_session(opened.session_id, rewards)
         session = await store.session(opened.session_id)
-        assert session is not None
+        assert session
         return value, linearize(session, await store.calls(opened.session_id))
 
     for step in range(steps):
-        # Several attempts at each task, all at once.
         batch = tasks[step * GROUPS : (step + 1) * GROUPS]
         tries = [attempt(task, step * GROUP_SIZE + i) for task in batch for i in range(GROUP_SIZE)]
         results = await asyncio.gather(*tries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,14 @@ class TinkerTrainingSession:
         """Send a call after all earlier ones. ``submit`` receives the SDK's client and returns its future
         without waiting."""
         sent = submit(self._client)
-        before, self._last = self._last, asyncio.get_running_loop().create_future()
-        return asyncio.ensure_future(self._await_response(what, sent, before, self._last))
+        before, done = self._last, asyncio.get_running_loop().create_future()
+        self._last = done
+        task = asyncio.ensure_future(self._await_response(what, sent, before))
+        # A callback, because a task that is cancelled before its first step never reaches a `finally`.
+        task.add_done_callback(partial(self._release_next, what, done))
+        return task
 
-    async def _await_response(
-        self, what: str, sent: Any, before: asyncio.Future[None] | None, done: asyncio.Future[None]
-    ) -> Any:
+    async def _await_response(self, what: str, sent: Any, before: asyncio.Future[None] | None) -> Any:
         """Return the response. The deadline begins when the service has finished the previous call."""
         try:
             if before is not None:
@@ -61,13 +64,12 @@ class TinkerTrainingSession:
             if failure.kind != "refused":
                 self.lost_reason = self.lost_reason or str(failure)
             raise
-        except BaseException:  # cancellation: the call may have reached the service
-            self.lost_reason = (
-                self.lost_reason or f"{what} was cancelled, and its effect at the service is unknown"
-            )
-            raise
-        finally:
-            done.set_result(None)
+
+    def _release_next(self, what: str, done: asyncio.Future[None], task: asyncio.Task[Any]) -> None:
+        if task.cancelled():  # the call may have reached the service
+            reason = f"{what} was cancelled, and its effect at the service is unknown"
+            self.lost_reason = self.lost_reason or reason
+        done.set_result(None)
 
     async def send_forward(self, sequences: Sequence[Ids]) -> Awaitable[list[Floats]]:
         """Request the logprob of every token; NaN at index 0. Sequences have two tokens or more."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -74,12 +74,16 @@ def test_light_modules_include_every_base_module() -> None:
 
 def test_help_takes_less_than_the_limit() -> None:
     command = [str(Path(sys.executable).with_name("instar")), "--help"]
-    took: list[float] = []
+    seconds: list[float] = []
     for _ in range(5):
-        began = time.perf_counter()
+        before = os.times()
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.3, took
+        after = os.times()
+        # CPU time, because the machine may be busy with other things.
+        seconds.append(
+            after.children_user + after.children_system - before.children_user - before.children_system
+        )
+    assert min(seconds) < 0.3, seconds
     for verb in ("demo", "train", "serve", "report", "doctor", "config", "sessions"):
         assert re.search(rf"^\s+{verb}\b", shown, re.MULTILINE), verb
 

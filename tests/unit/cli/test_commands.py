@@ -155,7 +155,7 @@ FAILURES = {
     "train over an older run": ("train existing.yaml", "Continue it with --resume"),
     "resume of nothing": ("train fresh.yaml --resume", "nothing to resume"),
     "serve without a file": ("serve no.yaml", "no.yaml: the file does not exist"),
-    "a missing model": ("serve run.yaml --set model.name=./nothing", "model.name: './nothing'"),
+    "a missing model": ("serve run.yaml --set model.name=./nothing", "model.name: given './nothing'"),
     "sessions of no run": ("sessions ls .", "is no run folder"),
     "a session of no run": ("sessions show . sess", "is no run folder"),
     "a folder of another version": ("sessions ls existing", "trainer.stepz"),

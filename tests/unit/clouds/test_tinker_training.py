@@ -1,0 +1,43 @@
+"""The order of calls in a Tinker training session."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from instar.clouds.errors import CloudError
+from instar.clouds.tinker import TinkerConnection
+from instar.clouds.tinker_training import TinkerTrainingSession
+
+
+class ImmediateConnection:
+    """Answers every call at once."""
+
+    async def await_result(self, what: str, sent: Any) -> str:
+        return what
+
+
+class SentCall:
+    def future(self) -> Future[None]:
+        return Future()
+
+
+async def test_call_after_one_cancelled_before_it_ran_reports_a_lost_session() -> None:
+    session = TinkerTrainingSession(cast(TinkerConnection, ImmediateConnection()), client=None)
+    cancelled = session.send("forward_backward", lambda _: SentCall())
+    cancelled.cancel()  # its coroutine has not run a single step
+    async with asyncio.timeout(60):
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        with pytest.raises(CloudError, match="forward_backward was cancelled"):
+            await session.send("optim_step", lambda _: SentCall())
+
+
+async def test_calls_are_answered_in_order() -> None:
+    session = TinkerTrainingSession(cast(TinkerConnection, ImmediateConnection()), client=None)
+    calls = [session.send(name, lambda _: SentCall()) for name in ("first", "second")]
+    assert await asyncio.gather(*calls) == ["first", "second"]
+    assert session.lost_reason is None
