@@ -1,7 +1,7 @@
-"""What every engine must do. A variant's test class derives from EngineConformance and gives an engine.
+"""Tests that every engine must pass. Test classes derive from EngineConformance and provide an engine.
 
 The engine must serve a model with the tiny tokenizer, and its greedy reply to ``prompt`` must not
-end by itself within its first six tokens. ``seeds_matter``: whether a seed chooses the reply.
+end by itself within its first six tokens. ``seeds_matter`` is True if replies depend on the seed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def versions_of(chunks: list[TokenChunk]) -> list[int]:
 
 
 async def wait_until_idle(engine: Engine) -> None:
-    """Wait until nothing runs."""
     async with asyncio.timeout(10):
-        while (status := await engine.status()).running or status.waiting:  # noqa: ASYNC110 - may be remote
+        while (status := await engine.status()).running or status.waiting:  # noqa: ASYNC110 - the engine may be remote
             await asyncio.sleep(0.01)
 
 
@@ -68,7 +67,7 @@ class EngineConformance:
         self, engine: Engine, prompt: list[int]
     ) -> None:
         if not engine.info.streams:
-            return  # a reply comes as one chunk
+            return  # the reply is one chunk
         stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
         first = await anext(stream)
         assert first.finish_reason is None
@@ -107,13 +106,13 @@ class EngineConformance:
     async def test_stop_string_across_tokens_ends_the_reply(self, engine: Engine, prompt: list[int]) -> None:
         ids = ids_of(await collect(engine, prompt, max_tokens=6, temperature=0))
         texts = [TOKENIZER.decode(ids[:n]) for n in range(7)]
-        whole = [n for n in range(1, 7) if not texts[n].endswith("\ufffd") and texts[n] != texts[n - 1]]
-        end = whole[-1]
-        wanted = texts[end][-3:] if "\ufffd" not in texts[end][-3:] else texts[end][-1:]
-        stopped = await collect(engine, prompt, max_tokens=6, temperature=0, stop=("never said", wanted))
-        first = next(n for n in range(1, 7) if wanted in TOKENIZER.decode(ids[:n]))
+        complete = [n for n in range(1, 7) if not texts[n].endswith("\ufffd") and texts[n] != texts[n - 1]]
+        end = complete[-1]
+        stop = texts[end][-3:] if "\ufffd" not in texts[end][-3:] else texts[end][-1:]
+        stopped = await collect(engine, prompt, max_tokens=6, temperature=0, stop=("absent", stop))
+        first = next(n for n in range(1, 7) if stop in TOKENIZER.decode(ids[:n]))
         assert ids_of(stopped) == ids[:first]
-        assert (stopped[-1].finish_reason, stopped[-1].stop) == ("stop", wanted)
+        assert (stopped[-1].finish_reason, stopped[-1].stop) == ("stop", stop)
 
     async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         start = (await engine.status()).generated_tokens
@@ -129,7 +128,7 @@ class EngineConformance:
     async def test_cancelled_task_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         task = asyncio.create_task(collect(engine, prompt, max_tokens=200, temperature=0))
         async with asyncio.timeout(10):
-            while (await engine.status()).running == 0:  # noqa: ASYNC110 - may be remote
+            while (await engine.status()).running == 0:  # noqa: ASYNC110 - the engine may be remote
                 await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -138,11 +137,11 @@ class EngineConformance:
 
     async def test_concurrent_replies_match_sequential_ones(self, engine: Engine, prompt: list[int]) -> None:
         prompts = [prompt + TOKENIZER.encode("ab" * n) for n in range(12)]
-        lone = [
+        sequential = [
             ids_of(await collect(engine, p, max_tokens=3 + n, temperature=0)) for n, p in enumerate(prompts)
         ]
         replies = [collect(engine, p, max_tokens=3 + n, temperature=0) for n, p in enumerate(prompts)]
-        assert [ids_of(chunks) for chunks in await asyncio.gather(*replies)] == lone
+        assert [ids_of(chunks) for chunks in await asyncio.gather(*replies)] == sequential
 
     async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
         assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
@@ -173,15 +172,17 @@ class EngineConformance:
                 await engine.logprobs(prompt)
             return
         long = (prompt * 256)[: engine.info.max_context]
-        whole, part, one, again = await asyncio.gather(
+        complete, prefix, single, repeated = await asyncio.gather(
             engine.logprobs(long), engine.logprobs(long[:40]), engine.logprobs([7]), engine.logprobs(long)
         )
-        assert whole.shape == (engine.info.max_context,)
-        assert np.isnan(whole[0])
-        assert np.isnan(one).tolist() == [True]
-        assert (whole[1:] < 0).all()
-        np.testing.assert_allclose(part, whole[:40], atol=1e-5, err_msg="of the tokens before alone")
-        np.testing.assert_allclose(again, whole, atol=1e-5)
+        assert complete.shape == (engine.info.max_context,)
+        assert np.isnan(complete[0])
+        assert np.isnan(single).tolist() == [True]
+        assert (complete[1:] < 0).all()
+        np.testing.assert_allclose(
+            prefix, complete[:40], atol=1e-5, err_msg="scores depend on earlier tokens only"
+        )
+        np.testing.assert_allclose(repeated, complete, atol=1e-5)
         await wait_until_idle(engine)
 
     async def test_logprobs_rejects_invalid_prompts(self, engine: Engine, prompt: list[int]) -> None:
@@ -199,10 +200,10 @@ class EngineConformance:
             await collect(engine, (prompt * 256)[: engine.info.max_context], max_tokens=1)
 
     async def test_generate_accepts_arrays_and_lists(self, engine: Engine, prompt: list[int]) -> None:
-        listed = await collect(engine, prompt, max_tokens=6, temperature=0)
-        for kind in (np.int32, np.int64):
-            array = np.asarray(prompt, kind)
-            assert ids_of(await collect(engine, array, max_tokens=6, temperature=0)) == ids_of(listed)
+        expected = await collect(engine, prompt, max_tokens=6, temperature=0)
+        for dtype in (np.int32, np.int64):
+            array = np.asarray(prompt, dtype)
+            assert ids_of(await collect(engine, array, max_tokens=6, temperature=0)) == ids_of(expected)
 
     async def test_for_session_returns_a_working_engine(self, engine: Engine, prompt: list[int]) -> None:
         routed = engine.for_session("sess-1")

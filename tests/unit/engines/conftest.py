@@ -28,7 +28,7 @@ def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_adapter(tiny: Path, folder: Path, config: LoraConfig) -> None:
-    """A PEFT adapter whose update is not zero."""
+    """Save a PEFT adapter with a nonzero update."""
     torch.manual_seed(3)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), config)
     for name, parameter in model.named_parameters():

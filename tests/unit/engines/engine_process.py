@@ -1,4 +1,4 @@
-"""A scripted engine as a process: ``python -m tests.unit.engines.engine_process MODEL FD REPLY``."""
+"""Serves a scripted engine as a process: ``python -m tests.unit.engines.engine_process MODEL FD REPLY``."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ async def trained(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerB
 
 
 class TestConformance(EngineConformance):
-    """Replies come whole, so what happens in the middle of one is tested below."""
+    """Replies are one chunk, so version changes during a reply are tested separately."""
 
     async def test_info_describes_the_engine(self, engine: Engine) -> None:
         info = engine.info
@@ -72,12 +72,12 @@ class TestConformance(EngineConformance):
 
     async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
-        asked = asyncio.ensure_future(anext(stream))
+        pending = asyncio.ensure_future(anext(stream))
         while not (await engine.status()).running:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        asked.cancel()
+        pending.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await pending
         status = await engine.status()
         assert (status.running, status.waiting, status.generated_tokens) == (0, 0, 0)
 
@@ -111,12 +111,12 @@ async def test_tinker_sampler_samples_the_published_policy(
 
 
 async def test_tinker_sampler_finishes_requests_under_their_version(engine: Engine) -> None:
-    asked = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
+    pending = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
     while not (await engine.status()).running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.02)
     await engine.load(Policy("p", 1, Artifact("base")))
-    assert len(set(versions_of(await asked))) == 1
+    assert len(set(versions_of(await pending))) == 1
     assert set(versions_of(await collect(engine, PROMPT, max_tokens=2))) == {1}
 
 
@@ -131,13 +131,13 @@ async def test_tinker_sampler_returns_nan_for_unknown_logprobs(engine: Engine) -
 
 async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url: str) -> None:
     engine = TinkerSampler(model, section(url), CloudEngineConfig(max_in_flight=2))
-    asked = [asyncio.create_task(collect(engine, PROMPT, max_tokens=40, seed=i)) for i in range(6)]
+    tasks = [asyncio.create_task(collect(engine, PROMPT, max_tokens=40, seed=i)) for i in range(6)]
     most = 0
-    while not all(task.done() for task in asked):
+    while not all(task.done() for task in tasks):
         most = max(most, (await engine.status()).running)
         await asyncio.sleep(0.001)
     assert most == 2
-    assert all(len(ids_of(task.result())) > 0 for task in asked)
+    assert all(len(ids_of(task.result())) > 0 for task in tasks)
     await engine.close()
     with pytest.raises(EngineUnavailable, match="closed"):
         await collect(engine, PROMPT, max_tokens=1)

@@ -1,4 +1,4 @@
-"""The engine that samples at Weaver, through the real SDK, on a server that really samples."""
+"""Tests of the Weaver sampler through the real SDK, on a server with a real model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.protocol.serving import served
 KEY = "sk-weaver-test"
 TOKENIZER = make_tiny_tokenizer()
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
-Make = Callable[..., WeaverSampler]
+CreateEngine = Callable[..., WeaverSampler]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,10 @@ def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generat
 
 @pytest.fixture(scope="module")
 def trained(model: ModelConfig, url: str) -> Artifact:
-    """A policy that has moved away from the base model."""
+    """Train one step and return the published policy."""
 
     async def publish() -> Artifact:
-        backend = WeaverBackend(model, section(url))
+        backend = WeaverBackend(model, backend_config(url))
         await backend.start()
         await backend.forward_backward(tree_samples(), LossConfig())
         await backend.optim_step(AdamConfig(lr=0.05))
@@ -63,32 +63,34 @@ def trained(model: ModelConfig, url: str) -> Artifact:
     return asyncio.run(publish())
 
 
-def section(url: str, **changes: object) -> WeaverBackendConfig:
-    given = {"base_url": url, "api_key": KEY, "base_model": "tiny", "deadline": 30.0, **changes}
-    return WeaverBackendConfig.model_validate(given)
+def backend_config(url: str, **changes: object) -> WeaverBackendConfig:
+    values = {"base_url": url, "api_key": KEY, "base_model": "tiny", "deadline": 30.0, **changes}
+    return WeaverBackendConfig.model_validate(values)
 
 
 @pytest.fixture
-async def make(model: ModelConfig, url: str) -> AsyncGenerator[Make]:
-    made: list[WeaverSampler] = []
+async def create_engine(model: ModelConfig, url: str) -> AsyncGenerator[CreateEngine]:
+    engines: list[WeaverSampler] = []
 
     def build(address: str = url, **changes: object) -> WeaverSampler:
-        made.append(WeaverSampler(model, section(address, **changes), CloudEngineConfig()))
-        return made[-1]
+        engines.append(WeaverSampler(model, backend_config(address, **changes), CloudEngineConfig()))
+        return engines[-1]
 
     yield build
-    for engine in made:
+    for engine in engines:
         await engine.close()
 
 
 async def reply(engine: Engine, **params: object) -> TokenChunk:
-    given = SamplingParams(**{"max_tokens": 12, "seed": 7, **params})  # type: ignore[arg-type]
-    (chunk,) = [chunk async for chunk in engine.generate(PROMPT, given)]
+    sampling = SamplingParams(**{"max_tokens": 12, "seed": 7, **params})  # type: ignore[arg-type]
+    (chunk,) = [chunk async for chunk in engine.generate(PROMPT, sampling)]
     return chunk
 
 
-async def test_weaver_sampler_matches_the_local_engine(make: Make, model: ModelConfig) -> None:
-    engine, local = make(), LocalEngine(model, LocalEngineConfig(threads=1))
+async def test_weaver_sampler_matches_the_local_engine(
+    create_engine: CreateEngine, model: ModelConfig
+) -> None:
+    engine, local = create_engine(), LocalEngine(model, LocalEngineConfig(threads=1))
     assert not engine.info.streams
     assert not engine.info.versions_per_token
     chunk = await reply(engine)
@@ -101,8 +103,10 @@ async def test_weaver_sampler_matches_the_local_engine(make: Make, model: ModelC
     await local.close()
 
 
-async def test_weaver_sampler_finishes_requests_under_their_version(make: Make, trained: Artifact) -> None:
-    engine = make()
+async def test_weaver_sampler_finishes_requests_under_their_version(
+    create_engine: CreateEngine, trained: Artifact
+) -> None:
+    engine = create_engine()
     await engine.load(Policy("p", 3, Artifact("base")))
     old = asyncio.ensure_future(reply(engine, max_tokens=150))
     await asyncio.sleep(0)
@@ -111,40 +115,42 @@ async def test_weaver_sampler_finishes_requests_under_their_version(make: Make, 
     new = await reply(engine)
     assert set(new.versions) == {4}
     assert set((await old).versions) == {3}
-    base = make()
+    base = create_engine()
     assert (await reply(base)).logprobs != new.logprobs
 
 
-async def test_weaver_sampler_ends_replies_at_length_or_stop(make: Make) -> None:
-    engine = make()
-    whole = await reply(engine, temperature=0, max_tokens=8)
-    assert whole.finish_reason == "length"
-    assert len(whole.token_ids) == 8
-    third = whole.token_ids[2]
-    cut = await reply(engine, temperature=0, max_tokens=8, stop_token_ids=(third,))
-    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(third) + 1]
-    assert (cut.finish_reason, cut.stop) == ("stop", None)
-    word = TOKENIZER.decode(whole.token_ids[2:4])
+async def test_weaver_sampler_ends_replies_at_length_or_stop(create_engine: CreateEngine) -> None:
+    engine = create_engine()
+    complete = await reply(engine, temperature=0, max_tokens=8)
+    assert complete.finish_reason == "length"
+    assert len(complete.token_ids) == 8
+    third = complete.token_ids[2]
+    stopped_by_token = await reply(engine, temperature=0, max_tokens=8, stop_token_ids=(third,))
+    assert stopped_by_token.token_ids == complete.token_ids[: complete.token_ids.index(third) + 1]
+    assert (stopped_by_token.finish_reason, stopped_by_token.stop) == ("stop", None)
+    word = TOKENIZER.decode(complete.token_ids[2:4])
     stopped = await reply(engine, temperature=0, max_tokens=8, stop=(word,))
     assert (stopped.finish_reason, stopped.stop) == ("stop", word)
     assert len(stopped.token_ids) < 8
 
 
-async def test_weaver_sampler_returns_nan_for_unknown_logprobs(make: Make, trained: Artifact) -> None:
-    """A greedy reply can be scored; of another distribution the service's numbers may mean anything."""
-    engine = make()
+async def test_weaver_sampler_returns_nan_for_unknown_logprobs(
+    create_engine: CreateEngine, trained: Artifact
+) -> None:
+    """Greedy replies are scored; the service does not define its logprobs for other distributions."""
+    engine = create_engine()
     await engine.load(Policy("p", 1, trained))
     greedy = await reply(engine, temperature=0)
     assert greedy.behavior_logprobs == [0.0] * len(greedy.token_ids)
     assert all(math.isfinite(value) and value < 0 for value in greedy.logprobs)
-    cool = await reply(engine, temperature=0.5)
-    assert all(math.isnan(value) for value in cool.logprobs)
-    assert cool.behavior_logprobs is not None
-    assert all(math.isnan(value) for value in cool.behavior_logprobs)
+    tempered = await reply(engine, temperature=0.5)
+    assert all(math.isnan(value) for value in tempered.logprobs)
+    assert tempered.behavior_logprobs is not None
+    assert all(math.isnan(value) for value in tempered.behavior_logprobs)
 
 
-async def test_weaver_sampler_rejects_unsupported_requests(make: Make) -> None:
-    engine = make()
+async def test_weaver_sampler_rejects_unsupported_requests(create_engine: CreateEngine) -> None:
+    engine = create_engine()
     with pytest.raises(PromptTooLong):
         await anext(engine.generate([5] * 256, SamplingParams()))
     with pytest.raises(EngineError, match="adapter"):
@@ -159,12 +165,12 @@ async def test_weaver_sampler_rejects_unsupported_requests(make: Make) -> None:
 
 
 async def test_weaver_sampler_reconnects_after_a_server_restart(
-    make: Make, model: ModelConfig, tmp_path: Path
+    create_engine: CreateEngine, model: ModelConfig, tmp_path: Path
 ) -> None:
     options = {"folder": tmp_path, "keys": [KEY], "base_model": "tiny"}
     with ExitStack() as up:
         address = up.enter_context(served("weaver", model, **options))
-        engine = make(address, deadline=10)
+        engine = create_engine(address, deadline=10)
         before = await reply(engine)
         await asyncio.to_thread(up.close)
         waiting = asyncio.ensure_future(reply(engine))
@@ -172,7 +178,7 @@ async def test_weaver_sampler_reconnects_after_a_server_restart(
         await asyncio.to_thread(up.enter_context, served("weaver", model, port=port, **options))
         assert (await waiting).token_ids == before.token_ids
         await asyncio.to_thread(up.close)
-    patient = make(address, deadline=0.5)
+    unreachable = create_engine(address, deadline=0.5)
     with pytest.raises(EngineUnavailable) as caught:
-        await reply(patient)
+        await reply(unreachable)
     assert KEY not in str(caught.value)

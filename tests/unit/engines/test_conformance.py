@@ -1,4 +1,4 @@
-"""The conformance suite on every engine."""
+"""Runs the conformance tests on every engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scripted_engine(tiny: Path, *, delay: float = 0.001, max_context: int = 256)
 async def serve_engine(
     engine: Engine, token: str | None, gate: DrainGate | None = None
 ) -> AsyncIterator[str]:
-    """The engine behind a real socket; yields its URL."""
+    """Serve the engine on a real socket and yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
             create_engine_app(engine, token, gate), log_level="warning", lifespan="off", ws="none"

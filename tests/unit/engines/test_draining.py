@@ -1,4 +1,4 @@
-"""An engine that is drained: what it answers ends, what comes after goes elsewhere."""
+"""Tests of draining: replies in progress finish and new requests go to other engines."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ async def test_pool_avoids_draining_engines(tiny: Path) -> None:
         serve_engine(scripted_engine(tiny), None, gates[0]) as one,
         serve_engine(scripted_engine(tiny), None, gates[1]) as two,
     ):
-        # Checked once a minute: what is refused has to be enough to look.
+        # The health check runs once a minute, so a rejected request must trigger one.
         pool = EnginePool([RemoteEngine(one), RemoteEngine(two)], period=60)
         await pool.start(10)
         gates[0].close()
         for session in range(6):
             assert (await collect(pool.for_session(f"s{session}"), PROMPT))[-1].finish_reason
         async with asyncio.timeout(10):
-            while not pool.members[0].draining:  # noqa: ASYNC110 - what is waited for is a health check
+            while not pool.members[0].draining:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
         assert [member.is_open for member in pool.members] == [False, True]
         served_before = pool.members[0].total_requests
@@ -59,7 +59,7 @@ async def test_pool_avoids_draining_engines(tiny: Path) -> None:
         gates[1].close()
         pool.members[1].check_requested.set()
         async with asyncio.timeout(10):
-            while pool.members[1].is_open:  # noqa: ASYNC110 - what is waited for is a health check
+            while pool.members[1].is_open:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
         with pytest.raises(EngineUnavailable, match="engine 1: it is being drained"):
             await collect(pool, PROMPT)
@@ -70,6 +70,6 @@ def test_drain_gate_is_drained_immediately_without_requests() -> None:
     gate = DrainGate()
     with gate.admit():
         pass
-    assert not gate.drained.is_set(), "it is still open"
+    assert not gate.drained.is_set(), "the gate is still open"
     gate.close()
     assert gate.drained.is_set()

@@ -1,4 +1,4 @@
-"""The local engine against plain transformers: the same numbers, whatever is batched or reused."""
+"""Tests of the local engine against transformers: logprobs do not depend on batching or caching."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def engine(tiny: Path) -> AsyncIterator[LocalEngine]:
     await engine.close()
 
 
-def reference(folder: Path, adapter: Path | None = None) -> Any:
+def reference_model(folder: Path, adapter: Path | None = None) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return PeftModel.from_pretrained(model, str(adapter)) if adapter else model
 
@@ -62,7 +62,7 @@ def adapter_policy(folder: Path, version: int = 1) -> Policy:
 
 
 async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine, tiny: Path) -> None:
-    """Prompts of many lengths, longer and shorter than a prefill piece, arriving in two waves."""
+    """Prompts longer and shorter than a prefill piece arrive in two groups."""
     prompts = [PROMPT[:n] + TOKENIZER.encode("x" * n) for n in (2, 5, 17, 30, 33, 40)]
     first = [
         asyncio.create_task(collect(engine, p, max_tokens=30 - n, seed=n)) for n, p in enumerate(prompts)
@@ -71,7 +71,7 @@ async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine,
     second = [
         asyncio.create_task(collect(engine, p, max_tokens=3 + n, seed=n)) for n, p in enumerate(prompts)
     ]
-    model = reference(tiny)
+    model = reference_model(tiny)
     for prompt, chunks in zip(prompts * 2, await asyncio.gather(*first, *second), strict=True):
         assert logprobs_of(chunks) == pytest.approx(
             expected_logprobs(model, prompt, ids_of(chunks)), abs=1e-4
@@ -81,27 +81,27 @@ async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine,
 async def test_greedy_reply_matches_transformers_generate(engine: LocalEngine, tiny: Path) -> None:
     chunks = await collect(engine, PROMPT, max_tokens=24, temperature=0)
     ids = torch.tensor([PROMPT])
-    made = reference(tiny).generate(
+    generated = reference_model(tiny).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
     )
     eos = TOKENIZER.eos_token_id
     if eos not in ids_of(chunks):  # min_new_tokens forbids it, the engine does not
-        assert ids_of(chunks) == made[0, len(PROMPT) :].tolist()
+        assert ids_of(chunks) == generated[0, len(PROMPT) :].tolist()
 
 
 async def test_logprobs_under_an_adapter_match_peft(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
     await engine.load(adapter_policy(adapter))
-    model = reference(tiny, adapter)
+    model = reference_model(tiny, adapter)
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
     expected = expected_logprobs(model, PROMPT, ids_of(chunks))
     assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
-    bare = expected_logprobs(reference(tiny), PROMPT, ids_of(chunks))
+    bare = expected_logprobs(reference_model(tiny), PROMPT, ids_of(chunks))
     assert max(abs(a - b) for a, b in zip(expected, bare, strict=True)) > 0.05
 
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
     assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference(tiny), PROMPT, ids_of(chunks)), abs=1e-4
+        expected_logprobs(reference_model(tiny), PROMPT, ids_of(chunks)), abs=1e-4
     )
 
 
@@ -114,14 +114,14 @@ async def test_next_turn_computes_only_new_tokens(engine: LocalEngine, tiny: Pat
     # The last sampled token was never fed to the model.
     assert after.cached_tokens - before.cached_tokens == len(PROMPT) + len(first) - 1
     assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference(tiny), turn, ids_of(chunks)), abs=1e-4
+        expected_logprobs(reference_model(tiny), turn, ids_of(chunks)), abs=1e-4
     )
 
 
 async def test_release_memory_frees_the_kv_cache_only_when_idle(engine: LocalEngine) -> None:
     reply = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=1))
     await anext(reply)
-    engine.release_memory()  # it is at work: nothing happens
+    engine.release_memory()  # ignored while a reply runs
     assert len([chunk async for chunk in reply]) == 199
     await collect(engine, PROMPT, max_tokens=4, seed=2)
     before = (await engine.status()).cached_tokens
@@ -132,33 +132,33 @@ async def test_release_memory_frees_the_kv_cache_only_when_idle(engine: LocalEng
 
 
 async def test_set_kv_tokens_limits_concurrent_replies(engine: LocalEngine) -> None:
-    async def load() -> int:
-        """Replies at once at most, of 32."""
-        most = 0
+    async def max_running() -> int:
+        """Return the maximum number of concurrent replies out of 32."""
+        maximum = 0
         replies = [asyncio.create_task(collect(engine, PROMPT, max_tokens=64, seed=n)) for n in range(32)]
         while not all(reply.done() for reply in replies):
-            most = max(most, (await engine.status()).running)
+            maximum = max(maximum, (await engine.status()).running)
             await asyncio.sleep(0.001)
-        return most
+        return maximum
 
     engine.set_kv_tokens(1024)
-    assert await load() == 1024 // 128
+    assert await max_running() == 1024 // 128
     engine.set_kv_tokens(32 * 512)
-    assert await load() == 32
+    assert await max_running() == 32
 
 
 async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
-    """A whole group at once, the prefix longer than a prefill piece."""
+    """All requests of a group arrive together, with a prefix longer than a prefill piece."""
     prompts = [PROMPT + [50 + n // 4] * 3 for n in range(16)]
     await asyncio.gather(*[collect(engine, p, max_tokens=4, seed=n) for n, p in enumerate(prompts)])
     status = await engine.status()
     computed = status.prompt_tokens - status.cached_tokens
-    # Everyone computes the last prompt token for its logits, and a tail too short to wait for.
+    # Each request computes its last prompt token for the logits, and a suffix too short to wait for.
     assert computed <= len(PROMPT) + 16 * 4
 
 
 async def test_replies_do_not_wait_for_scoring_requests(engine: LocalEngine) -> None:
-    """Which leaves nothing behind to begin from, though its beginning is the same."""
+    """A scored prompt caches no prefix, so waiting for it would not help."""
     replied = asyncio.Event()
 
     async def score(number: int) -> None:
@@ -173,11 +173,11 @@ async def test_replies_do_not_wait_for_scoring_requests(engine: LocalEngine) -> 
 
 
 async def test_small_kv_cache_gives_correct_logprobs(tiny: Path) -> None:
-    """Eviction and waiting for room, not failure, when the budget is one context."""
+    """Requests wait and prefixes are evicted if the cache holds only one context."""
     engine = make_engine(tiny, kv_tokens=512, max_batch=8)
     prompts = [[n + 5] * 100 for n in range(8)]
     replies = await asyncio.gather(*[collect(engine, p, max_tokens=50, seed=1) for p in prompts])
-    model = reference(tiny)
+    model = reference_model(tiny)
     for prompt, chunks in zip(prompts, replies, strict=True):
         assert logprobs_of(chunks) == pytest.approx(
             expected_logprobs(model, prompt, ids_of(chunks)), abs=1e-4
@@ -193,13 +193,13 @@ async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny: Path) 
     chunks = await collect(engine, [9] * 400, max_tokens=20, seed=1)
     assert engine._scheduler._rows.tokens <= 600
     assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference(tiny), [9] * 400, ids_of(chunks)), abs=1e-4
+        expected_logprobs(reference_model(tiny), [9] * 400, ids_of(chunks)), abs=1e-4
     )
     await engine.close()
 
 
 async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path, adapter: Path) -> None:
-    """Swap in mid-session; the next turn and a bystander equal a fresh engine on the new weights."""
+    """After a load, the next turn and other prompts match a new engine with the new weights."""
     engine, fresh = make_engine(tiny), make_engine(tiny)
     await fresh.load(adapter_policy(adapter))
     await collect(engine, PROMPT, max_tokens=10, seed=0)
@@ -212,10 +212,10 @@ async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path
 
     turn = [*PROMPT, 7, *ids_of(chunks), *TOKENIZER.encode("next turn")]
     for prompt in (turn, [*PROMPT, 7], PROMPT):
-        ours = await collect(engine, prompt, max_tokens=10, seed=2)
-        theirs = await collect(fresh, prompt, max_tokens=10, seed=2)
-        assert ids_of(ours) == ids_of(theirs)
-        assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-5)
+        actual = await collect(engine, prompt, max_tokens=10, seed=2)
+        expected = await collect(fresh, prompt, max_tokens=10, seed=2)
+        assert ids_of(actual) == ids_of(expected)
+        assert logprobs_of(actual) == pytest.approx(logprobs_of(expected), abs=1e-5)
     await engine.close()
     await fresh.close()
 
@@ -227,12 +227,12 @@ async def test_load_replaces_full_weights_and_restores_the_base(
     await engine.load(Policy("p", 1, Artifact("weights", str(other))))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
     assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference(other), PROMPT, ids_of(chunks)), abs=1e-4
+        expected_logprobs(reference_model(other), PROMPT, ids_of(chunks)), abs=1e-4
     )
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
     assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference(tiny), PROMPT, ids_of(chunks)), abs=1e-4
+        expected_logprobs(reference_model(tiny), PROMPT, ids_of(chunks)), abs=1e-4
     )
     wider = make_tiny_model(tmp_path / "wider", hidden=128)
     with pytest.raises(EngineError, match="another architecture"):
@@ -243,7 +243,7 @@ async def test_load_replaces_full_weights_and_restores_the_base(
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["input_layernorm"]}, "modules_to_save"),
@@ -251,10 +251,10 @@ async def test_load_replaces_full_weights_and_restores_the_base(
     ],
 )
 async def test_load_rejects_unsupported_adapters(
-    engine: LocalEngine, tiny: Path, tmp_path: Path, settings: dict[str, Any], named: str
+    engine: LocalEngine, tiny: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     save_adapter(tiny, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], **settings))
-    with pytest.raises(EngineError, match=named):
+    with pytest.raises(EngineError, match=message):
         await engine.load(adapter_policy(tmp_path))
     with pytest.raises(EngineError, match="cannot be read"):
         await engine.load(adapter_policy(tmp_path / "missing"))
@@ -262,7 +262,7 @@ async def test_load_rejects_unsupported_adapters(
 
 
 async def test_model_failure_is_raised_to_every_caller(tiny: Path) -> None:
-    """The model breaks under way: requests in flight, later ones and status all say so; none hangs."""
+    """Requests in flight, later ones, load and status raise the error; none hangs."""
     engine = make_engine(tiny)
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, temperature=0))
     await anext(stream)
@@ -289,9 +289,9 @@ async def test_close_aborts_requests_in_flight(tiny: Path) -> None:
 
 
 async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny: Path) -> None:
-    """Rows are moved, swapped and freed in every order; each finished reply still checks out."""
+    """Rows are moved, swapped and freed in every order."""
     engine = make_engine(tiny, prefill_tokens=8, max_batch=10)
-    model = reference(tiny)
+    model = reference_model(tiny)
 
     async def client(n: int) -> None:
         await asyncio.sleep(0.003 * (n % 7))

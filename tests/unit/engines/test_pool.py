@@ -1,4 +1,4 @@
-"""Several engines as one: who answers, who is left out, who returns, and with which policy."""
+"""Tests of the engine pool: routing, health checks, retries and the policy of each engine."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ class TestRemotePool(EngineConformance):
 
 
 class FlakyEngine(ScriptedEngine):
-    """Scripted, and can be made to fail."""
+    """A scripted engine that fails on demand."""
 
     def __init__(self, tiny: Path, context: int = 256) -> None:
         super().__init__(ModelConfig(name=str(tiny), max_context=context), ScriptedEngineConfig())
-        self.answers = True
+        self.is_reachable = True
         self.hangs = False
         self.failure: EngineError | None = None
         self.fails_after = 0
-        self.asked = 0
+        self.request_count = 0
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        self.asked += 1
+        self.request_count += 1
         if self.hangs:
             await asyncio.Event().wait()
         count = 0
@@ -79,26 +79,26 @@ class FlakyEngine(ScriptedEngine):
             count += 1
 
     async def load(self, policy: Policy) -> None:
-        self._check_answers()
+        self._check_reachable()
         await super().load(policy)
 
     async def status(self) -> EngineStatus:
-        self._check_answers()
+        self._check_reachable()
         return await super().status()
 
     def restart(self) -> None:
         self._version = 0
 
-    def _check_answers(self) -> None:
-        if not self.answers:
+    def _check_reachable(self) -> None:
+        if not self.is_reachable:
             raise EngineUnavailable("it is gone")
 
 
-Start = Callable[..., Any]
+CreatePool = Callable[..., Any]
 
 
 @pytest.fixture
-async def pool_of(tiny: Path) -> AsyncIterator[Start]:
+async def create_pool(tiny: Path) -> AsyncIterator[CreatePool]:
     pools: list[EnginePool] = []
 
     async def start(
@@ -114,84 +114,86 @@ async def pool_of(tiny: Path) -> AsyncIterator[Start]:
         await pool.close()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+async def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for is a health check
+        while not condition():  # noqa: ASYNC110 - health checks have no event
             await asyncio.sleep(0.005)
 
 
-async def answers(engine: Engine, **params: object) -> bool:
+async def completes(engine: Engine, **params: object) -> bool:
     return (await collect(engine, PROMPT, **params))[-1].finish_reason == "stop"
 
 
-async def test_pool_keeps_a_session_on_its_engine_and_spreads_others(pool_of: Start) -> None:
-    pool, engines = await pool_of(3)
+async def test_pool_keeps_a_session_on_its_engine_and_spreads_others(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(3)
     for _ in range(4):
         for session in range(6):
-            assert await answers(pool.for_session(f"sess-{session}"))
-    assert [engine.asked for engine in engines] == [8, 8, 8]
+            assert await completes(pool.for_session(f"sess-{session}"))
+    assert [engine.request_count for engine in engines] == [8, 8, 8]
     for _ in range(5):
-        assert await answers(pool.for_session("sess-0"))
-    assert sorted(engine.asked for engine in engines) == [8, 8, 13]
+        assert await completes(pool.for_session("sess-0"))
+    assert sorted(engine.request_count for engine in engines) == [8, 8, 13]
 
 
-async def test_pool_moves_a_session_away_from_a_much_busier_engine(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
-    assert await answers(pool.for_session("busy"))
-    (used,) = [engine for engine in engines if engine.asked]
+async def test_pool_moves_a_session_away_from_a_much_busier_engine(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
+    assert await completes(pool.for_session("busy"))
+    (used,) = [engine for engine in engines if engine.request_count]
     used.hangs = True
     waiting = [asyncio.create_task(collect(pool.for_session("busy"), PROMPT)) for _ in range(9)]
-    await until(lambda: used.asked == 10)
-    assert await answers(pool.for_session("busy"))
-    assert used.asked == 10
+    await wait_until(lambda: used.request_count == 10)
+    assert await completes(pool.for_session("busy"))
+    assert used.request_count == 10
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_pool_sends_requests_to_the_least_busy_engine(pool_of: Start) -> None:
-    pool, engines = await pool_of(3)
+async def test_pool_sends_requests_to_the_least_busy_engine(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(3)
     for engine in engines:
         engine.hangs = True
     waiting = [asyncio.create_task(collect(pool, PROMPT)) for _ in range(6)]
-    await until(lambda: sum(engine.asked for engine in engines) == 6)
-    assert [engine.asked for engine in engines] == [2, 2, 2]
+    await wait_until(lambda: sum(engine.request_count for engine in engines) == 6)
+    assert [engine.request_count for engine in engines] == [2, 2, 2]
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_pool_counts_requests_of_other_clients_as_load(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
+async def test_pool_counts_requests_of_other_clients_as_load(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
     engines[0].hangs = True
-    engines[0]._running = 5  # what another gateway has there
+    engines[0]._running = 5  # requests of another gateway
     await asyncio.sleep(0.1)
     for _ in range(4):
-        assert await answers(pool)
-    assert engines[1].asked == 4
+        assert await completes(pool)
+    assert engines[1].request_count == 4
     engines[0]._running = 0
 
 
-async def test_pool_retries_on_another_engine_before_the_first_token(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
-    assert await answers(pool.for_session("s"))
+async def test_pool_retries_on_another_engine_before_the_first_token(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
+    assert await completes(pool.for_session("s"))
     engines[0].failure = engines[1].failure = None
-    used = next(engine for engine in engines if engine.asked)
-    used.failure, used.answers = EngineUnavailable("restarting"), False
-    assert await answers(pool.for_session("s"))
-    assert used.asked == 2
-    assert await answers(pool.for_session("s"))
-    assert used.asked == 2, "left out while it does not answer"
-    used.failure, used.answers = None, True
+    used = next(engine for engine in engines if engine.request_count)
+    used.failure, used.is_reachable = EngineUnavailable("restarting"), False
+    assert await completes(pool.for_session("s"))
+    assert used.request_count == 2
+    assert await completes(pool.for_session("s"))
+    assert used.request_count == 2, "an unreachable engine is excluded"
+    used.failure, used.is_reachable = None, True
     other = next(engine for engine in engines if engine is not used)
-    await until(lambda: pool.members[engines.index(used)].healthy)
-    other.failure, other.answers = EngineUnavailable("restarting"), False
-    assert await answers(pool.for_session("s"))
-    assert used.asked == 3, "it has returned"
+    await wait_until(lambda: pool.members[engines.index(used)].healthy)
+    other.failure, other.is_reachable = EngineUnavailable("restarting"), False
+    assert await completes(pool.for_session("s"))
+    assert used.request_count == 3, "the engine is used again"
 
 
-async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
+async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(
+    create_pool: CreatePool,
+) -> None:
+    pool, engines = await create_pool(2)
     for engine in engines:
         engine.failure, engine.fails_after = EngineUnavailable("it died"), 2
     stream = pool.generate(PROMPT, SamplingParams())
@@ -199,45 +201,47 @@ async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(
     assert len(ids_of(received)) == 2
     with pytest.raises(EngineUnavailable, match="it died"):
         await anext(stream)
-    assert sum(engine.asked for engine in engines) == 1
+    assert sum(engine.request_count for engine in engines) == 1
 
 
 @pytest.mark.parametrize("error", [PromptTooLong("too long"), EngineError("refused")])
-async def test_pool_does_not_retry_rejected_requests(pool_of: Start, error: EngineError) -> None:
-    pool, engines = await pool_of(2)
+async def test_pool_does_not_retry_rejected_requests(create_pool: CreatePool, error: EngineError) -> None:
+    pool, engines = await create_pool(2)
     for engine in engines:
         engine.failure = error
     with pytest.raises(type(error), match=str(error)):
         await collect(pool, PROMPT)
-    assert sum(engine.asked for engine in engines) == 1
+    assert sum(engine.request_count for engine in engines) == 1
     for engine in engines:
         engine.failure = None
-    assert await answers(pool)
+    assert await completes(pool)
 
 
-async def test_pool_without_healthy_engines_fails_immediately_and_recovers(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
+async def test_pool_without_healthy_engines_fails_immediately_and_recovers(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
     for engine in engines:
-        engine.answers, engine.failure = False, EngineUnavailable("it is gone")
-    for ask in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(policy(1))):
+        engine.is_reachable, engine.failure = False, EngineUnavailable("it is gone")
+    for call in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(policy(1))):
         with pytest.raises(EngineUnavailable, match=r"None of the 2 engines can answer .*it is gone"):
             async with asyncio.timeout(2):
-                await ask()
+                await call()
     for engine in engines:
-        engine.answers, engine.failure = True, None
-    await until(lambda: any(member.healthy for member in pool.members))
-    assert set(versions_of(await collect(pool, PROMPT))) == {1}, "loaded when it was known, not when reached"
+        engine.is_reachable, engine.failure = True, None
+    await wait_until(lambda: any(member.healthy for member in pool.members))
+    assert set(versions_of(await collect(pool, PROMPT))) == {1}, (
+        "the policy is loaded although no engine was reachable"
+    )
 
 
-async def test_pool_moves_waiting_requests_away_from_a_dead_engine(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
+async def test_pool_moves_waiting_requests_away_from_a_dead_engine(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
     engines[0].hangs = engines[1].hangs = True
     waiting = asyncio.create_task(collect(pool, PROMPT))
-    await until(lambda: any(engine.asked for engine in engines))
-    dead = next(engine for engine in engines if engine.asked)
+    await wait_until(lambda: any(engine.request_count for engine in engines))
+    dead = next(engine for engine in engines if engine.request_count)
     for engine in engines:
         engine.hangs = engine is dead
-    dead.answers = False
+    dead.is_reachable = False
     async with asyncio.timeout(10):
         assert (await waiting)[-1].finish_reason == "stop"
 
@@ -246,73 +250,73 @@ def policy(version: int) -> Policy:
     return Policy("p", version, Artifact("base"))
 
 
-async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
+async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
     await pool.load(policy(1))
-    engines[0].answers = False
-    await until(lambda: not pool.members[0].healthy)
+    engines[0].is_reachable = False
+    await wait_until(lambda: not pool.members[0].healthy)
     await pool.load(policy(2))
     await pool.load(policy(3))
     engines[0].restart()
-    engines[0].answers, engines[1].answers = True, False
-    await until(lambda: pool.members[0].healthy and not pool.members[1].healthy)
+    engines[0].is_reachable, engines[1].is_reachable = True, False
+    await wait_until(lambda: pool.members[0].healthy and not pool.members[1].healthy)
     assert set(versions_of(await collect(pool, PROMPT))) == {3}
 
 
 async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
-    pool_of: Start,
+    create_pool: CreatePool,
 ) -> None:
-    pool, engines = await pool_of(2, period=60)
+    pool, engines = await create_pool(2, period=60)
     await pool.load(policy(4))
     engines[0].restart()
     for _ in range(4):
         assert set(versions_of(await collect(pool, PROMPT))) == {4}
-    await until(lambda: pool.members[0].healthy)
+    await wait_until(lambda: pool.members[0].healthy)
     assert (await engines[0].status()).version == 4
 
 
-async def test_pool_reads_the_newest_policy_from_its_source(pool_of: Start) -> None:
+async def test_pool_reads_the_newest_policy_from_its_source(create_pool: CreatePool) -> None:
     head = policy(7)
 
     async def newest() -> Policy:
         return head
 
-    pool, engines = await pool_of(2, newest=newest)
+    pool, engines = await create_pool(2, newest=newest)
     assert [(await engine.status()).version for engine in engines] == [7, 7]
     head = policy(5)
     for engine in engines:
-        await engine.load(head)  # the trainer made an earlier version the head again
+        await engine.load(head)  # the trainer rolled back to an earlier version
     assert set(versions_of(await collect(pool, PROMPT))) == {5}
 
 
-async def test_pool_waits_for_live_weights_from_the_trainer(pool_of: Start) -> None:
+async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreatePool) -> None:
     head = Policy("p", 0, Artifact("base"))
 
     async def newest() -> Policy:
         return head
 
-    pool, engines = await pool_of(2, newest=newest)
-    engines[0].answers = False
-    await until(lambda: not pool.members[0].healthy)
+    pool, engines = await create_pool(2, newest=newest)
+    engines[0].is_reachable = False
+    await wait_until(lambda: not pool.members[0].healthy)
     head = Policy("p", 4, Artifact("live"))
-    engines[0].answers = True
-    await until(lambda: "has not sent it version 4" in pool.members[0].reason)
-    engines[0]._version = 4  # as the trainer does it
-    await until(lambda: pool.members[0].healthy)
+    engines[0].is_reachable = True
+    await wait_until(lambda: "has not sent it version 4" in pool.members[0].reason)
+    engines[0]._version = 4  # the trainer has sent the weights
+    await wait_until(lambda: pool.members[0].healthy)
 
 
 @asynccontextmanager
-async def proxied(engine_url: str, strange: asyncio.Event) -> AsyncIterator[str]:
-    """The engine behind a proxy, which answers in its place while ``strange`` is set."""
+async def serve_proxy(engine_url: str, is_invalid: asyncio.Event) -> AsyncIterator[str]:
+    """Serve the engine behind a proxy that returns HTML while ``is_invalid`` is set; yield the URL."""
 
-    async def answer(request: web.Request) -> web.Response:
-        if strange.is_set():
+    async def handle(request: web.Request) -> web.Response:
+        if is_invalid.is_set():
             return web.Response(text="<html>back soon</html>")
         async with aiohttp.ClientSession() as client, client.get(engine_url + request.path) as response:
             return web.Response(body=await response.read(), status=response.status)
 
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
+    app.router.add_route("*", "/{path:.*}", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -323,20 +327,20 @@ async def proxied(engine_url: str, strange: asyncio.Event) -> AsyncIterator[str]
 
 
 async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Path) -> None:
-    strange = asyncio.Event()
-    async with serve_engine(scripted_engine(tiny), None) as url, proxied(url, strange) as address:
+    is_invalid = asyncio.Event()
+    async with serve_engine(scripted_engine(tiny), None) as url, serve_proxy(url, is_invalid) as address:
         pool = EnginePool([RemoteEngine(address)], period=0.02)
         await pool.start(5)
         (member,) = pool.members
-        strange.set()
-        await until(lambda: not member.healthy)
+        is_invalid.set()
+        await wait_until(lambda: not member.healthy)
         assert "is no engine" in member.reason
         with pytest.raises(EngineUnavailable, match="is no engine"):
             await member.engine.refresh()
         with pytest.raises(EngineUnavailable):
             await collect(member.engine, PROMPT)
-        strange.clear()
-        await until(lambda: member.healthy)
+        is_invalid.clear()
+        await wait_until(lambda: member.healthy)
         await pool.close()
 
 
@@ -347,13 +351,13 @@ async def test_pool_rejects_engines_with_different_contexts(tiny: Path) -> None:
     await pool.close()
 
 
-async def test_pool_excludes_an_engine_that_returns_with_another_model(pool_of: Start) -> None:
-    pool, engines = await pool_of(2)
-    engines[0].answers = False
-    await until(lambda: not pool.members[0].healthy)
+async def test_pool_excludes_an_engine_that_returns_with_another_model(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
+    engines[0].is_reachable = False
+    await wait_until(lambda: not pool.members[0].healthy)
     engines[0]._info = EngineInfo("scripted", "another", 10, 20, ("base",))
-    engines[0].answers = True
-    await until(lambda: "another" in pool.members[0].reason)
+    engines[0].is_reachable = True
+    await wait_until(lambda: "another" in pool.members[0].reason)
     assert not pool.members[0].healthy
 
 
@@ -362,7 +366,7 @@ async def test_connect_engines_raises_unavailable_if_none_responds_in_time() -> 
         await connect_engines(["http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=0.3)
 
 
-class Process:
+class EngineProcess:
     """An engine process that can be killed and started again behind the same socket."""
 
     def __init__(self, tiny: Path) -> None:
@@ -383,7 +387,7 @@ class Process:
         )
 
     async def kill(self, *, refuse: bool) -> None:
-        """``refuse``: nobody listens any more; else connections wait, as behind a supervisor's socket."""
+        """Kill the process. With ``refuse`` close the socket too; else connections wait in its backlog."""
         assert self.process is not None
         if refuse:
             self.listener.close()
@@ -393,25 +397,27 @@ class Process:
 
 
 @pytest.fixture
-async def processes(tiny: Path) -> AsyncIterator[list[Process]]:
-    made = [Process(tiny) for _ in range(3)]
-    for process in made:
+async def processes(tiny: Path) -> AsyncIterator[list[EngineProcess]]:
+    started = [EngineProcess(tiny) for _ in range(3)]
+    for process in started:
         await process.start()
-    yield made
-    for process in made:
+    yield started
+    for process in started:
         await process.kill(refuse=True)
 
 
-async def test_pool_serves_requests_while_engines_are_killed_and_restarted(processes: list[Process]) -> None:
+async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
+    processes: list[EngineProcess],
+) -> None:
     remotes = [await RemoteEngine.connect(process.url, timeout=60) for process in processes]
     pool = EnginePool(remotes, period=0.1, timeout=0.5)
     await pool.start(60)
     await pool.load(policy(2))
-    broken_off: list[int] = []
+    aborted: list[int] = []
     done = 0
     stop = asyncio.Event()
 
-    async def talk(session: str) -> None:
+    async def send_requests(session: str) -> None:
         nonlocal done
         while not stop.is_set():
             received: list[TokenChunk] = []
@@ -422,53 +428,53 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(proce
                 async for chunk in stream:
                     received.append(chunk)
             except EngineUnavailable:
-                broken_off.append(len(received))
+                aborted.append(len(received))
                 continue
             assert len(ids_of(received)) == 8
             assert set(versions_of(received)) == {2}
             done += 1
 
-    talking = [asyncio.create_task(talk(f"sess-{i}")) for i in range(12)]
+    clients = [asyncio.create_task(send_requests(f"sess-{i}")) for i in range(12)]
     await asyncio.sleep(0.5)
-    for place, refuse in ((0, True), (1, False)):
-        member = pool.members[place]
-        await processes[place].kill(refuse=refuse)
-        await until(lambda member=member: not member.healthy)
+    for index, refuse in ((0, True), (1, False)):
+        member = pool.members[index]
+        await processes[index].kill(refuse=refuse)
+        await wait_until(lambda member=member: not member.healthy)
         before = done
-        await until(lambda before=before: done > before + 50)
-        await processes[place].start()
-        await until(lambda member=member: member.healthy, 60)
+        await wait_until(lambda before=before: done > before + 50)
+        await processes[index].start()
+        await wait_until(lambda member=member: member.healthy, 60)
         served = member.total_requests
-        talking += [asyncio.create_task(talk(f"sess-{place}-{i}")) for i in range(6)]
-        await until(lambda member=member, served=served: member.total_requests > served + 5)
+        clients += [asyncio.create_task(send_requests(f"sess-{index}-{i}")) for i in range(6)]
+        await wait_until(lambda member=member, served=served: member.total_requests > served + 5)
     stop.set()
-    await asyncio.gather(*talking)
-    assert all(count > 0 for count in broken_off), "nothing failed that had not begun"
-    assert 1 <= len(broken_off) <= 30, "what had begun there was told to have ended"
+    await asyncio.gather(*clients)
+    assert all(count > 0 for count in aborted), "requests without tokens are retried"
+    assert 1 <= len(aborted) <= 30, "replies in progress are reported as aborted"
     await wait_until_idle(pool)
     await pool.close()
 
 
-async def test_pool_replace_adds_and_removes_engines(pool_of: Start, tiny: Path) -> None:
-    pool, (stays, goes) = await pool_of()
-    goes.hangs = stays.hangs = True
+async def test_pool_replace_adds_and_removes_engines(create_pool: CreatePool, tiny: Path) -> None:
+    pool, (first, second) = await create_pool()
+    first.hangs = second.hangs = True
     waiting = asyncio.create_task(collect(pool, PROMPT, max_tokens=8))
-    await until(lambda: stays.asked + goes.asked == 1)
-    left, gone = (stays, goes) if goes.asked else (goes, stays)
-    left.hangs = False
-    comes = FlakyEngine(tiny)
-    comes.answers = False
-    await pool.replace([left, comes])
-    assert len(ids_of(await waiting)) == 8, "what the one that went had not begun is for others"
-    assert [member.engine for member in pool.members] == [left, comes]
+    await wait_until(lambda: first.request_count + second.request_count == 1)
+    kept, removed = (first, second) if second.request_count else (second, first)
+    kept.hangs = False
+    added = FlakyEngine(tiny)
+    added.is_reachable = False
+    await pool.replace([kept, added])
+    assert len(ids_of(await waiting)) == 8, "the waiting request of the removed engine is retried"
+    assert [member.engine for member in pool.members] == [kept, added]
     for _ in range(3):
         await collect(pool, PROMPT, max_tokens=2)
-    assert comes.asked == 0
-    comes.answers = True
-    await until(lambda: pool.members[1].healthy)
-    await pool.replace([comes])
+    assert added.request_count == 0
+    added.is_reachable = True
+    await wait_until(lambda: pool.members[1].healthy)
+    await pool.replace([added])
     await collect(pool, PROMPT, max_tokens=2)
-    assert (gone.asked, comes.asked) == (1, 1)
+    assert (removed.request_count, added.request_count) == (1, 1)
 
 
 async def exhaust(stream: AsyncGenerator[TokenChunk, None]) -> None:

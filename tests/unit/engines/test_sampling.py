@@ -1,4 +1,4 @@
-"""What is drawn follows the distribution that is reported."""
+"""Tests of the sampler: samples follow the reported distribution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(logits_V: Tensor, params: SamplingParams, rows: int = ROWS) -> SampledT
 
 
 def assert_frequencies(ids: list[int], probabilities: Tensor) -> None:
-    """Chi-square over tokens expected at least five times: within six deviations of its mean."""
+    """Assert that the chi-square over tokens expected at least five times is within six deviations."""
     counts = torch.bincount(torch.tensor(ids), minlength=len(probabilities)).double()
     expected = probabilities.double() * len(ids)
     common = expected >= 5
@@ -61,13 +61,13 @@ def test_tokens_with_zero_probability_are_never_sampled() -> None:
 def test_behavior_logprobs_match_the_sampled_distribution(params: SamplingParams) -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(2)) * 2
     drawn = draw(logits, params)
-    expected = truncated_by_the_book(logits, params)
+    expected = expected_probabilities(logits, params)
     assert_frequencies(drawn.ids, expected)
     assert drawn.behavior == pytest.approx(expected[drawn.ids].log().tolist(), abs=1e-4)
     assert drawn.logprobs == pytest.approx(logits.log_softmax(-1)[drawn.ids].tolist(), abs=1e-5)
 
 
-def truncated_by_the_book(logits: Tensor, params: SamplingParams) -> Tensor:
+def expected_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     probabilities = (logits / params.temperature).softmax(-1)
     order = probabilities.argsort(descending=True).tolist()
     if params.top_k:

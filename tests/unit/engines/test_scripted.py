@@ -20,26 +20,26 @@ def make(tiny: Path, **settings: object) -> ScriptedEngine:
     return ScriptedEngine(ModelConfig(name=str(tiny), max_context=256), config)
 
 
-def text_of(ids: list[int]) -> str:
+def decode(ids: list[int]) -> str:
     return TOKENIZER.decode(ids)
 
 
 async def test_scripted_engine_repeats_replies_turn_by_turn(tiny: Path) -> None:
     engine = make(tiny, replies=["first", "second"])
     prompt = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n")
-    said: list[str] = []
+    replies: list[str] = []
     for _ in range(3):
         chunks = await collect(engine, prompt)
         assert chunks[-1].finish_reason == "stop"
-        said.append(text_of(ids_of(chunks)))
+        replies.append(decode(ids_of(chunks)))
         prompt = prompt + ids_of(chunks) + TOKENIZER.encode("\n<|im_start|>user\nmore<|im_end|>\n")
-    assert said == ["first<|im_end|>", "second<|im_end|>", "first<|im_end|>"]
+    assert replies == ["first<|im_end|>", "second<|im_end|>", "first<|im_end|>"]
 
 
 async def test_scripted_engine_calls_the_function_with_text_and_seed(tiny: Path) -> None:
     engine = make(tiny, function=f"{__name__}:shout")
     chunks = await collect(engine, TOKENIZER.encode("say it"), seed=7)
-    assert text_of(ids_of(chunks)) == "SAY IT7<|im_end|>"
+    assert decode(ids_of(chunks)) == "SAY IT7<|im_end|>"
 
 
 async def test_logprobs_depend_on_prompt_position_and_seed_only(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""The wire: authorisation, refusals, errors in mid-stream, clients and engines that go away."""
+"""Tests of the engine server and its client: authorization, invalid input, errors and disconnects."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def url(tiny: Path) -> AsyncIterator[str]:
 
 async def post(url: str, body: Any, token: str = "secret") -> tuple[int, Any]:
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as client:
-        sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
-        async with client.post(url, **sent) as response:
+        kwargs = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        async with client.post(url, **kwargs) as response:
             return response.status, await response.json()
 
 
@@ -52,7 +52,7 @@ async def test_server_requires_the_token_on_all_routes_except_health(url: str) -
         await RemoteEngine.connect(url, "wrong", timeout=5)
 
 
-def request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: int | None = None) -> bytes:
+def encode_request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: int | None = None) -> bytes:
     size = len(params) if length is None else length
     return size.to_bytes(4, "little") + params + np.asarray(ids, "<i4").tobytes()
 
@@ -62,25 +62,25 @@ def request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: int | N
     [
         (b"", "EngineError"),
         (b"\x02", "EngineError"),
-        (request(length=2**31), "EngineError"),
-        (request() + b"\x00", "EngineError"),
+        (encode_request(length=2**31), "EngineError"),
+        (encode_request() + b"\x00", "EngineError"),
         (b'{"prompt_ids": [1]}', "EngineError"),
-        (request([]), "EngineError"),
-        (request([99999]), "EngineError"),
-        (request([-1]), "EngineError"),
-        (request(params=b"not json"), "EngineError"),
-        (request(params=b'{"temperature": -1}'), "EngineError"),
-        (request(params=b'{"max_tokens": "many"}'), "EngineError"),
-        (request([1] * 256), "PromptTooLong"),
+        (encode_request([]), "EngineError"),
+        (encode_request([99999]), "EngineError"),
+        (encode_request([-1]), "EngineError"),
+        (encode_request(params=b"not json"), "EngineError"),
+        (encode_request(params=b'{"temperature": -1}'), "EngineError"),
+        (encode_request(params=b'{"max_tokens": "many"}'), "EngineError"),
+        (encode_request([1] * 256), "PromptTooLong"),
         (bytes(MAX_BODY + 1), "EngineError"),
     ],
     ids=range(13),
 )
 async def test_generate_returns_400_for_invalid_bodies(url: str, body: bytes, kind: str) -> None:
-    status, answer = await post(url + "/generate", body)
+    status, response = await post(url + "/generate", body)
     assert status == 400
-    assert answer["error"]["type"] == kind
-    assert answer["error"]["message"]
+    assert response["error"]["type"] == kind
+    assert response["error"]["message"]
 
 
 async def test_load_returns_400_for_invalid_policies(url: str) -> None:
@@ -93,7 +93,7 @@ async def test_server_cancels_the_request_of_a_disconnected_client(tiny: Path) -
     engine = scripted_engine(tiny)
     async with serve_engine(engine, None) as url:
         async with aiohttp.ClientSession() as client:
-            body = request([5, 6], b'{"max_tokens":200}')
+            body = encode_request([5, 6], b'{"max_tokens":200}')
             response = await client.post(url + "/generate", data=body)
             await response.content.readline()
             assert (await engine.status()).running == 1
@@ -108,7 +108,7 @@ async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny: P
         remote = await RemoteEngine.connect(url, timeout=10)
         waiting = asyncio.create_task(collect(remote, [5, 6]))
         async with asyncio.timeout(10):
-            while (await remote.status()).running == 0:  # noqa: ASYNC110 - is remote
+            while (await remote.status()).running == 0:  # noqa: ASYNC110 - the engine is remote
                 await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -118,15 +118,15 @@ async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny: P
 
 
 async def test_server_sends_available_tokens_in_one_chunk(tiny: Path) -> None:
-    at_once, slow = scripted_engine(tiny, delay=0), scripted_engine(tiny, delay=0.01)
+    fast, slow = scripted_engine(tiny, delay=0), scripted_engine(tiny, delay=0.01)
     params = {"max_tokens": 30, "temperature": 0}
-    lone = await collect(at_once, [5, 6], **params)
-    assert len(lone) == 30
-    async with serve_engine(at_once, None) as url, serve_engine(slow, None) as slow_url:
+    local_chunks = await collect(fast, [5, 6], **params)
+    assert len(local_chunks) == 30
+    async with serve_engine(fast, None) as url, serve_engine(slow, None) as slow_url:
         for address, counts in ((url, range(1, 3)), (slow_url, range(8, 31))):
             remote = await RemoteEngine.connect(address, timeout=10)
             chunks = await collect(remote, [5, 6], **params)
-            assert join_chunks(chunks) == join_chunks(lone)
+            assert join_chunks(chunks) == join_chunks(local_chunks)
             assert len(chunks) in counts
             await remote.close()
 
@@ -136,13 +136,13 @@ async def test_server_accepts_a_prompt_of_120000_tokens(tiny: Path) -> None:
     engine = scripted_engine(tiny, max_context=130_000)
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
-        sent = await collect(remote, prompt, max_tokens=3)
-        assert logprobs_of(sent) == logprobs_of(await collect(engine, prompt, max_tokens=3))
+        remote_chunks = await collect(remote, prompt, max_tokens=3)
+        assert logprobs_of(remote_chunks) == logprobs_of(await collect(engine, prompt, max_tokens=3))
         await remote.close()
 
 
-class ForgetfulEngine(ScriptedEngine):
-    """Has no logprob for its second token, and behavior logprobs of that one alone."""
+class PartialLogprobsEngine(ScriptedEngine):
+    """Lacks the logprob of the second token; only that one has a behavior logprob."""
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         yield TokenChunk([1], [-1.0], [0])
@@ -151,7 +151,7 @@ class ForgetfulEngine(ScriptedEngine):
 
 async def test_remote_engine_preserves_missing_logprobs(tiny: Path) -> None:
     model = ModelConfig(name=str(tiny), max_context=256)
-    async with serve_engine(ForgetfulEngine(model, ScriptedEngineConfig()), None) as url:
+    async with serve_engine(PartialLogprobsEngine(model, ScriptedEngineConfig()), None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         chunk = join_chunks(await collect(remote, [1]))
         assert chunk.behavior_logprobs is not None
@@ -174,7 +174,7 @@ async def test_remote_engine_raises_unavailable_if_nothing_listens() -> None:
 
 
 class BreakingEngine(ScriptedEngine):
-    """Fails with a given error, at once or after a token."""
+    """Raises ``error`` after ``after`` tokens."""
 
     def __init__(self, error: EngineError, after: int) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""Rows that begin alike attend to that beginning together, and every number stays what it was."""
+"""Tests of attention to a shared prefix: the logprobs do not change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from instar.engines.local.sharing import MIN_SHARED_TOKENS, find_shared_prefixes
 from instar.types import SamplingParams
 from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
-from tests.unit.engines.test_local import adapter_policy, expected_logprobs, make_engine, reference
+from tests.unit.engines.test_local import adapter_policy, expected_logprobs, make_engine, reference_model
 
-BEGINNING = TOKENIZER.encode("<|im_start|>system\n" + "Call the tool, then answer. " * 6 + "<|im_end|>\n")
-PROMPTS = [BEGINNING + TOKENIZER.encode(f"<|im_start|>user\nWhat is {n} plus {n * n}?") for n in range(12)]
+PREFIX = TOKENIZER.encode("<|im_start|>system\n" + "Call the tool, then answer. " * 6 + "<|im_end|>\n")
+PROMPTS = [PREFIX + TOKENIZER.encode(f"<|im_start|>user\nWhat is {n} plus {n * n}?") for n in range(12)]
 
 
 def rows(*prompts: list[int]) -> list[np.ndarray]:
@@ -22,28 +22,28 @@ def rows(*prompts: list[int]) -> list[np.ndarray]:
 
 
 def test_find_shared_prefixes_returns_the_common_prefix() -> None:
-    found = find_shared_prefixes(rows(*PROMPTS), [0] * 12)
-    assert found is not None
-    length, groups = found
-    assert length >= len(BEGINNING)
+    shared = find_shared_prefixes(rows(*PROMPTS), [0] * 12)
+    assert shared is not None
+    length, groups = shared
+    assert length >= len(PREFIX)
     assert all(prompt[:length] == PROMPTS[0][:length] for prompt in PROMPTS)
     assert groups == [list(range(12))]
 
 
 def test_find_shared_prefixes_groups_rows_by_weights() -> None:
-    found = find_shared_prefixes(rows(*PROMPTS), [0, 1] * 6)
-    assert found is not None
-    assert found[1] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+    shared = find_shared_prefixes(rows(*PROMPTS), [0, 1] * 6)
+    assert shared is not None
+    assert shared[1] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
 
 
 @pytest.mark.parametrize(
     "prompts",
     [
         [[n] * 100 for n in range(8)],
-        [BEGINNING[: MIN_SHARED_TOKENS // 2] + [n] * 80 for n in range(8)],
-        [BEGINNING[:MIN_SHARED_TOKENS]] * 8,
+        [PREFIX[: MIN_SHARED_TOKENS // 2] + [n] * 80 for n in range(8)],
+        [PREFIX[:MIN_SHARED_TOKENS]] * 8,
     ],
-    ids=["nothing in common", "too short", "no token of its own"],
+    ids=["no common prefix", "too short", "no further token"],
 )
 def test_find_shared_prefixes_returns_none_if_too_little_is_shared(prompts: list[list[int]]) -> None:
     assert find_shared_prefixes(rows(*prompts), [0] * len(prompts)) is None
@@ -55,13 +55,13 @@ async def test_shared_attention_matches_transformers(tiny: Path) -> None:
         *(collect(engine, prompt, max_tokens=8 + 3 * n, seed=n) for n, prompt in enumerate(PROMPTS))
     )
     await engine.close()
-    model = reference(tiny)
+    model = reference_model(tiny)
     for prompt, reply in zip(PROMPTS, replies, strict=True):
         assert logprobs_of(reply) == pytest.approx(expected_logprobs(model, prompt, ids_of(reply)), abs=1e-4)
 
 
 async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adapter: Path) -> None:
-    """Both kinds decode side by side; those that began under the new weights see only these."""
+    """Rows of old and new weights decode in one batch; the new ones must not see old keys."""
     engine = make_engine(tiny)
     streams = [engine.generate(p, SamplingParams(max_tokens=120, seed=n)) for n, p in enumerate(PROMPTS)]
     for stream in streams:
@@ -74,6 +74,6 @@ async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adap
     for stream in streams:
         await stream.aclose()
     await engine.close()
-    model = reference(tiny, adapter)
+    model = reference_model(tiny, adapter)
     for prompt, reply in zip(PROMPTS, after, strict=True):
         assert logprobs_of(reply) == pytest.approx(expected_logprobs(model, prompt, ids_of(reply)), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Policies' folders on the way to an engine that does not see them."""
+"""Tests of uploading policy folders to an engine that cannot read them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from instar.types import Artifact, Policy
 from tests.unit.engines.test_conformance import serve_engine
 
 
-class NotingEngine(ScriptedEngine):
-    """Notes what the folders that it is told to load hold."""
+class RecordingEngine(ScriptedEngine):
+    """Records the files of each folder that it loads."""
 
     def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
         super().__init__(model, config)
@@ -32,12 +32,12 @@ class NotingEngine(ScriptedEngine):
     async def load(self, policy: Policy) -> None:
         folder = Path(policy.artifact.path)
         self.paths.append(folder)
-        self.loaded.append(contents(folder))
+        self.loaded.append(read_files(folder))
         await super().load(policy)
 
 
-class FarAway(RemoteEngine):
-    """Of a trainer whose folders the engine does not see."""
+class RemoteWithoutSharedDisk(RemoteEngine):
+    """A client whose folders the engine cannot read."""
 
     async def _call(self, method: str, path: str, seconds: float, body: object = None) -> bytes:
         if path == "/seen":
@@ -46,17 +46,17 @@ class FarAway(RemoteEngine):
 
 
 @pytest.fixture
-def engine(tiny: Path) -> NotingEngine:
-    return NotingEngine(ModelConfig(name=str(tiny)), ScriptedEngineConfig())
+def engine(tiny: Path) -> RecordingEngine:
+    return RecordingEngine(ModelConfig(name=str(tiny)), ScriptedEngineConfig())
 
 
 @pytest.fixture
-async def url(engine: NotingEngine) -> AsyncIterator[str]:
+async def url(engine: RecordingEngine) -> AsyncIterator[str]:
     async with serve_engine(engine, None) as url:
         yield url
 
 
-def policy(folder: Path, version: int) -> Policy:
+def write_policy(folder: Path, version: int) -> Policy:
     folder.mkdir()
     (folder / "adapter_config.json").write_text('{"r": 4}')
     (folder / "adapter_model.safetensors").write_bytes(os.urandom(9_000_000))
@@ -64,38 +64,38 @@ def policy(folder: Path, version: int) -> Policy:
     return Policy("p", version, Artifact("adapter", str(folder)))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 async def test_push_does_not_upload_a_folder_that_the_engine_can_read(
-    engine: NotingEngine, url: str, tmp_path: Path
+    engine: RecordingEngine, url: str, tmp_path: Path
 ) -> None:
     remote = await RemoteEngine.connect(url)
-    given = policy(tmp_path / "v1", 1)
-    assert await FileSync().push(given, [remote]) == [None]
+    pushed = write_policy(tmp_path / "v1", 1)
+    assert await FileSync().push(pushed, [remote]) == [None]
     assert engine.paths == [tmp_path / "v1"]
     await remote.close()
 
 
 async def test_seen_is_false_for_a_folder_with_other_files(url: str, tmp_path: Path) -> None:
     remote = await RemoteEngine.connect(url)
-    given = policy(tmp_path / "v1", 1)
-    body = {"path": given.artifact.path, "files": {"adapter_config.json": [8, 1]}}
+    pushed = write_policy(tmp_path / "v1", 1)
+    body = {"path": pushed.artifact.path, "files": {"adapter_config.json": [8, 1]}}
     async with aiohttp.ClientSession() as client, client.post(f"{url}/seen", json=body) as response:
         assert await response.json() == {"seen": False}
     await remote.close()
 
 
 async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
-    engine: NotingEngine, url: str, tmp_path: Path
+    engine: RecordingEngine, url: str, tmp_path: Path
 ) -> None:
-    remote = FarAway(url)
+    remote = RemoteWithoutSharedDisk(url)
     await remote.refresh()
     for version in range(1, MAX_UPLOADS + 3):
-        given = policy(tmp_path / f"v{version}", version)
-        assert await FileSync().push(given, [remote]) == [None]
-        assert engine.loaded[-1] == contents(tmp_path / f"v{version}")
+        pushed = write_policy(tmp_path / f"v{version}", version)
+        assert await FileSync().push(pushed, [remote]) == [None]
+        assert engine.loaded[-1] == read_files(tmp_path / f"v{version}")
         assert not engine.paths[-1].is_relative_to(tmp_path)
         assert (await engine.status()).version == version
     assert [path.is_dir() for path in engine.paths] == [False] * 2 + [True] * MAX_UPLOADS
@@ -104,49 +104,49 @@ async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
 
 
 async def test_uploads_keep_the_served_folder_while_others_are_not_loaded(
-    engine: NotingEngine, url: str, tmp_path: Path
+    engine: RecordingEngine, url: str, tmp_path: Path
 ) -> None:
-    remote = FarAway(url)
+    remote = RemoteWithoutSharedDisk(url)
     await remote.refresh()
-    assert await FileSync().push(policy(tmp_path / "v1", 1), [remote]) == [None]
-    brought = [
-        await remote.upload_files(policy(tmp_path / f"v{version}", version))
+    assert await FileSync().push(write_policy(tmp_path / "v1", 1), [remote]) == [None]
+    uploaded = [
+        await remote.upload_files(write_policy(tmp_path / f"v{version}", version))
         for version in range(2, MAX_UPLOADS + 3)
     ]
-    assert engine.loaded[0] == contents(engine.paths[0])
+    assert engine.loaded[0] == read_files(engine.paths[0])
     assert len(list(engine.paths[0].parent.iterdir())) == MAX_UPLOADS
-    await remote.load(brought[-1])
-    await remote.upload_files(policy(tmp_path / "last", 9))
+    await remote.load(uploaded[-1])
+    await remote.upload_files(write_policy(tmp_path / "last", 9))
     assert not engine.paths[0].exists()
     await remote.close()
 
 
-def packed(files: list[tuple[str, int]], content: bytes, digest: bytes | None = None) -> bytes:
-    head = json.dumps({"files": files}).encode()
+def encode_upload(files: list[tuple[str, int]], content: bytes, digest: bytes | None = None) -> bytes:
+    header = json.dumps({"files": files}).encode()
     return b"".join(
-        [len(head).to_bytes(4, "little"), head, content, digest or hashlib.sha256(content).digest()]
+        [len(header).to_bytes(4, "little"), header, content, digest or hashlib.sha256(content).digest()]
     )
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    ("body", "message"),
     [
-        (packed([("a", 5)], b"12345", b"x" * 32), "hash"),
-        (packed([("a", 9)], b"12345"), "incomplete|hash"),
-        (packed([("a", 99)], b"12345"), "incomplete"),
-        (packed([("../a", 5)], b"12345"), "cannot be called"),
-        (packed([("..", 5)], b"12345"), "cannot be called"),
-        (packed([("/tmp/a", 5)], b"12345"), "cannot be called"),
+        (encode_upload([("a", 5)], b"12345", b"x" * 32), "hash"),
+        (encode_upload([("a", 9)], b"12345"), "incomplete|hash"),
+        (encode_upload([("a", 99)], b"12345"), "incomplete"),
+        (encode_upload([("../a", 5)], b"12345"), "cannot be called"),
+        (encode_upload([("..", 5)], b"12345"), "cannot be called"),
+        (encode_upload([("/tmp/a", 5)], b"12345"), "cannot be called"),
         (b"\xff\xff\xff\xff", "names of its files"),
         (b"\x02\x00\x00\x00[]", "cannot be read"),
     ],
 )
-async def test_upload_leaves_no_files_if_the_body_is_invalid(url: str, body: bytes, why: str) -> None:
+async def test_upload_leaves_no_files_if_the_body_is_invalid(url: str, body: bytes, message: str) -> None:
     remote = await RemoteEngine.connect(url)
-    with pytest.raises(EngineError, match=why):
+    with pytest.raises(EngineError, match=message):
         await remote._call("POST", "/upload", 10.0, body)
-    told = await remote._call("POST", "/upload", 10.0, packed([("a", 5)], b"12345"))
-    whole = Path(json.loads(told)["path"])
-    assert contents(whole) == {"a": b"12345"}
-    assert list(whole.parent.iterdir()) == [whole]
+    response = await remote._call("POST", "/upload", 10.0, encode_upload([("a", 5)], b"12345"))
+    folder = Path(json.loads(response)["path"])
+    assert read_files(folder) == {"a": b"12345"}
+    assert list(folder.parent.iterdir()) == [folder]
     await remote.close()

@@ -1,4 +1,4 @@
-"""The vLLM engine's own parts; with real servers it is tested in tests/integration/vllm."""
+"""Tests of the vLLM engine with fake servers; tests/integration/vllm uses real ones."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def start_reply(client: VllmClient, weights: ServerWeights, **params: Any)
 
 
 async def test_weight_change_splits_a_reply_by_version(vllm: FakeVllm, client: VllmClient) -> None:
-    """Also where nobody had read the first part by then."""
+    """The first tokens arrive before the change but are read after it."""
     weights = ServerWeights(client)
     reply = await start_reply(client, weights)
     vllm.events.put_nowait(event(5) + event(6))
@@ -98,7 +98,7 @@ async def test_weight_change_that_fails_after_start_invalidates_the_version(
     stream = reply.chunks()
     await anext(stream)
     vllm.failing.add("/collective_rpc")
-    with pytest.raises(EngineError, match="requested by the test"):  # noqa: PT012 - the pause is what is tested
+    with pytest.raises(EngineError, match="requested by the test"):  # noqa: PT012 - the test needs the pause inside
         async with weights.paused() as change:
             change.start()
             await client.rpc("reload_weights")
@@ -145,19 +145,19 @@ async def test_reply_has_nan_for_missing_logprobs_and_zero_for_greedy_behavior(
 
 async def test_reply_finds_the_stop_string_if_vllm_omits_it(vllm: FakeVllm, client: VllmClient) -> None:
     ids = TOKENIZER.encode("The answer is 893")
-    for more, named in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
-        vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **more) + END)
+    for fields, expected in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
+        vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **fields) + END)
         vllm.events.put_nowait(None)
         reply = await start_reply(client, ServerWeights(client), stop=("never", "893"))
         last: TokenChunk = [chunk async for chunk in reply.chunks()][-1]
-        assert (last.finish_reason, last.stop) == ("stop", named)
+        assert (last.finish_reason, last.stop) == ("stop", expected)
 
 
 @pytest.mark.parametrize(
-    "said", [event(5), event(5) + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n']
+    "events", [event(5), event(5) + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n']
 )
-async def test_incomplete_reply_raises_unavailable(said: bytes, vllm: FakeVllm, client: VllmClient) -> None:
-    vllm.events.put_nowait(said)
+async def test_incomplete_reply_raises_unavailable(events: bytes, vllm: FakeVllm, client: VllmClient) -> None:
+    vllm.events.put_nowait(events)
     vllm.events.put_nowait(None)
     with pytest.raises(EngineUnavailable):
         async for _ in (await start_reply(client, ServerWeights(client))).chunks():
@@ -167,9 +167,11 @@ async def test_incomplete_reply_raises_unavailable(said: bytes, vllm: FakeVllm, 
 def test_generate_request_disables_detokenize_without_stop_strings() -> None:
     def body(**params: Any) -> dict[str, Any]:
         prompt = np.asarray([5, 6], np.int32)
-        given = SamplingParams(max_tokens=50, **params)
-        made = encode_generate_request(prompt, given, context_left=7, eos_ids=[2], model=None, send_seed=True)
-        return json.loads(made)["sampling_params"]
+        sampling = SamplingParams(max_tokens=50, **params)
+        request = encode_generate_request(
+            prompt, sampling, context_left=7, eos_ids=[2], model=None, send_seed=True
+        )
+        return json.loads(request)["sampling_params"]
 
     plain = body(seed=-(2**70) - 1, stop_token_ids=(9,))
     assert plain["max_tokens"] == 7
@@ -185,17 +187,17 @@ def test_generate_request_disables_detokenize_without_stop_strings() -> None:
 
 
 def test_merge_adapter_matches_peft(tiny: Path, adapter: Path) -> None:
-    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapter).merge_and_unload()
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapter).merge_and_unload()
     with merge_adapter(tiny, adapter, "fp32") as folder:
         check_same_shapes(folder, tiny)
-        found = load_file(folder / "model.safetensors")
+        actual = load_file(folder / "model.safetensors")
     assert not folder.exists()
-    expected = whole.state_dict()
-    for name, tensor in found.items():
+    expected = merged.state_dict()
+    for name, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
     with merge_adapter(tiny, adapter, "bf16") as folder:
-        kinds = {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()}
-    assert kinds == {"torch.float32", "torch.bfloat16"}, "what is not adapted stays as it is"
+        dtypes = {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()}
+    assert dtypes == {"torch.float32", "torch.bfloat16"}, "weights without adapter keep their dtype"
 
 
 def test_check_same_shapes_rejects_another_architecture(tiny: Path, adapter: Path, tmp_path: Path) -> None:
@@ -215,14 +217,14 @@ def build_launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool =
 
 
 def test_launch_passes_the_key_in_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INSTAR_ADMIN_KEY", "of-the-gateway")
-    started = build_launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
-    environment = started.environment("the-key", Path("package"))
-    assert environment["VLLM_API_KEY"] == "the-key"
+    monkeypatch.setenv("INSTAR_ADMIN_KEY", "gateway-key")
+    launch = build_launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
+    environment = launch.environment("server-key", Path("package"))
+    assert environment["VLLM_API_KEY"] == "server-key"
     assert environment["MORE"] == "1"
-    assert "of-the-gateway" not in environment.values()
-    command = started.command(1234)
-    assert "the-key" not in command
+    assert "gateway-key" not in environment.values()
+    command = launch.command(1234)
+    assert "server-key" not in command
     assert command[-2:] == ["--seed", "3"]
     assert "127.0.0.1" in command
 
@@ -232,7 +234,7 @@ def test_launch_command_depends_on_adapters_and_device() -> None:
     assert on_gpu[on_gpu.index("--max-lora-rank") + 1] == "32"
     assert "0.4" in on_gpu
     assert "--enforce-eager" not in on_gpu
-    assert "--enable-scale-out" not in on_gpu, "which that version does not have"
+    assert "--enable-scale-out" not in on_gpu, "vLLM 0.26 lacks this flag"
     on_cpu = build_launch(VllmEngineConfig()).command(1)
     assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"} <= set(on_cpu)
     assert "--enable-lora" not in on_cpu
@@ -246,7 +248,7 @@ def test_find_vllm_rejects_an_interpreter_without_vllm() -> None:
             find_vllm(python)
 
 
-CHILDREN = """
+PARENT_SCRIPT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print(child.pid, flush=True)
@@ -255,25 +257,25 @@ time.sleep(60)
 
 
 def test_guard_kills_the_process_tree_when_its_parent_dies() -> None:
-    asker = f"""
+    starter = f"""
 import subprocess, sys, time
-guard = subprocess.Popen({guard_command([sys.executable, "-c", CHILDREN])!r},
+guard = subprocess.Popen({guard_command([sys.executable, "-c", PARENT_SCRIPT])!r},
                          stdin=subprocess.PIPE, start_new_session=True)
 time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", asker], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE)
     assert process.stdout is not None
     grandchild = int(process.stdout.readline())
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 15
-    while _alive(grandchild):
-        assert time.monotonic() < deadline, "what the server had started goes on"
+    while _is_alive(grandchild):
+        assert time.monotonic() < deadline, "the grandchild is still running"
         time.sleep(0.05)
     process.stdout.close()
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -291,24 +293,24 @@ def test_engine_process_config_selects_the_part_of_a_mixed_engine() -> None:
         {"type": "vllm", "python": "v"},
     ]
     config = RunConfig.model_validate({"engine": {"type": "mixed", "parts": parts}})
-    assert engine_names(config) == [f"engine-{place}" for place in range(5)]
-    own = [engine_process_config(config, place) for place in range(5)]
-    assert [part.engine.type for part in own] == ["scripted", "scripted", "vllm", "vllm", "vllm"]
-    assert [part.engine.servers for part in own[2:]] == [["http://a:1"], ["http://b:2"], []]  # type: ignore[union-attr]
-    assert [engine_python(part) for part in own] == ["p", "p", None, None, None]
+    assert engine_names(config) == [f"engine-{index}" for index in range(5)]
+    configs = [engine_process_config(config, index) for index in range(5)]
+    assert [part.engine.type for part in configs] == ["scripted", "scripted", "vllm", "vllm", "vllm"]
+    assert [part.engine.servers for part in configs[2:]] == [["http://a:1"], ["http://b:2"], []]  # type: ignore[union-attr]
+    assert [engine_python(part) for part in configs] == ["p", "p", None, None, None]
     with pytest.raises(ValueError, match="must be the number of `servers`, 2"):
         VllmEngineConfig.model_validate({"servers": servers, "count": 3})
 
 
 def test_resolve_vllm_config_fills_defaults_from_the_run_config() -> None:
-    def settled(**run: Any) -> VllmEngineConfig:
+    def resolve(**run: Any) -> VllmEngineConfig:
         return resolve_vllm_config(VllmEngineConfig(), RunConfig.model_validate(run))
 
-    assert settled().policy == "auto"
-    assert settled(backend={"type": "local", "lora": {"rank": 8}}).lora_rank == 8
-    assert settled(backend={"type": "local", "lora": None}).policy == "merged"
-    assert settled(sync={"route": "ipc"}).policy == "merged"
-    assert settled().gpu_memory == 0.9
+    assert resolve().policy == "auto"
+    assert resolve(backend={"type": "local", "lora": {"rank": 8}}).lora_rank == 8
+    assert resolve(backend={"type": "local", "lora": None}).policy == "merged"
+    assert resolve(sync={"route": "ipc"}).policy == "merged"
+    assert resolve().gpu_memory == 0.9
 
 
 async def test_pool_of_different_engine_kinds_is_mixed(tiny: Path) -> None:
