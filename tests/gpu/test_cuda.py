@@ -1,6 +1,6 @@
-"""The local engine and backend on a GPU give the numbers of a plain forward pass.
+"""Tests that the local engine and backend on a GPU match a forward pass of transformers.
 
-Run by hand where there is one: `python -m pytest tests/gpu`.
+Run them on a machine with a GPU: `python -m pytest tests/gpu`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.tiny import make_tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 PROMPTS = [list(range(3, 90)) + [10 + n] * (n + 1) for n in range(8)]
 
@@ -42,13 +42,13 @@ async def sample(engine: LocalEngine, prompt: list[int], seed: int) -> tuple[lis
     return ids, logprobs
 
 
-def plain(model: Any, prompt: list[int], sampled: list[int]) -> list[float]:
+def expected_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> list[float]:
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt + sampled])).logits[0].log_softmax(-1)
     return [float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(sampled)]
 
 
-def as_sample(number: int, prompt: list[int], sampled: list[int], logprobs: list[float]) -> Sample:
+def to_sample(number: int, prompt: list[int], sampled: list[int], logprobs: list[float]) -> Sample:
     sampled_from, length = len(prompt), len(prompt) + len(sampled)
     mask = np.zeros(length, np.float32)
     mask[sampled_from:] = 1
@@ -74,15 +74,15 @@ def test_engine_and_backend_logprobs_match_before_and_after_a_step(
         for version in range(3):
             replies = await asyncio.gather(*(sample(engine, p, seed) for seed, p in enumerate(PROMPTS)))
             samples = [
-                as_sample(n, p, *reply) for n, (p, reply) in enumerate(zip(PROMPTS, replies, strict=True))
+                to_sample(n, p, *reply) for n, (p, reply) in enumerate(zip(PROMPTS, replies, strict=True))
             ]
-            for had, found in zip(samples, await backend.forward(samples), strict=True):
-                trained = had.mask > 0
-                np.testing.assert_allclose(found[trained], had.logprobs[trained], atol=1e-3)
+            for sent, actual in zip(samples, await backend.forward(samples), strict=True):
+                trained = sent.mask > 0
+                np.testing.assert_allclose(actual[trained], sent.logprobs[trained], atol=1e-3)
             if version == 0:
                 reference = AutoModelForCausalLM.from_pretrained(model.name)
                 for prompt, (ids, logprobs) in zip(PROMPTS, replies, strict=True):
-                    np.testing.assert_allclose(logprobs, plain(reference, prompt, ids), atol=1e-3)
+                    np.testing.assert_allclose(logprobs, expected_logprobs(reference, prompt, ids), atol=1e-3)
             await backend.forward_backward(samples, LossConfig())
             await backend.optim_step(AdamConfig(lr=1e-2))
             artifact = await backend.publish(tmp_path / f"v{version + 1}")

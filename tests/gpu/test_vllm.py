@@ -1,7 +1,7 @@
-"""vLLM on a GPU serves what the trainer beside it has, as adapters and as merged weights.
+"""Tests that vLLM on a GPU matches the trainer, with adapters and with merged weights.
 
-Run by hand where there is one: `python -m pytest tests/gpu/test_vllm.py`. INSTAR_TEST_VLLM names the
-interpreter that has vLLM, where it is not the running one.
+Run them on a machine with a GPU: `python -m pytest tests/gpu/test_vllm.py`. INSTAR_TEST_VLLM is the Python
+interpreter with vLLM, if it is not the current one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_
 PYTHON = os.environ.get("INSTAR_TEST_VLLM")
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
 MEAN_GAP = 0.06
-"""Between the logprobs of two programs in bf16."""
+"""The maximum mean difference between the logprobs of two implementations in bf16."""
 
 
 def has_vllm() -> bool:
@@ -48,8 +48,8 @@ def has_vllm() -> bool:
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
-    pytest.mark.skipif(not has_vllm(), reason="INSTAR_TEST_VLLM names no interpreter that has vLLM for GPUs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.skipif(not has_vllm(), reason="no interpreter with vLLM for GPUs; set INSTAR_TEST_VLLM"),
 ]
 
 
@@ -63,8 +63,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 async def engine(
     model: ModelConfig, request: pytest.FixtureRequest, tmp_path: Path
 ) -> AsyncIterator[VllmEngine]:
-    section = VllmEngineConfig(policy=request.param, python=PYTHON, gpu_memory=0.2, lora_rank=8)
-    engine = VllmEngine(model, section)
+    config = VllmEngineConfig(policy=request.param, python=PYTHON, gpu_memory=0.2, lora_rank=8)
+    engine = VllmEngine(model, config)
     await engine.bring_up(tmp_path / "engine.log", print)
     yield engine
     await engine.close()
@@ -74,7 +74,7 @@ async def test_engine_matches_the_trainer(engine: VllmEngine, model: ModelConfig
     backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=8)), seed=1)
     await backend.start()
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, seed=1))
-    live = [await anext(stream)]
+    streamed = [await anext(stream)]
     for version in (1, 2):
         ids = np.random.default_rng(version).integers(3, 300, 24).tolist()
         sample = make_sample("s", ids, 1, advantages=np.ones(24, np.float32))
@@ -83,12 +83,12 @@ async def test_engine_matches_the_trainer(engine: VllmEngine, model: ModelConfig
         await engine.load(Policy("p", version, await backend.publish(tmp_path / f"v{version}")))
         chunks = await collect(engine, PROMPT, max_tokens=64, seed=version)
         assert set(versions_of(chunks)) == {version}
-        whole = [*PROMPT, *ids_of(chunks)]
-        (theirs,) = await backend.forward([make_sample("s", whole, 1)])
-        assert np.abs(theirs[len(PROMPT) :] - logprobs_of(chunks)).mean() < MEAN_GAP
-        assert np.abs(theirs - await engine.logprobs(whole))[1:].mean() < MEAN_GAP
-    live += [chunk async for chunk in stream]
-    assert versions_of(live) == sorted(versions_of(live))
+        sequence = [*PROMPT, *ids_of(chunks)]
+        (expected,) = await backend.forward([make_sample("s", sequence, 1)])
+        assert np.abs(expected[len(PROMPT) :] - logprobs_of(chunks)).mean() < MEAN_GAP
+        assert np.abs(expected - await engine.logprobs(sequence))[1:].mean() < MEAN_GAP
+    streamed += [chunk async for chunk in stream]
+    assert versions_of(streamed) == sorted(versions_of(streamed))
     assert engine.mislabelled_tokens == 0
     await backend.close()
 

@@ -1,7 +1,7 @@
-"""Weights on the way through the memory of a GPU.
+"""Tests of sending weights through the memory of a GPU.
 
-Run by hand where there is one: `python -m pytest tests/gpu/test_weights.py`. INSTAR_TEST_VLLM names the
-interpreter that has vLLM, where it is not the running one.
+Run them on a machine with a GPU: `python -m pytest tests/gpu/test_weights.py`. INSTAR_TEST_VLLM is the Python
+interpreter with vLLM, if it is not the current one.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.integration.vllm.servers import TOKEN, ServedEngine, vllm_model
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 PYTHON = os.environ.get("INSTAR_TEST_VLLM")
 needs_vllm = pytest.mark.skipif(
-    PYTHON is None and find_spec("vllm") is None, reason="no vLLM here, and INSTAR_TEST_VLLM names none"
+    PYTHON is None and find_spec("vllm") is None, reason="no interpreter with vLLM; set INSTAR_TEST_VLLM"
 )
 READER = """
 import json, sys, torch
@@ -66,7 +66,7 @@ def test_open_buffer_in_another_process_sees_later_writes() -> None:
             buffer.views["a"].fill_(value)
             buffer.views["b"].fill_(10 * value)
             buffer.synchronize()
-            reader.stdin.write("look\n")
+            reader.stdin.write("read\n")
             reader.stdin.flush()
             assert json.loads(reader.stdout.readline()) == {"a": 6 * value, "b": 40 * value}
         reader.stdin.close()
@@ -92,7 +92,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    """NCCL has no group with two members on one GPU, unless it takes them for two machines."""
+    """Sets two NCCL host ids, because NCCL allows two members on one GPU only from different hosts."""
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("NCCL_MNNVL_ENABLE", "0")
@@ -105,16 +105,16 @@ def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @needs_vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("asked", "first"), [("auto", 1), ("nccl", 11)])
+@pytest.mark.parametrize(("route", "first"), [("auto", 1), ("nccl", 11)])
 async def test_push_from_gpu_to_gpu_updates_the_served_weights(
-    config: RunConfig, served: ServedEngine, asked: str, first: int
+    config: RunConfig, served: ServedEngine, route: str, first: int
 ) -> None:
     engine = await RemoteEngine.connect(served.url, TOKEN)
     model = ModelConfig.model_validate(config.model.model_dump())
     backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=4)))
-    config = config.model_copy(update={"sync": SyncConfig.model_validate({"route": asked})})
+    config = config.model_copy(update={"sync": SyncConfig.model_validate({"route": route})})
     sync = await create_sync(config, backend, [engine])
-    assert sync.description.startswith("ipc" if asked == "auto" else "nccl")
+    assert sync.description.startswith("ipc" if route == "auto" else "nccl")
     ids = np.random.default_rng(0).integers(3, 300, 40).tolist()
     sample = make_sample("s", ids, 1, advantages=np.ones(40, np.float32))
     (before,) = await backend.forward([sample])
@@ -122,10 +122,10 @@ async def test_push_from_gpu_to_gpu_updates_the_served_weights(
         await backend.forward_backward([sample], LossConfig(name="cross_entropy"))
         await backend.optim_step(AdamConfig(lr=0.004, grad_clip_norm=0))
         assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]
-        (theirs,) = await backend.forward([sample])
-        now = await engine.logprobs(ids)
-        assert np.abs(now - theirs)[1:].mean() < 0.06
-        assert np.abs(now - before)[1:].mean() > 0.2
+        (expected,) = await backend.forward([sample])
+        actual = await engine.logprobs(ids)
+        assert np.abs(actual - expected)[1:].mean() < 0.06
+        assert np.abs(actual - before)[1:].mean() > 0.2
     await sync.close()
     await engine.close()
     await backend.close()

@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """A Ray cluster of its own on this machine; its address. Ray notes in the environment that it asks for a
-    token, and processes that start from now on are to know it."""
+    """Start a local Ray cluster and yield its address. Ray sets its token mode in the environment, which
+    processes started later inherit."""
     import ray
 
     ray.init(

@@ -1,7 +1,7 @@
-"""One of two ranks that train a model sharded by FSDP2, over gloo: ``sharded.py MODEL URL TOKEN RAY``.
+"""One of two ranks with a model sharded by FSDP2 over gloo: ``sharded.py MODEL URL TOKEN RAY``.
 
-Rank 0 carries the weights to the engine at URL through Ray, gathered one parameter at a time while the other
-rank takes part, and prints what it computed with the whole model before it was sharded.
+Rank 0 sends the weights to the engine at URL through Ray. Both ranks gather one parameter at a time. Rank 0
+then prints the logprobs that the model computed before it was sharded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from instar.types import Artifact, Policy
 IDS = list(range(5, 45))
 
 
-class Sharded(Backend):
-    """Of every pass over the weights, the other rank is told by a word from this one."""
+class ShardedBackend(Backend):
+    """Sends gathered weights; the other rank must iterate over them at the same time."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -42,22 +42,22 @@ class Sharded(Backend):
         return BackendCapabilities(frozenset(), frozenset({"weights"}), live=True)
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        for name, tensor in gathering(self._model):
+        for name, tensor in gather_weights(self._model):
             assert not isinstance(tensor, DTensor)
             yield name, tensor
 
     async def _never(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("it does not train")
+        raise AssertionError("this backend does not train")
 
     forward = forward_backward = optim_step = publish = save_state = load_state = close = _never
 
 
-def gathering(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def gather_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from iterate_served_weights(model, torch.float32)
 
 
-def build(folder: str) -> tuple[torch.nn.Module, list[float]]:
-    """The same on every rank, changed by an adapter; its logprobs before it is sharded."""
+def build_sharded_model(folder: str) -> tuple[torch.nn.Module, list[float]]:
+    """Return the sharded model, equal on every rank, and its logprobs before sharding."""
     torch.manual_seed(7)
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapter = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
@@ -77,7 +77,7 @@ def build(folder: str) -> tuple[torch.nn.Module, list[float]]:
 
 async def push(model: torch.nn.Module, url: str, token: str, address: str) -> None:
     engine = await RemoteEngine.connect(url, token)
-    sync = RaySync(Sharded(model), address=address, chunk_bytes=128 * 1024, deadline=120)
+    sync = RaySync(ShardedBackend(model), address=address, chunk_bytes=128 * 1024, deadline=120)
     await sync.start()
     outcomes = await sync.push(Policy("sharded", 11, Artifact("live")), [engine])
     assert outcomes == [None], outcomes
@@ -87,12 +87,12 @@ async def push(model: torch.nn.Module, url: str, token: str, address: str) -> No
 
 def main(folder: str, url: str, token: str, address: str) -> None:
     dist.init_process_group("gloo")
-    model, logprobs = build(folder)
+    model, logprobs = build_sharded_model(folder)
     if dist.get_rank() == 0:
         asyncio.run(push(model, url, token, address))
         print(json.dumps({"ids": IDS, "logprobs": logprobs}))
     else:
-        for _ in gathering(model):
+        for _ in gather_weights(model):
             pass
     dist.destroy_process_group()
 

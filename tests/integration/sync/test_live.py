@@ -1,4 +1,4 @@
-"""Weights into a real vLLM server without files: from shared memory, and through Ray's object store."""
+"""Tests of sending weights to a real vLLM server through shared memory and Ray's object store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from instar.sync.factory import create_sync
 from instar.sync.shared import SharedBuffer, WeightPlacement
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.backends.environments import ROOT
-from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
+from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
 from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import versions_of
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tiny: Path, cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    """After the cluster, whose token its workers have to know of."""
+    """Depends on the cluster, because the server's workers need its token."""
     config = RunConfig(model=model_config(tiny), engine=vllm_config(policy="merged"))
     served = ServedEngine(config, tmp_path_factory.mktemp("logs") / "engine.log")
     yield served
@@ -63,7 +63,7 @@ def config(tiny: Path, route: str) -> RunConfig:
 async def test_engine_matches_the_trainer_after_each_push(
     route: str, lora: bool, engine: RemoteEngine, tiny: Path, tmp_path: Path
 ) -> None:
-    """An adapter merged in, or all weights, also those that input and output share."""
+    """Covers a merged adapter and full weights, with tied input and output embeddings."""
     training = Training(tiny, tmp_path, lora=lora)
     sync = await create_sync(config(tiny, route), training.backend, [engine])
     assert sync.live
@@ -73,9 +73,9 @@ async def test_engine_matches_the_trainer_after_each_push(
         policy = await training.step()
         assert await sync.push(Policy("p", policy.version, Artifact("live")), [engine]) == [None]
         await check_parity(engine, training, policy)
-        now = await engine.logprobs(PROMPT)
-        assert np.abs(now - before)[1:].max() > 10 * GAP, "each version is another one"
-        before = now
+        after = await engine.logprobs(PROMPT)
+        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, "each version is different"
+        before = after
     await engine.load(Policy("p", 0, Artifact("base")))
     await sync.close()
     await training.backend.close()
@@ -89,10 +89,10 @@ async def test_reply_continues_under_new_weights(engine: RemoteEngine, tiny: Pat
     chunks = [await anext(stream)]
     assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]
     chunks += [chunk async for chunk in stream]
-    stamped = versions_of(chunks)
-    assert len(stamped) == 200 or chunks[-1].finish_reason == "stop"
-    assert stamped == sorted(stamped)
-    assert {stamped[0], stamped[-1]} == {0, 1}
+    versions = versions_of(chunks)
+    assert len(versions) == 200 or chunks[-1].finish_reason == "stop"
+    assert versions == sorted(versions)
+    assert {versions[0], versions[-1]} == {0, 1}
     await engine.load(Policy("p", 0, Artifact("base")))
     await sync.close()
     await training.backend.close()
@@ -105,9 +105,9 @@ async def test_unreachable_engine_does_not_affect_others(
     gone = RemoteEngine("http://127.0.0.1:9", TOKEN)
     policy = await training.step()
     sync = await create_sync(config(tiny, "ray"), training.backend, [engine])
-    failed, fine = await sync.push(Policy("p", policy.version, Artifact("live")), [gone, engine])
+    failed, succeeded = await sync.push(Policy("p", policy.version, Artifact("live")), [gone, engine])
     assert isinstance(failed, SyncError)
-    assert fine is None
+    assert succeeded is None
     await check_parity(engine, training, policy)
     await engine.load(Policy("p", 0, Artifact("base")))
     await sync.close()
@@ -135,27 +135,27 @@ async def test_push_rejects_weights_of_another_shape(
 async def test_worker_that_fails_during_commit_can_be_loaded_again(
     engine: RemoteEngine, served: ServedEngine, tiny: Path
 ) -> None:
-    """Past the engine, which would refuse such weights: vLLM has taken some of them when it notices."""
+    """Calls vLLM directly, because the engine would reject these weights before vLLM loads some of them."""
     client: VllmClient = served.engine._server.client  # type: ignore[attr-defined]
     before = await engine.logprobs(PROMPT)
-    files = load_file(tiny / "model.safetensors")
+    weights = load_file(tiny / "model.safetensors")
     layout, end = list[WeightPlacement](), 0
-    for name, tensor in files.items():
+    for name, tensor in weights.items():
         shape = [7] if name == "model.norm.weight" else list(tensor.shape)
         layout.append((name, "float32", shape, end))
         end += 4 * tensor.numel()
     buffer = SharedBuffer(layout, "cpu")
     body = {"key": "p:1", "buffer": buffer.name, "handle": buffer.handle, "layout": layout}
 
-    def tell(method: str) -> Any:
+    def call_worker(method: str) -> Any:
         return served.wait(client.rpc(method, {"text": json.dumps(body)}))
 
-    assert await asyncio.to_thread(tell, "instar_stage") == [{"known": True}]
-    (told,) = await asyncio.to_thread(tell, "instar_commit")
-    assert told["touched"]
-    assert "7" in told["error"]
-    (told,) = await asyncio.to_thread(tell, "instar_commit")
-    assert told == {"error": "no weights are staged for p:1", "touched": False}
+    assert await asyncio.to_thread(call_worker, "instar_stage") == [{"known": True}]
+    (result,) = await asyncio.to_thread(call_worker, "instar_commit")
+    assert result["touched"]
+    assert "7" in result["error"]
+    (result,) = await asyncio.to_thread(call_worker, "instar_commit")
+    assert result == {"error": "no weights are staged for p:1", "touched": False}
     await engine.load(Policy("p", 0, Artifact("base")))
     np.testing.assert_array_equal(await engine.logprobs(PROMPT), before)
     buffer.close()
@@ -167,7 +167,7 @@ async def test_push_sends_a_model_sharded_over_two_ranks(
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-addr", "127.0.0.1", "--master-port", "0", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "127.0.0.1:0", "-m", "tests.integration.sync.sharded"]
-    done = await asyncio.to_thread(
+    completed = await asyncio.to_thread(
         subprocess.run,
         [*command, str(tiny), served.url, TOKEN, cluster],
         cwd=ROOT,
@@ -176,11 +176,11 @@ async def test_push_sends_a_model_sharded_over_two_ranks(
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    output = json.loads(completed.stdout.splitlines()[-1])
     assert (await engine.status()).version == 11
-    theirs = await engine.logprobs(told["ids"])
-    np.testing.assert_allclose(theirs[1:], told["logprobs"], atol=GAP)
+    actual = await engine.logprobs(output["ids"])
+    np.testing.assert_allclose(actual[1:], output["logprobs"], atol=LOGPROB_TOLERANCE)
     await engine.load(Policy("p", 0, Artifact("base")))
 
 

@@ -1,4 +1,4 @@
-"""A whole run whose weights reach two real vLLM servers through Ray's object store."""
+"""A complete run that sends weights to two real vLLM servers through Ray's object store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.vllm.servers import vllm_model
-from tests.integration.vllm.test_run import RUN_SECONDS, check_every_token, servers, settings
+from tests.integration.vllm.test_run import RUN_SECONDS, check_every_token, find_server_pids, run_settings
 from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(900)
@@ -18,7 +18,7 @@ async def test_run_with_ray_sync_records_exact_logprobs(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     model = vllm_model(tmp_path / "model")
-    config = settings(tmp_path, model, "merged", tokens=24, steps=3, mode="sync")
+    config = run_settings(tmp_path, model, "merged", tokens=24, steps=3, mode="sync")
     run = RunProcess(tmp_path, config | {"sync": {"route": "ray", "chunk_mib": 1}})
     run.start()
     run.finish(timeout=RUN_SECONDS)
@@ -29,4 +29,4 @@ async def test_run_with_ray_sync_records_exact_logprobs(
         f"weights reach the engines by ray: through the object store of the Ray cluster at {cluster}" in log
     )
     assert "did not reach an engine" not in log
-    assert not list(servers(run))
+    assert not list(find_server_pids(run))

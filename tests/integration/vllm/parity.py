@@ -1,4 +1,4 @@
-"""Whether an engine serves what a trainer has: its greedy replies and its logprobs."""
+"""Checks that an engine serves the trainer's weights: its greedy replies and logprobs must match."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.integration.vllm.servers import model_config
 from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
 
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
-GAP = 1e-4
-"""Between the logprobs of two programs that compute the same fp32 model. Two versions differ by far more."""
+LOGPROB_TOLERANCE = 1e-4
+"""The maximum difference between two implementations of an fp32 model. Two versions differ by far more."""
 
 
 class Training:
-    """Steps on the tiny model that are far enough apart for their replies to differ."""
+    """Trains the tiny model in steps that are large enough to change its replies."""
 
     def __init__(self, model: Path, folder: Path, *, lora: bool = True) -> None:
         section = LocalBackendConfig(lora=LoraConfig(rank=4) if lora else None, threads=1)
@@ -45,22 +45,22 @@ class Training:
         return Policy("p", self.version, artifact)
 
     async def logprobs(self, ids: list[int]) -> Floats:
-        (found,) = await self.backend.forward([make_sample("s", ids, 1)])
-        return found
+        (logprobs,) = await self.backend.forward([make_sample("s", ids, 1)])
+        return logprobs
 
-    def best(self, artifact: Artifact, ids: list[int]) -> list[float]:
-        """The logprob of the likeliest token after each of these, by transformers and peft."""
+    def max_logprobs(self, artifact: Artifact, ids: list[int]) -> list[float]:
+        """Return the highest logprob after each token, computed by transformers and peft."""
         logging.disable_progress_bar()
-        full = artifact.kind == "weights"
-        model: Any = AutoModelForCausalLM.from_pretrained(artifact.path if full else self._model)
-        if not full:
+        has_full_weights = artifact.kind == "weights"
+        model: Any = AutoModelForCausalLM.from_pretrained(artifact.path if has_full_weights else self._model)
+        if not has_full_weights:
             model = PeftModel.from_pretrained(model, artifact.path)
         with torch.no_grad():
             return model(torch.tensor([ids])).logits[0].log_softmax(-1).max(-1).values.tolist()
 
 
 async def check_parity(engine: Engine, training: Training, policy: Policy) -> None:
-    """Its greedy replies are the trainer's, with the trainer's logprobs; also those of given tokens are."""
+    """Assert that greedy replies, their logprobs and the scores of prompts match the trainer's."""
     for prompt in (PROMPT, PROMPT[::-1], [*PROMPT, *PROMPT]):
         await _check_reply(engine, training, policy, prompt)
 
@@ -69,9 +69,9 @@ async def _check_reply(engine: Engine, training: Training, policy: Policy, promp
     chunks = await collect(engine, prompt, max_tokens=24, temperature=0)
     ids = ids_of(chunks)
     assert [v for chunk in chunks for v in chunk.versions] == [policy.version] * len(ids)
-    whole = [*prompt, *ids]
-    best = training.best(policy.artifact, whole)[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(logprobs_of(chunks), best, atol=GAP)
-    theirs = await training.logprobs(whole)
-    np.testing.assert_allclose(logprobs_of(chunks), theirs[len(prompt) :], atol=GAP)
-    np.testing.assert_allclose((await engine.logprobs(whole))[1:], theirs[1:], atol=GAP)
+    sequence = [*prompt, *ids]
+    max_logprobs = training.max_logprobs(policy.artifact, sequence)[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(logprobs_of(chunks), max_logprobs, atol=LOGPROB_TOLERANCE)
+    expected = await training.logprobs(sequence)
+    np.testing.assert_allclose(logprobs_of(chunks), expected[len(prompt) :], atol=LOGPROB_TOLERANCE)
+    np.testing.assert_allclose((await engine.logprobs(sequence))[1:], expected[1:], atol=LOGPROB_TOLERANCE)

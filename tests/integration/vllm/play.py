@@ -1,4 +1,4 @@
-"""An agent that a model of random weights can serve: one streamed call, and more reward for more letters."""
+"""An agent for a model with random weights: one streamed call, with more reward for more letters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str, tok
             stream=True,
         )
         text = ""
-        name = ""
+        completion_id = ""
         async for chunk in stream:
-            name = chunk.id
+            completion_id = chunk.id
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
-    append_reply_id(ledger, name)
+    append_reply_id(ledger, completion_id)
     return sum(letter.isalpha() for letter in text) / max(1, len(text))

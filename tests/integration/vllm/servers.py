@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU for tests: a tiny model that it can serve, an engine over it, a server by hand."""
+"""Real vLLM on a CPU for tests: a tiny model, an engine that starts a server, and an external server."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.tiny import make_tiny_model
 T = TypeVar("T")
 START_SECONDS = 600.0
 TOKEN = "engine-token"
-KEY = "key-of-the-server"
+KEY = "server-key"
 
 
 def vllm_model(folder: Path) -> Path:
-    """The tiny model with heads of a size that vLLM's attention knows."""
+    """Create the tiny model with a head size that vLLM's attention supports."""
     return make_tiny_model(folder, hidden=128, heads=4, kv_heads=2, context=512)
 
 
@@ -40,19 +40,19 @@ def model_config(folder: Path) -> ModelConfig:
 
 
 def vllm_config(**settings: Any) -> VllmEngineConfig:
-    given: dict[str, Any] = {"python": str(interpreter("vllm")), "kv_gib": 0.1, **settings}
-    return VllmEngineConfig(**given)
+    values: dict[str, Any] = {"python": str(interpreter("vllm")), "kv_gib": 0.1, **settings}
+    return VllmEngineConfig(**values)
 
 
 class ServedEngine:
-    """An engine in a loop of its own, behind a socket as in its role; tests reach it by RemoteEngine."""
+    """Serves an engine on a socket from its own event loop; tests connect with RemoteEngine."""
 
     def __init__(self, config: RunConfig, log: Path) -> None:
-        self.said: list[str] = []
+        self.reports: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.engine: Engine = self.wait(self._make(config, log))
+        self.engine: Engine = self.wait(self._start_engine(config, log))
         self._listener = socket.create_server(("127.0.0.1", 0))
         app = create_engine_app(self.engine, TOKEN)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
@@ -60,9 +60,9 @@ class ServedEngine:
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([self._listener]), self._loop)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
-    async def _make(self, config: RunConfig, log: Path) -> Engine:
+    async def _start_engine(self, config: RunConfig, log: Path) -> Engine:
         engine = create_engine(config)
-        await engine.bring_up(log, self.said.append)
+        await engine.bring_up(log, self.reports.append)
         return engine
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -79,10 +79,10 @@ class ServedEngine:
 
 
 @contextmanager
-def server_by_hand(model: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """A vLLM server as a user would start it; its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def run_vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """Run a vLLM server as a user would start it; yield its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free_socket:
+        port = free_socket.getsockname()[1]
     command = [str(interpreter("vllm")), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
     command += ["--max-model-len", "256", "--kv-cache-memory-bytes", "100000000", *arguments]
@@ -102,7 +102,7 @@ def server_by_hand(model: Path, log: Path, *arguments: str) -> Iterator[str]:
             stderr=file,
         )
     try:
-        _wait_for(f"http://127.0.0.1:{port}/health", process, log)
+        _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         assert process.stdin is not None
@@ -110,7 +110,7 @@ def server_by_hand(model: Path, log: Path, *arguments: str) -> Iterator[str]:
         process.wait(30)
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]

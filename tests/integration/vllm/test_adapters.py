@@ -1,4 +1,4 @@
-"""A vLLM server that runs already: each version is an adapter beside the base weights."""
+"""Tests of an external vLLM server: each version is an adapter on the base weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.engine import VllmEngine
 from instar.errors import ConfigError, EngineError
 from instar.types import Artifact, Policy, SamplingParams
-from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
-from tests.integration.vllm.servers import KEY, model_config, server_by_hand, vllm_model
+from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
+from tests.integration.vllm.servers import KEY, model_config, run_vllm_server, vllm_model
 from tests.unit.engines.conformance import collect, versions_of
 
 pytestmark = pytest.mark.timeout(900)
-VARIABLE = "KEY_OF_THE_TESTS_SERVER"
+API_KEY_ENV = "TEST_SERVER_API_KEY"
 
 
 @pytest.fixture(scope="module")
@@ -32,36 +32,36 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("logs") / "vllm.log"
     arguments = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--enable-scale-out")
-    with server_by_hand(tiny, log, *arguments) as url:
+    with run_vllm_server(tiny, log, *arguments) as url:
         yield url
 
 
-def section(url: str, **settings: object) -> VllmEngineConfig:
-    return VllmEngineConfig.model_validate({"servers": [url], "api_key_env": VARIABLE, **settings})
+def engine_config(url: str, **settings: object) -> VllmEngineConfig:
+    return VllmEngineConfig.model_validate({"servers": [url], "api_key_env": API_KEY_ENV, **settings})
 
 
 @pytest.fixture
 async def engine(url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
-    monkeypatch.setenv(VARIABLE, KEY)
-    engine = VllmEngine(model_config(tiny), section(url))
+    monkeypatch.setenv(API_KEY_ENV, KEY)
+    engine = VllmEngine(model_config(tiny), engine_config(url))
     await engine.bring_up(Path("unused.log"), print)
     yield engine
     await engine.close()
 
 
-async def adapters(url: str) -> list[str]:
-    """Without what tells one loading from another."""
+async def loaded_adapters(url: str) -> list[str]:
+    """Return the names of the loaded adapters without their random suffix."""
     client = VllmClient(url, KEY)
     try:
-        found = (await client.get("/v1/models"))["data"]
-        return [entry["id"].rpartition("-")[0] for entry in found if entry.get("parent")]
+        models = (await client.get("/v1/models"))["data"]
+        return [entry["id"].rpartition("-")[0] for entry in models if entry.get("parent")]
     finally:
         await client.close()
 
 
-async def until_loaded(url: str, names: list[str]) -> None:
+async def wait_until_loaded(url: str, names: list[str]) -> None:
     async with asyncio.timeout(20):
-        while await adapters(url) != names:  # noqa: ASYNC110 - of another process
+        while await loaded_adapters(url) != names:  # noqa: ASYNC110 - another process has no event
             await asyncio.sleep(0.05)
 
 
@@ -75,12 +75,12 @@ async def test_engine_matches_the_trainer_after_each_load(
         policy = await training.step()
         await engine.load(policy)
         await check_parity(engine, training, policy)
-        now = await engine.logprobs(PROMPT)
-        assert np.abs(now - before)[1:].max() > 10 * GAP, "each version is another one"
-        before = now
-    await until_loaded(url, ["p-v3"])
+        after = await engine.logprobs(PROMPT)
+        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, "each version is different"
+        before = after
+    await wait_until_loaded(url, ["p-v3"])
     await engine.load(Policy("p", 4, Artifact("base")))
-    await until_loaded(url, [])
+    await wait_until_loaded(url, [])
     await training.backend.close()
 
 
@@ -95,12 +95,12 @@ async def test_reply_finishes_under_its_adapter_before_it_is_unloaded(
     await engine.load(second)
     assert (await engine.status()).version == 2
     assert set(versions_of(await collect(engine, PROMPT, max_tokens=4))) == {2}
-    assert await adapters(url) == ["p-v1", "p-v2"]
+    assert await loaded_adapters(url) == ["p-v1", "p-v2"]
     chunks += [chunk async for chunk in stream]
     assert set(versions_of(chunks)) == {1}
-    await until_loaded(url, ["p-v2"])
+    await wait_until_loaded(url, ["p-v2"])
     await engine.load(Policy("p", 3, Artifact("base")))
-    await until_loaded(url, [])
+    await wait_until_loaded(url, [])
     await training.backend.close()
 
 
@@ -112,10 +112,10 @@ async def test_engine_rejects_unsupported_policies_and_settings(
     with pytest.raises(EngineError, match=r"The adapter in .* cannot be read"):
         await engine.load(Policy("p", 1, Artifact("adapter", str(tmp_path))))
     assert (await engine.status()).version == 0
-    for settings, named in (({"policy": "merged"}, "VLLM_SERVER_DEV_MODE"), ({}, "--max-model-len")):
+    for settings, message in (({"policy": "merged"}, "VLLM_SERVER_DEV_MODE"), ({}, "--max-model-len")):
         model = model_config(tiny).model_copy(update={} if settings else {"max_context": 512})
-        other = VllmEngine(model, section(url, **settings))
-        with pytest.raises(ConfigError, match=named):
+        other = VllmEngine(model, engine_config(url, **settings))
+        with pytest.raises(ConfigError, match=message):
             await other.bring_up(Path("unused.log"), print)
 
 
@@ -125,13 +125,13 @@ async def test_closed_stream_frees_the_server(engine: Engine, url: str) -> None:
     await stream.aclose()
     client = VllmClient(url, KEY)
     async with asyncio.timeout(20):
-        while await running(client):  # noqa: ASYNC110 - of another process
+        while await count_running(client):  # noqa: ASYNC110 - another process has no event
             await asyncio.sleep(0.05)
     await client.close()
 
 
-async def running(client: VllmClient) -> float:
-    """Requests that the server computes."""
+async def count_running(client: VllmClient) -> float:
+    """Return the number of running requests on the server."""
     lines = str(await client.get("/metrics")).splitlines()
     (value,) = (line.split()[-1] for line in lines if line.startswith("vllm:num_requests_running"))
     return float(value)

@@ -1,4 +1,4 @@
-"""A vLLM server that Instar starts, its weights replaced while it samples."""
+"""Tests of a vLLM server started by Instar whose weights are replaced while it samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.engines.base import Engine
 from instar.engines.remote import RemoteEngine
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
-from tests.integration.vllm.parity import GAP, PROMPT, Training, check_parity
+from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
 from tests.unit.engines.conformance import EngineConformance, collect, ids_of, versions_of
 
@@ -49,7 +49,7 @@ async def engine(served: ServedEngine) -> AsyncIterator[Engine]:
     await remote.load(BASE)
     yield remote
     await remote.close()
-    assert served.engine.mislabelled_tokens == 0, "by what vLLM itself says of every token"
+    assert served.engine.mislabelled_tokens == 0, "versions match those reported by vLLM"
 
 
 class TestVllm(EngineConformance):
@@ -71,9 +71,9 @@ async def test_engine_matches_the_trainer_after_each_load(engine: Engine, tiny: 
             policy = await training.step()
             await engine.load(policy)
             await check_parity(engine, training, policy)
-            now = await engine.logprobs(PROMPT)
-            assert np.abs(now - before)[1:].max() > 10 * GAP, "each version is another one"
-            before = now
+            after = await engine.logprobs(PROMPT)
+            assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, "each version is different"
+            before = after
         await training.backend.close()
         await engine.load(BASE)
 
@@ -94,16 +94,15 @@ async def test_replies_continue_under_new_weights(engine: Engine, tiny: Path, tm
         versions = versions_of(chunks)
         assert len(versions) == 200 or chunks[-1].finish_reason == "stop"
         assert versions == sorted(versions)
-    seen = [tuple(sorted(set(versions_of(chunks)))) for chunks in replies]
-    assert (0, 1, 2) in seen
+    version_sets = [tuple(sorted(set(versions_of(chunks)))) for chunks in replies]
+    assert (0, 1, 2) in version_sets
     await training.backend.close()
 
 
 async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     engine: Engine, tiny: Path, tmp_path: Path
 ) -> None:
-    """Its tokens have the trainer's logprobs given all before: nothing computed under the old weights is
-    read again, by the reply itself or by one that begins later."""
+    """Keys and values of the old weights are not reused, by the same reply or by a later one."""
     training = Training(tiny, tmp_path)
     policy = await training.step()
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=220, temperature=0))
@@ -111,12 +110,14 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     await engine.load(policy)
     chunks += [chunk async for chunk in stream]
     ids, versions = ids_of(chunks), versions_of(chunks)
-    told = np.asarray([value for chunk in chunks for value in chunk.logprobs])
-    theirs = (await training.logprobs([*PROMPT, *ids]))[len(PROMPT) :]
-    new = np.asarray(versions) == 1
+    actual = np.asarray([value for chunk in chunks for value in chunk.logprobs])
+    expected = (await training.logprobs([*PROMPT, *ids]))[len(PROMPT) :]
+    is_new = np.asarray(versions) == 1
     assert set(versions) == {0, 1}
-    np.testing.assert_allclose(told[new], theirs[new], atol=GAP)
-    assert np.abs(told[~new] - theirs[~new]).max() > 0.05, "the old part is another model's"
+    np.testing.assert_allclose(actual[is_new], expected[is_new], atol=LOGPROB_TOLERANCE)
+    assert np.abs(actual[~is_new] - expected[~is_new]).max() > 0.05, (
+        "the first part was sampled under the old weights"
+    )
     await check_parity(engine, training, policy)  # the same prompt again
     await training.backend.close()
 
@@ -136,30 +137,30 @@ async def test_unreadable_policy_keeps_the_served_version(engine: Engine, tiny: 
 async def test_load_of_truncated_weights_keeps_the_served_version(
     engine: Engine, tiny: Path, tmp_path: Path
 ) -> None:
-    """The headers of the files are right, so it is vLLM that finds that their end is missing."""
+    """The file header is valid, so vLLM itself detects that the file is truncated."""
     before = ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0))
-    cut = tmp_path / "cut"
-    shutil.copytree(tiny, cut)
-    whole = (cut / "model.safetensors").read_bytes()
-    (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    truncated = tmp_path / "truncated"
+    shutil.copytree(tiny, truncated)
+    content = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(EngineError):
-        await engine.load(Policy("p", 7, Artifact("weights", str(cut))))
+        await engine.load(Policy("p", 7, Artifact("weights", str(truncated))))
     assert (await engine.status()).version == 0
     assert ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
 
 
 async def test_concurrent_seeded_requests_are_reproducible(engine: Engine) -> None:
-    """More prompt tokens than a step computes: vLLM dies on a CPU of a seeded prompt that it divides."""
+    """The prompts exceed one step; vLLM on a CPU crashes if it splits a seeded prompt."""
     prompts = [[3 + (n + i) % 300 for i in range(200)] for n in range(80)]
     replies = await asyncio.gather(
         *(collect(engine, prompt, max_tokens=8, seed=n) for n, prompt in enumerate(prompts))
     )
-    again = await collect(engine, prompts[5], max_tokens=8, seed=5)
-    assert ids_of(replies[5]) == ids_of(again)
+    repeated = await collect(engine, prompts[5], max_tokens=8, seed=5)
+    assert ids_of(replies[5]) == ids_of(repeated)
 
 
 async def test_repeated_prompt_uses_the_prefix_cache(engine: Engine) -> None:
-    prompt = [7] * 200  # on a CPU, vLLM keeps blocks of 128
+    prompt = [7] * 200  # vLLM on a CPU caches blocks of 128
     before = (await engine.status()).cached_tokens
     await collect(engine, prompt, max_tokens=1)
     await collect(engine, prompt, max_tokens=1)
@@ -172,7 +173,9 @@ async def test_killed_server_restarts_with_the_current_policy(
     training = Training(tiny, tmp_path)
     policy = await training.step()
     await engine.load(policy)
-    (core,) = _processes("VLLM::EngineCor")  # before the reply, which takes little longer than looking
+    (core,) = _find_descendants(
+        "VLLM::EngineCor"
+    )  # before the reply, which takes little longer than this search
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=220, temperature=0))
     await anext(stream)
     os.kill(core, signal.SIGKILL)
@@ -180,14 +183,14 @@ async def test_killed_server_restarts_with_the_current_policy(
         async for _ in stream:
             pass
     async with asyncio.timeout(20):
-        while _is_ready(served):  # noqa: ASYNC110 - of another thread
+        while _is_ready(served):  # noqa: ASYNC110 - another thread has no event
             await asyncio.sleep(0.05)
     policy = await training.step()
     with pytest.raises(EngineUnavailable):
         await engine.load(policy)
-    # A request made meanwhile waits for the server, which has been given that policy when it is back.
+    # A request during the restart waits for the server, which then serves that policy.
     await check_parity(engine, training, policy)
-    assert any("starting it again" in line for line in served.said)
+    assert any("starting it again" in line for line in served.reports)
     await training.backend.close()
 
 
@@ -199,14 +202,14 @@ def _is_ready(served: ServedEngine) -> bool:
     return True
 
 
-def _processes(name: str) -> list[int]:
-    """Of this process's descendants."""
-    found: list[int] = []
-    todo = [os.getpid()]
-    while todo:
-        pid = todo.pop()
+def _find_descendants(name: str) -> list[int]:
+    """Return the ids of this process's descendants whose name starts with ``name``."""
+    pids: list[int] = []
+    remaining = [os.getpid()]
+    while remaining:
+        pid = remaining.pop()
         tasks = Path(f"/proc/{pid}/task")
         children = [int(c) for t in tasks.iterdir() for c in (t / "children").read_text().split()]
-        todo += children
-        found += [c for c in children if Path(f"/proc/{c}/comm").read_text().startswith(name)]
-    return found
+        remaining += children
+        pids += [c for c in children if Path(f"/proc/{c}/comm").read_text().startswith(name)]
+    return pids

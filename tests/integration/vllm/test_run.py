@@ -1,4 +1,4 @@
-"""Whole runs with two real vLLM servers behind the gateway."""
+"""Complete runs with two real vLLM engines behind the gateway."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from instar.cluster.layout import RunFolder
 from instar.store.factory import open_store
 from instar.types import Call, Floats
 from tests.integration.backends.environments import interpreter
-from tests.integration.vllm.parity import GAP
+from tests.integration.vllm.parity import LOGPROB_TOLERANCE
 from tests.integration.vllm.servers import vllm_model
 from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(1300)
 RUN_SECONDS = 600
-HERE = "tests.integration.vllm.play"
+AGENT_MODULE = "tests.integration.vllm.play"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vllm_model(tmp_path_factory.mktemp("model"))
 
 
-def settings(folder: Path, model: Path, policy: str, *, tokens: int, **trainer: Any) -> dict[str, Any]:
+def run_settings(folder: Path, model: Path, policy: str, *, tokens: int, **trainer: Any) -> dict[str, Any]:
     agent = {"ledger": str(folder / "ledger.txt"), "tokens": tokens}
     return {
         "name": "served",
@@ -57,8 +57,8 @@ def settings(folder: Path, model: Path, policy: str, *, tokens: int, **trainer: 
             **trainer,
         },
         "rollout": {
-            "tasks": {"type": "python", "function": f"{HERE}:tasks"},
-            "agent": {"type": "function", "function": f"{HERE}:agent", "args": agent},
+            "tasks": {"type": "python", "function": f"{AGENT_MODULE}:tasks"},
+            "agent": {"type": "function", "function": f"{AGENT_MODULE}:agent", "args": agent},
             "group_size": 4,
             "timeout": 300,
             "retries": 6,
@@ -67,8 +67,8 @@ def settings(folder: Path, model: Path, policy: str, *, tokens: int, **trainer: 
     }
 
 
-class Policies:
-    """The versions that a run has published, by transformers and peft."""
+class PublishedPolicies:
+    """Computes logprobs of the published versions with transformers and peft."""
 
     def __init__(self, model: Path, adapters: dict[int, str]) -> None:
         logging.disable_progress_bar()
@@ -87,7 +87,7 @@ class Policies:
         return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy()
 
 
-async def recorded(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
+async def read_calls(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
     store = open_store(RunFolder(run.run_dir).read_config(), read_only=True)
     try:
         published = {
@@ -100,34 +100,34 @@ async def recorded(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
 
 
 async def check_every_token(run: RunProcess, model: Path) -> set[int]:
-    """Every recorded token has the logprob that the version it is stamped with gives it."""
-    calls, adapters = await recorded(run)
-    policies = Policies(model, adapters)
-    seen: set[int] = set()
+    """Assert that the logprob of every token matches its version; return the versions."""
+    calls, adapters = await read_calls(run)
+    policies = PublishedPolicies(model, adapters)
+    versions: set[int] = set()
     for call in calls:
         for version in set(call.versions.tolist()):
-            theirs = policies.logprobs(version, call.sequence)[len(call.prompt_ids) - 1 :]
-            own = call.versions == version
-            np.testing.assert_allclose(call.logprobs[own], theirs[own], atol=GAP)
-            seen.add(version)
-    return seen
+            expected = policies.logprobs(version, call.sequence)[len(call.prompt_ids) - 1 :]
+            mask = call.versions == version
+            np.testing.assert_allclose(call.logprobs[mask], expected[mask], atol=LOGPROB_TOLERANCE)
+            versions.add(version)
+    return versions
 
 
-def servers(run: RunProcess) -> Iterator[int]:
-    """Processes of vLLM that sample for this run: those whose log lies in its folder."""
+def find_server_pids(run: RunProcess) -> Iterator[int]:
+    """Yield the vLLM processes of this run: those that log into its folder."""
     for entry in Path("/proc").iterdir():
         try:
             name = (entry / "comm").read_text() if entry.name.isdigit() else ""
             output = str((entry / "fd" / "1").readlink()) if name.startswith("VLLM::EngineCor") else ""
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended
         if str(run.run_dir) in output:
             yield int(entry.name)
 
 
 @contextmanager
-def started(run: RunProcess) -> Iterator[None]:
-    """Leaves nothing behind, whatever becomes of the test."""
+def running(run: RunProcess) -> Iterator[None]:
+    """Start the run and kill it at the end if it has not finished."""
     run.start()
     try:
         yield
@@ -136,36 +136,36 @@ def started(run: RunProcess) -> Iterator[None]:
             run.kill()
 
 
-def committed(run: RunProcess) -> int:
+def count_committed_steps(run: RunProcess) -> int:
     return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
 
 
 async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
-    # Sessions of the last step begin under version 2 at the earliest, however fast the engines are.
-    config = settings(tmp_path, model, "merged", tokens=160, steps=6, max_staleness=3)
+    # With max_staleness 3, sessions of the last step start under version 2 or later.
+    config = run_settings(tmp_path, model, "merged", tokens=160, steps=6, max_staleness=3)
     run = RunProcess(tmp_path, config)
-    with started(run):
-        assert run.wait_until(lambda: committed(run) >= 2, timeout=RUN_SECONDS), run.explain()
-        victim, _other = sorted(servers(run))
+    with running(run):
+        assert run.wait_until(lambda: count_committed_steps(run) >= 2, timeout=RUN_SECONDS), run.explain()
+        victim, _other = sorted(find_server_pids(run))
         os.kill(victim, signal.SIGKILL)
         run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()
     logs = run.run_dir / "logs"
-    roles = [(logs / f"engine-{place}.log").read_text() for place in range(2)]
-    assert sum("starting it again" in text for text in roles) == 1
-    assert all((logs / f"engine-{place}-vllm.log").stat().st_size for place in range(2))
-    assert "engine" not in run.output.read_text(), "the roles themselves went on"
-    seen = await check_every_token(run, model)
-    assert len(seen) >= 3
-    assert not list(servers(run)), "the servers ended with the run"
+    role_logs = [(logs / f"engine-{index}.log").read_text() for index in range(2)]
+    assert sum("starting it again" in text for text in role_logs) == 1
+    assert all((logs / f"engine-{index}-vllm.log").stat().st_size for index in range(2))
+    assert "engine" not in run.output.read_text(), "the roles were not restarted"
+    versions = await check_every_token(run, model)
+    assert len(versions) >= 3
+    assert not list(find_server_pids(run)), "the processes end with the run"
 
 
 async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: Path) -> None:
-    run = RunProcess(tmp_path, settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
-    with started(run):
+    run = RunProcess(tmp_path, run_settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
+    with running(run):
         run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()
     assert await check_every_token(run, model) == {0, 1, 2}
-    logs = [(run.run_dir / "logs" / f"engine-{place}-vllm.log").read_text() for place in range(2)]
+    logs = [(run.run_dir / "logs" / f"engine-{index}-vllm.log").read_text() for index in range(2)]
     assert all("Removed LoRA adapter: name 'served-v1-" in text for text in logs)
-    assert not list(servers(run))
+    assert not list(find_server_pids(run))

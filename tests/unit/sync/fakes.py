@@ -1,4 +1,4 @@
-"""An engine that takes weights in as vLLM's workers do, over a small model that fuses some of them."""
+"""Fakes for sync tests: an engine that receives weights like a vLLM worker, and a backend that sends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = {"embed.weight": (10, 4), "q.weight": (4, 4), "k.weight": (2, 4), "norm
 
 
 class FusedModel(nn.Module):
-    """q and k are one parameter, as in vLLM."""
+    """A small model with q and k fused into one parameter, as in vLLM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class FusedModel(nn.Module):
                 loaded.add(name)
         return loaded
 
-    def unfused(self) -> dict[str, Tensor]:
+    def unfused_weights(self) -> dict[str, Tensor]:
         qk = self.qk.weight.data
         return {
             "embed.weight": self.embed.weight.data,
@@ -52,13 +52,13 @@ class FusedModel(nn.Module):
 
 class WeightReceivingEngine(Engine):
     def __init__(self, *, routes: tuple[Any, ...] = ("ipc", "ray"), failing: str = "") -> None:
-        """``failing``: ``stage`` or ``commit``."""
+        """``failing`` is the method that fails: ``stage`` or ``commit``."""
         self.model = FusedModel()
         self.version = 0
         self.failing = failing
-        self.sent = 0
-        """Bytes of JSON that came."""
-        self._inbox = StagedWeights()
+        self.received_bytes = 0
+        """The size of the received JSON."""
+        self._staged = StagedWeights()
         self._routes = routes
 
     @property
@@ -66,36 +66,36 @@ class WeightReceivingEngine(Engine):
         return EngineInfo("receiving", "none", 1, 1, ("base", "adapter", "weights"), routes=self._routes)
 
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        raise EngineError("it only takes weights")
+        raise EngineError("this engine only receives weights")
 
     async def load(self, policy: Policy) -> None:
         self.version = policy.version
 
     async def stage(self, transfer: WeightTransfer) -> Json:
         if self.failing == "stage":
-            raise EngineError("no room")
+            raise EngineError("out of memory")
         text = msgspec.json.encode(transfer.body)
-        self.sent += len(text)
+        self.received_bytes += len(text)
         key = f"{transfer.policy.policy_id}:{transfer.policy.version}"
-        told = self._inbox.receive(msgspec.json.decode(text) | {"key": key}, torch.device("cpu"))
-        return told | {"workers": [told]}
+        result = self._staged.receive(msgspec.json.decode(text) | {"key": key}, torch.device("cpu"))
+        return result | {"workers": [result]}
 
     async def commit(self, policy: Policy) -> None:
         if self.failing == "commit":
             raise EngineError("the GPU is gone")
-        mapped = self._inbox.mapped
+        mapped = self._staged.mapped
         if mapped and mapped.plan:
             mapped.plan.run()
         else:
-            plan = load_in_place(self.model, self._inbox.weights, mapped.buffer if mapped else None)
+            plan = load_in_place(self.model, self._staged.weights, mapped.buffer if mapped else None)
             if mapped:
                 mapped.plan = plan
-        self._inbox.clear()
+        self._staged.clear()
         self.version = policy.version
 
     @property
-    def copies_straight(self) -> bool:
-        return self._inbox.mapped is not None and self._inbox.mapped.plan is not None
+    def has_copy_plan(self) -> bool:
+        return self._staged.mapped is not None and self._staged.mapped.plan is not None
 
     async def status(self) -> EngineStatus:
         return EngineStatus(self.version)
@@ -104,7 +104,7 @@ class WeightReceivingEngine(Engine):
 
 
 class WeightSendingBackend(Backend):
-    """Hands out weights that are all ``value``."""
+    """Sends weights filled with ``value`` plus the index of the weight."""
 
     value = 0.0
 
@@ -113,11 +113,11 @@ class WeightSendingBackend(Backend):
         return BackendCapabilities(frozenset(), frozenset({"weights"}), live=True)
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        for place, (name, shape) in enumerate(SHAPES.items()):
-            yield name, torch.full(shape, self.value + place)
+        for index, (name, shape) in enumerate(SHAPES.items()):
+            yield name, torch.full(shape, self.value + index)
 
     async def _never(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("it does not train")
+        raise AssertionError("this backend does not train")
 
     forward = forward_backward = optim_step = publish = save_state = load_state = _never
 
@@ -125,5 +125,5 @@ class WeightSendingBackend(Backend):
 
 
 def has_weights(engine: WeightReceivingEngine, value: float) -> bool:
-    expected = {name: torch.full(shape, value + place) for place, (name, shape) in enumerate(SHAPES.items())}
-    return all(torch.equal(tensor, expected[name]) for name, tensor in engine.model.unfused().items())
+    expected = {name: torch.full(shape, value + index) for index, (name, shape) in enumerate(SHAPES.items())}
+    return all(torch.equal(tensor, expected[name]) for name, tensor in engine.model.unfused_weights().items())

@@ -1,4 +1,4 @@
-"""Which way weights take, by what the two ends are."""
+"""Tests of selecting the sync route for a backend and engines."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class AdapterBackend(WeightSendingBackend):
         return BackendCapabilities(frozenset(), frozenset({"adapter"}))
 
 
-class FarEngine(WeightReceivingEngine):
-    """On another machine: what it maps is something else."""
+class OtherMachineEngine(WeightReceivingEngine):
+    """An engine on another machine, which maps other memory."""
 
     async def stage(self, transfer: Any) -> Any:
         return {"workers": [{"content": "00", "gpu": None}]}
 
 
-def config(route: str = "auto", **more: Any) -> RunConfig:
+def config(route: str = "auto", **sections: Any) -> RunConfig:
     model = {"name": "tiny", "device": "cpu", "dtype": "fp32"}
-    return RunConfig.model_validate({"model": model, "sync": {"route": route}, **more})
+    return RunConfig.model_validate({"model": model, "sync": {"route": route}, **sections})
 
 
 async def test_create_sync_selects_files_without_other_routes() -> None:
@@ -52,11 +52,11 @@ async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "backend", "engine", "why"),
+    ("route", "backend", "engine", "message"),
     [
         ("ipc", AdapterBackend(), WeightReceivingEngine(), "does not provide its weights"),
         ("ipc", WeightSendingBackend(), WeightReceivingEngine(routes=()), "does not accept weights over ipc"),
-        ("ipc", WeightSendingBackend(), FarEngine(), "another machine"),
+        ("ipc", WeightSendingBackend(), OtherMachineEngine(), "another machine"),
         ("nccl", WeightSendingBackend(), WeightReceivingEngine(routes=("nccl",)), "computes on a CPU"),
         (
             "ray",
@@ -67,14 +67,16 @@ async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
     ],
 )
 async def test_create_sync_rejects_an_unsupported_route(
-    route: str, backend: WeightSendingBackend, engine: WeightReceivingEngine, why: str
+    route: str, backend: WeightSendingBackend, engine: WeightReceivingEngine, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"sync.route: given '{route}'; .*{why}.*Supported here: .*files"):
+    with pytest.raises(
+        ConfigError, match=rf"sync.route: given '{route}'; .*{message}.*Supported here: .*files"
+    ):
         await create_sync(config(route), backend, [engine])
 
 
 async def test_create_sync_requires_a_route_to_every_engine() -> None:
-    class Picky(WeightReceivingEngine):
+    class RemoteOnlyEngine(WeightReceivingEngine):
         @property
         def info(self) -> Any:
             import msgspec
@@ -82,11 +84,11 @@ async def test_create_sync_requires_a_route_to_every_engine() -> None:
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
     with pytest.raises(ConfigError, match="no route from backend to engine"):
-        await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(), Picky()])
+        await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()])
 
 
 def test_plan_group_assigns_distinct_ranks() -> None:
     init_infos = plan_group([2, 1, 4], "10.0.0.1", 29500)
-    assert [place["rank_offset"] for place in init_infos] == [1, 3, 4]
-    assert {place["world_size"] for place in init_infos} == {8}
-    assert {place["master_address"] for place in init_infos} == {"10.0.0.1"}
+    assert [init_info["rank_offset"] for init_info in init_infos] == [1, 3, 4]
+    assert {init_info["world_size"] for init_info in init_infos} == {8}
+    assert {init_info["master_address"] for init_info in init_infos} == {"10.0.0.1"}

@@ -16,7 +16,7 @@ POLICY = Policy("p", 3, Artifact("adapter", "somewhere"))
 
 
 class LoadingEngine(Engine):
-    """Raises the given errors on its first loads, then loads, after a wait."""
+    """Raises ``errors`` on its first loads, then succeeds; each load takes ``seconds``."""
 
     def __init__(self, *errors: Exception, seconds: float = 0.0) -> None:
         self.errors = list(errors)
@@ -29,7 +29,7 @@ class LoadingEngine(Engine):
         return EngineInfo("loading", "none", 1, 1, ("adapter",))
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
-        raise EngineError("loads only")
+        raise EngineError("this engine only loads")
 
     async def load(self, policy: Policy) -> None:
         self.attempts += 1
@@ -46,20 +46,20 @@ class LoadingEngine(Engine):
 
 async def test_push_loads_on_all_engines_concurrently() -> None:
     engines = [LoadingEngine(seconds=0.2) for _ in range(5)]
-    begun = time.perf_counter()
+    start = time.perf_counter()
     assert await FileSync().push(POLICY, engines) == [None] * 5
-    assert time.perf_counter() - begun < 0.9
+    assert time.perf_counter() - start < 0.9
     assert [engine.version for engine in engines] == [3] * 5
 
 
 async def test_push_failure_of_one_engine_does_not_affect_others() -> None:
     good, bad = LoadingEngine(), LoadingEngine(EngineError("wrong rank"))
-    failed, fine = await FileSync().push(POLICY, [bad, good])
+    failed, succeeded = await FileSync().push(POLICY, [bad, good])
     assert isinstance(failed, SyncError)
     assert "version 3 of p" in str(failed)
     assert "wrong rank" in str(failed)
     assert bad.attempts == 1
-    assert fine is None
+    assert succeeded is None
     assert good.version == 3
 
 
@@ -80,13 +80,13 @@ async def test_push_stops_after_max_attempts() -> None:
 
 @pytest.mark.parametrize("engine", [LoadingEngine(seconds=60), LoadingEngine(EngineUnavailable("starting"))])
 async def test_push_fails_after_the_deadline(engine: LoadingEngine) -> None:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     (outcome,) = await FileSync(deadline=0.1, retry=RetryPolicy(first_delay=60, max_delay=60)).push(
         POLICY, [engine]
     )
     assert isinstance(outcome, SyncError)
     assert "0.1 s" in str(outcome)
-    assert time.perf_counter() - begun < 5
+    assert time.perf_counter() - start < 5
 
 
 def test_default_retry_delays_double() -> None:

@@ -1,4 +1,4 @@
-"""Weights that engines copy out of the trainer's memory."""
+"""Tests of weights that engines copy from the trainer's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_push_copies_the_weights_to_all_engines() -> None:
         backend.value = 10.0 * version
         assert await sync.push(policy(version), engines) == [None, None]
         assert all(has_weights(engine, 10.0 * version) and engine.version == version for engine in engines)
-        assert all(engine.copies_straight for engine in engines)
+        assert all(engine.has_copy_plan for engine in engines)
     await sync.close()
 
 
@@ -38,10 +38,10 @@ async def test_push_sends_the_layout_once_per_engine() -> None:
     backend, engine = WeightSendingBackend(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=60)
     await sync.push(policy(1), [engine])
-    first, engine.sent = engine.sent, 0
+    first, engine.received_bytes = engine.received_bytes, 0
     await sync.push(policy(2), [engine])
-    assert engine.sent < first / 4
-    fresh = WeightReceivingEngine()  # one that was started again
+    assert engine.received_bytes < first / 4
+    fresh = WeightReceivingEngine()  # a restarted engine
     backend.value = 7.0
     assert await sync.push(policy(2), [fresh]) == [None]
     assert has_weights(fresh, 7.0)
@@ -52,11 +52,11 @@ async def test_push_sends_the_layout_once_per_engine() -> None:
 async def test_push_failure_keeps_the_engine_version_and_updates_others(phase: str) -> None:
     backend, bad, good = WeightSendingBackend(), WeightReceivingEngine(failing=phase), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=60)
-    failed, fine = await sync.push(policy(4), [bad, good])
+    failed, succeeded = await sync.push(policy(4), [bad, good])
     assert isinstance(failed, SyncError)
     assert "version 4 of p" in str(failed)
     assert isinstance(failed.__cause__, EngineError)
-    assert fine is None
+    assert succeeded is None
     assert (bad.version, good.version) == (0, 4)
     bad.failing = ""
     assert await sync.push(policy(4), [bad]) == [None]
@@ -65,47 +65,47 @@ async def test_push_failure_keeps_the_engine_version_and_updates_others(phase: s
 
 
 async def test_push_fails_after_the_deadline() -> None:
-    class Slow(WeightSendingBackend):
+    class SlowBackend(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             await asyncio.sleep(60)
             yield "never", torch.zeros(1)
 
-    (outcome,) = await SharedSync(Slow(), device="cpu", deadline=0.05).push(
+    (outcome,) = await SharedSync(SlowBackend(), device="cpu", deadline=0.05).push(
         policy(1), [WeightReceivingEngine()]
     )
     assert isinstance(outcome, SyncError)
     assert "0.05 s" in str(outcome)
 
 
-class Late(WeightReceivingEngine):
-    """Behind HTTP, where nobody cancels it: it copies when it is let."""
+class LateEngine(WeightReceivingEngine):
+    """Copies when ``may_copy`` is set, even after the caller was cancelled, like an engine behind HTTP."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.let = asyncio.Event()
+        self.may_copy = asyncio.Event()
         self.copying: asyncio.Task[None] | None = None
 
     async def commit(self, policy: Policy) -> None:
-        self.copying = asyncio.create_task(self._late(policy))
+        self.copying = asyncio.create_task(self._commit_later(policy))
         await asyncio.shield(self.copying)
 
-    async def _late(self, policy: Policy) -> None:
-        await self.let.wait()
+    async def _commit_later(self, policy: Policy) -> None:
+        await self.may_copy.wait()
         await super().commit(policy)
 
 
 async def test_push_does_not_overwrite_a_buffer_that_may_still_be_copied() -> None:
-    backend, late, good = WeightSendingBackend(), Late(), WeightReceivingEngine()
+    backend, late, good = WeightSendingBackend(), LateEngine(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=0.5)
     backend.value = 10.0
-    failed, fine = await sync.push(policy(1), [late, good])
+    failed, succeeded = await sync.push(policy(1), [late, good])
     assert "longer than 0.5 s" in str(failed)
-    assert fine is None, "it has answered in time"
+    assert succeeded is None, "this engine finished in time"
     backend.value = 20.0
     assert await sync.push(policy(2), [good]) == [None]
     assert has_weights(good, 20.0)
     assert late.copying is not None
-    late.let.set()
+    late.may_copy.set()
     await late.copying
     assert late.version == 1
     assert has_weights(late, 10.0)
@@ -117,21 +117,22 @@ async def test_push_does_not_overwrite_a_buffer_that_may_still_be_copied() -> No
 
 
 @pytest.mark.parametrize(
-    ("failure", "another"), [(EngineError("no"), False), (EngineUnavailable("broke off"), True)]
+    ("failure", "replaces_buffer"),
+    [(EngineError("rejected"), False), (EngineUnavailable("disconnected"), True)],
 )
 async def test_push_replaces_the_buffer_only_if_a_commit_may_still_run(
-    failure: EngineError, another: bool
+    failure: EngineError, replaces_buffer: bool
 ) -> None:
-    class Failing(WeightReceivingEngine):
+    class FailingEngine(WeightReceivingEngine):
         async def commit(self, policy: Policy) -> None:
             raise failure
 
     sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
-    await sync.push(policy(1), [Failing()])
+    await sync.push(policy(1), [FailingEngine()])
     before = sync._buffer
     engine = WeightReceivingEngine()
     assert await sync.push(policy(1), [engine]) == [None]
-    assert (sync._buffer is not before) == another
+    assert (sync._buffer is not before) == replaces_buffer
     await sync.close()
 
 
@@ -153,13 +154,15 @@ async def test_push_returns_buffer_errors_as_outcome() -> None:
 
 
 async def test_push_raises_backend_errors() -> None:
-    class Failing(WeightSendingBackend):
+    class FailingBackend(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             raise RuntimeError("out of memory")
             yield
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        await SharedSync(Failing(), device="cpu", deadline=60).push(policy(1), [WeightReceivingEngine()])
+        await SharedSync(FailingBackend(), device="cpu", deadline=60).push(
+            policy(1), [WeightReceivingEngine()]
+        )
 
 
 async def test_push_loads_the_base_model_without_sending_weights() -> None:
@@ -168,7 +171,7 @@ async def test_push_loads_the_base_model_without_sending_weights() -> None:
     sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
     assert await sync.push(Policy("p", 0, Artifact("base")), [engine]) == [None]
     assert engine.version == 0
-    assert not engine.sent
+    assert not engine.received_bytes
 
 
 async def test_probe_shared_memory_detects_a_local_engine() -> None:
@@ -198,7 +201,7 @@ async def test_shared_buffer_is_readable_in_another_process() -> None:
 
 
 def test_load_in_place_returns_no_plan_if_weights_are_transformed() -> None:
-    class Scaling(FusedModel):
+    class ScalingModel(FusedModel):
         def load_weights(self, weights: object) -> set[str]:
             return super().load_weights((name, tensor * 2) for name, tensor in weights)  # pyright: ignore
 
@@ -206,11 +209,11 @@ def test_load_in_place_returns_no_plan_if_weights_are_transformed() -> None:
         [("embed.weight", "float32", [10, 4], 0), ("norm.weight", "float32", [4], 256)], "cpu"
     )
     mapped = open_buffer(buffer.handle, torch.device("cpu"))
-    model = Scaling()
+    model = ScalingModel()
     missing = buffer_views(mapped, buffer.layout)
     with pytest.raises(ValueError, match=r"qk\.weight"):
         load_in_place(model, missing, mapped)
     weights = [*missing, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
     assert load_in_place(model, weights, mapped) is None
-    assert load_in_place(FusedModel(), weights, mapped) is None  # q and k lie elsewhere
+    assert load_in_place(FusedModel(), weights, mapped) is None  # q and k are outside the buffer
     buffer.close()

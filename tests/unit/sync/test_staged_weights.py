@@ -1,4 +1,4 @@
-"""Weights that come to an engine in chunks, and come again."""
+"""Tests of weights that arrive at an engine in chunks and are sent again."""
 
 from __future__ import annotations
 
