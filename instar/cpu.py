@@ -1,4 +1,4 @@
-"""What the CPU can do, and a workaround for virtual machines that report AMX without supporting it."""
+"""CPU features, and a workaround for virtual machines that report AMX without supporting it."""
 
 from __future__ import annotations
 

@@ -157,13 +157,18 @@ async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> l
 
 
 async def read_records(
-    store: Store, run_id: str, session_ids: Sequence[str], progress: ProgressCallback | None = None
+    store: Store,
+    run_id: str,
+    session_ids: Sequence[str],
+    progress: ProgressCallback | None = None,
+    *,
+    page_size: int = PAGE,
 ) -> AsyncIterator[SessionRecord]:
     """Yield the records in the order of ``session_ids``."""
-    feedback = await _read_feedback(store, run_id, session_ids)
+    feedback = await _read_feedback(store, run_id, session_ids, page_size)
     done = 0
-    for start in range(0, len(session_ids), PAGE):
-        page = session_ids[start : start + PAGE]
+    for start in range(0, len(session_ids), page_size):
+        page = session_ids[start : start + page_size]
         rewards, scores, tags = (
             await store.rewards_by_session(page),
             await store.scores(page),
@@ -185,9 +190,11 @@ async def read_records(
                 progress(done, len(session_ids))
 
 
-async def _read_feedback(store: Store, run_id: str, session_ids: Sequence[str]) -> dict[str, list[Feedback]]:
+async def _read_feedback(
+    store: Store, run_id: str, session_ids: Sequence[str], page_size: int
+) -> dict[str, list[Feedback]]:
     # For few sessions, one query each is cheaper than reading the feedback of the entire run.
-    if len(session_ids) <= PAGE:
+    if len(session_ids) <= page_size:
         return {session_id: await store.feedback(run_id, session_id=session_id) for session_id in session_ids}
     feedback: dict[str, list[Feedback]] = {}
     for item in await store.feedback(run_id):

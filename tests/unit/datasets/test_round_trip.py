@@ -6,11 +6,11 @@ import json
 import os
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from instar.datasets import export
 from instar.datasets.columns import CALLS, SESSIONS
 from instar.datasets.export import read_records
 from instar.datasets.importing import import_sessions, verify_content
@@ -225,21 +225,27 @@ async def test_export_beside_leftovers_of_another_export_succeeds(store: Store, 
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-async def test_read_records_queries_feedback_by_session_if_there_are_few(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queried: list[str | None] = []
-    read = store.feedback
+class FeedbackCountingStore:
+    """Passes everything on to a store and notes the sessions whose feedback is queried."""
 
-    async def feedback(run_id: str, *, session_id: str | None = None) -> list[Feedback]:
-        queried.append(session_id)
-        return await read(run_id, session_id=session_id)
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.queried: list[str | None] = []
 
-    monkeypatch.setattr(store, "feedback", feedback)
-    few = [record async for record in read_records(store, RUN, ["odd", "s0-0"])]
-    assert queried == ["odd", "s0-0"]
-    monkeypatch.setattr(export, "PAGE", 1)
-    many = [record async for record in read_records(store, RUN, ["odd", "s0-0"])]
-    assert queried[2:] == [None]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def feedback(self, run_id: str, *, session_id: str | None = None) -> list[Feedback]:
+        self.queried.append(session_id)
+        return await self._store.feedback(run_id, session_id=session_id)
+
+
+async def test_read_records_queries_feedback_by_session_if_there_are_few(store: Store) -> None:
+    counting = FeedbackCountingStore(store)
+    ids = ["odd", "s0-0"]
+    few = [record async for record in read_records(cast(Store, counting), RUN, ids)]
+    assert counting.queried == ids
+    many = [record async for record in read_records(cast(Store, counting), RUN, ids, page_size=1)]
+    assert counting.queried[2:] == [None]
     for records in (few, many):
         assert [[f.feedback_id for f in record.feedback] for record in records] == [["f1"], []]
