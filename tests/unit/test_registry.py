@@ -1,4 +1,4 @@
-"""Names → classes: every built-in one resolves, others come by entry points, mistakes are named."""
+"""The registry resolves built-in names, entry points and import paths, and explains mistakes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instar import registry
 from instar.config import PluginConfig, ScriptedEngineConfig
 from instar.errors import ConfigError
 
-LIGHT = [
+IMPORTABLE_NAMES = [
     (kind, name)
     for kind, table in registry.BUILTIN.items()
     for name in table
@@ -20,18 +20,18 @@ LIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name"), LIGHT)
-def test_every_built_in_name_resolves(kind: str, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), IMPORTABLE_NAMES)
+def test_resolve_of_a_builtin_name_returns_a_callable(kind: str, name: str) -> None:
     assert callable(registry.resolve(kind, name))
 
 
-def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+def test_resolve_of_an_unknown_name_lists_the_known_names() -> None:
     with pytest.raises(ConfigError, match=r"unknown engine 'vllmm'; known: local, scripted"):
         registry.resolve("engines", "vllmm")
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("instar.registry", "is not of the form 'package.module:attribute'"),
         ("instar.nowhere:x", "cannot import 'instar.nowhere'"),
@@ -39,17 +39,17 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
         ("instar.registry:resolve.nothing", "'instar.registry' has no 'resolve.nothing'"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_named(path: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_load_object_with_a_wrong_path_names_the_mistake(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         registry.load_object(path)
 
 
-def test_a_nested_attribute_is_found() -> None:
+def test_load_object_with_a_nested_attribute_returns_it() -> None:
     assert registry.load_object("pathlib:Path.home") == Path.home
 
 
-def test_another_package_adds_a_variant_by_an_entry_point(tmp_path: Path) -> None:
-    """With an installed package's metadata on the path, as pip would leave it."""
+def test_resolve_finds_the_entry_point_of_another_package(tmp_path: Path) -> None:
+    """The test writes the metadata that pip would install."""
     metadata = tmp_path / "instar_extra-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: instar-extra\nVersion: 1.0\n")
@@ -59,13 +59,13 @@ def test_another_package_adds_a_variant_by_an_entry_point(tmp_path: Path) -> Non
         "from instar import registry\n"
         "print(registry.list_names('engines'), registry.resolve('engines', 'extra').__name__)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
     )
-    assert done.stdout.strip() == "['extra', 'local', 'scripted', 'vllm'] ExtraEngine", done.stderr
+    assert completed.stdout.strip() == "['extra', 'local', 'scripted', 'vllm'] ExtraEngine", completed.stderr
 
 
-def test_a_config_names_a_plugin_by_entry_point_or_path() -> None:
+def test_resolve_section_accepts_a_plugin_by_path() -> None:
     by_path = PluginConfig(type="plugin", name="instar.engines.scripted:ScriptedEngine")
     assert registry.resolve_section("engines", by_path).__name__ == "ScriptedEngine"
     assert registry.resolve_section("engines", ScriptedEngineConfig()) is registry.resolve_section(

@@ -30,15 +30,15 @@ from instar.engines.base import Engine
 from instar.errors import BackendError, EngineError, InstarError
 from instar.registry import load_object, resolve_section
 from instar.types import Policy, Sample, SamplingParams
-from tests.integration.backends.bad_line import EVERYWHERE, FAULTS, LASTING, BadLine, Fault
+from tests.integration.backends.faulty_proxy import ANY_ENDPOINT, FAULTS, PERMANENT_FAULTS, Fault, FaultyProxy
 
 ADAM = AdamConfig(lr=0.01)
-AT_ONCE = 8
+CONCURRENCY = 8
 DEADLINE, SHORT_DEADLINE = 150.0, 8.0
 """Of a call; the short one where the line does not answer. The SDKs themselves wait for up to 90 s."""
-IDLE = 5.0
+IDLE_SECONDS = 5.0
 """Seconds without a word, after which the service has forgotten the session."""
-MOST_ERRORS = 6
+MAX_ERRORS = 6
 TICK = 0.02
 SAMPLERS = {
     "tinker": "instar.engines.cloud.tinker:TinkerSampler",
@@ -51,12 +51,12 @@ ACTIONS = 14
 """Of the scene."""
 
 
-def batch(step: int) -> list[Sample]:
+def make_batch(step: int) -> list[Sample]:
     rng = np.random.default_rng(step)
     return [make_sample(f"{step}.{i}", rng.integers(3, 300, 12).tolist(), 5, step + i) for i in range(2)]
 
 
-class Scene:
+class TrainingScenario:
     """What every run does, in order. An action that fails is done again from the last saved state on, as the
     trainer does it."""
 
@@ -64,9 +64,9 @@ class Scene:
         self.backend = backend
         self.engine = engine
         self.folder = folder
-        self.saved: Path | None = None
+        self.saved_state: Path | None = None
         self.resume_at = 0
-        self.told: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
         self.actions: list[tuple[str, Callable[[], Awaitable[None]]]] = [
             ("start", backend.start),
             ("forward", lambda: self.forward("before")),
@@ -86,12 +86,12 @@ class Scene:
         assert len(self.actions) == ACTIONS
 
     async def forward(self, name: str) -> None:
-        self.told[name] = [row[1:].tolist() for row in await self.backend.forward(batch(0))]
+        self.results[name] = [row[1:].tolist() for row in await self.backend.forward(make_batch(0))]
 
     async def step(self, number: int) -> None:
         """Both calls are on their way before the first is answered."""
         calls = (
-            self.backend.forward_backward(batch(number), LossConfig()),
+            self.backend.forward_backward(make_batch(number), LossConfig()),
             self.backend.optim_step(ADAM),
         )
         done, moved = await asyncio.gather(*calls, return_exceptions=True)
@@ -101,7 +101,7 @@ class Scene:
 
     async def save(self, name: str, resume_at: int) -> None:
         await self.backend.save_state(self.folder / name)
-        self.saved, self.resume_at = self.folder / name, resume_at
+        self.saved_state, self.resume_at = self.folder / name, resume_at
 
     async def publish(self) -> None:
         self.artifact = await self.backend.publish(self.folder / "v000001")
@@ -113,25 +113,29 @@ class Scene:
         chunks = [
             chunk async for chunk in self.engine.generate([5, 6, 7], SamplingParams(max_tokens=4, seed=3))
         ]
-        self.told["sampled"] = [chunk.token_ids for chunk in chunks]
-        self.told["versions"] = [chunk.versions for chunk in chunks]
+        self.results["sampled"] = [chunk.token_ids for chunk in chunks]
+        self.results["versions"] = [chunk.versions for chunk in chunks]
 
     async def score(self) -> None:
-        self.told["scored"] = (await self.engine.logprobs([5, 6, 7, 8]))[1:].tolist()
+        self.results["scored"] = (await self.engine.logprobs([5, 6, 7, 8]))[1:].tolist()
 
     async def reference(self) -> None:
-        self.told["reference"] = [row[1:].tolist() for row in await self.backend.reference_logprobs(batch(0))]
+        self.results["reference"] = [
+            row[1:].tolist() for row in await self.backend.reference_logprobs(make_batch(0))
+        ]
 
-    async def go_back(self) -> int:
+    async def restore_state(self) -> int:
         """To the last saved state; the action to go on with."""
-        if self.saved is None:
+        if self.saved_state is None:
             await self.backend.start()
             return 1
-        await self.backend.load_state(self.saved)
+        await self.backend.load_state(self.saved_state)
         return self.resume_at
 
 
-async def play(scene: Scene, line: BadLine, key: str, idle_before: int | None) -> list[dict[str, Any]]:
+async def run_actions(
+    scene: TrainingScenario, line: FaultyProxy, key: str, idle_before: int | None
+) -> list[dict[str, Any]]:
     """The errors on the way."""
     errors: list[dict[str, Any]] = []
     place, lost = 0, False
@@ -139,26 +143,26 @@ async def play(scene: Scene, line: BadLine, key: str, idle_before: int | None) -
         name, act = scene.actions[place]
         if place == idle_before:
             idle_before = None
-            await asyncio.sleep(IDLE)
+            await asyncio.sleep(IDLE_SECONDS)
         began = time.monotonic()
         try:
             if lost:
                 name = "go back"
-                place = await scene.go_back()
+                place = await scene.restore_state()
                 lost = False
             else:
                 await act()
                 place += 1
         except Exception as error:  # noqa: BLE001 - whatever it is, it is judged by who reads this
-            errors.append(judged(name, error, time.monotonic() - began, key))
-            line.mend()
+            errors.append(describe_error(name, error, time.monotonic() - began, key))
+            line.disable_fault()
             lost = lost or not name.startswith("sampler")
-            if len(errors) > MOST_ERRORS:
+            if len(errors) > MAX_ERRORS:
                 break
     return errors
 
 
-def judged(name: str, error: Exception, seconds: float, key: str) -> dict[str, Any]:
+def describe_error(name: str, error: Exception, seconds: float, key: str) -> dict[str, Any]:
     complete = "".join(traceback.format_exception(error))
     return {
         "in": name,
@@ -171,7 +175,7 @@ def judged(name: str, error: Exception, seconds: float, key: str) -> dict[str, A
     }
 
 
-class Ticker:
+class StallMonitor:
     """How long the event loop was not to be had, by a clock that stands still while the machine has no time
     for this process."""
 
@@ -184,7 +188,7 @@ class Ticker:
         while not self._over.wait(TICK):
             self._beats += 1
 
-    async def __aenter__(self) -> Ticker:
+    async def __aenter__(self) -> StallMonitor:
         threading.Thread(target=self._beat, daemon=True).start()
         self._task = asyncio.create_task(self._tick())
         return self
@@ -202,17 +206,17 @@ class Ticker:
             before = now
 
 
-class Player:
+class FaultRunner:
     def __init__(self, service: str, url: str, model: str, folder: Path) -> None:
         self.service = service
         self.url = url
         self.model = ModelConfig(name=model, dtype="fp32", device="cpu", max_context=256)
         self.folder = folder
         self.key = os.environ[SERVICES[service].key_env]
-        self.slots = asyncio.Semaphore(AT_ONCE)
+        self.slots = asyncio.Semaphore(CONCURRENCY)
 
     async def run(
-        self, line: BadLine, name: str, deadline: float = DEADLINE, idle_before: int | None = None
+        self, line: FaultyProxy, name: str, deadline: float = DEADLINE, idle_before: int | None = None
     ) -> dict[str, Any]:
         sent = {"type": self.service, "base_url": line.url, "rank": 4, "deadline": deadline}
         section = TypeAdapter[Any](BackendConfig).validate_python(sent)
@@ -221,38 +225,38 @@ class Player:
         engine: Engine = sampler(self.model, section, CloudEngineConfig())
         folder = self.folder / name
         folder.mkdir()
-        scene = Scene(backend, engine, folder)
-        errors = await play(scene, line, self.key, idle_before)
+        scene = TrainingScenario(backend, engine, folder)
+        errors = await run_actions(scene, line, self.key, idle_before)
         played = time.monotonic()
         await engine.close()
         await backend.close()
         return {
-            "told": scene.told,
+            "told": scene.results,
             "errors": errors,
-            "struck": line.struck,
+            "struck": line.fault_count,
             "deadline": deadline,
             "closing": time.monotonic() - played,
         }
 
-    async def faulty(self, number: int, place: str, count: int, fault: Fault) -> dict[str, Any]:
+    async def run_with_fault(self, number: int, place: str, count: int, fault: Fault) -> dict[str, Any]:
         """The fault in the middle of the requests that are made for this."""
-        line = BadLine(self.url, place, fault, after=count // 2)
-        deadline = SHORT_DEADLINE if fault.hangs or fault in LASTING else DEADLINE
-        async with self.slots, line.up():
+        line = FaultyProxy(self.url, place, fault, after=count // 2)
+        deadline = SHORT_DEADLINE if fault.hangs or fault in PERMANENT_FAULTS else DEADLINE
+        async with self.slots, line.serve():
             result = await self.run(line, str(number), deadline)
-        return {"place": place, "fault": fault.name, "lasts": fault in LASTING, **result}
+        return {"place": place, "fault": fault.name, "lasts": fault in PERMANENT_FAULTS, **result}
 
-    async def idle(self, place: int) -> dict[str, Any]:
-        async with self.slots, BadLine(self.url).up() as line:
+    async def run_with_idle(self, place: int) -> dict[str, Any]:
+        async with self.slots, FaultyProxy(self.url).serve() as line:
             return await self.run(line, str(place), idle_before=place)
 
     async def main(self, what: str) -> dict[str, Any]:
-        async with BadLine(self.url).up() as line:
+        async with FaultyProxy(self.url).serve() as line:
             undisturbed = await self.run(line, "undisturbed")
         assert not undisturbed["errors"], undisturbed["errors"]
-        places = {place: count for place, count in line.places.items() if "finish" not in place}
+        places = {place: count for place, count in line.request_counts.items() if "finish" not in place}
         if what == "idle":
-            cases = [self.idle(place) for place in range(1, ACTIONS)]
+            cases = [self.run_with_idle(place) for place in range(1, ACTIONS)]
         else:
             chosen = [
                 (place, count, fault)
@@ -260,9 +264,9 @@ class Player:
                 for number, fault in enumerate(FAULTS)
                 if what == "faults" or ("even", "odd")[(index + number) % 2] == what
             ]
-            chosen += [(EVERYWHERE, line.places.total(), fault) for fault in LASTING]
-            cases = [self.faulty(number, *case) for number, case in enumerate(chosen)]
-        async with Ticker() as ticker:
+            chosen += [(ANY_ENDPOINT, line.request_counts.total(), fault) for fault in PERMANENT_FAULTS]
+            cases = [self.run_with_fault(number, *case) for number, case in enumerate(chosen)]
+        async with StallMonitor() as ticker:
             played = await asyncio.gather(*cases)
         return {
             "undisturbed": undisturbed["told"],
@@ -275,4 +279,4 @@ class Player:
 if __name__ == "__main__":
     service, url, model, folder, what = sys.argv[1:]
     Path(folder).mkdir()
-    print(json.dumps(asyncio.run(Player(service, url, model, Path(folder)).main(what))))
+    print(json.dumps(asyncio.run(FaultRunner(service, url, model, Path(folder)).main(what))))

@@ -16,8 +16,8 @@ import pytest
 
 from instar.clouds.base import SERVICES
 from instar.conformance.server import PROTOCOLS
-from tests.integration.backends.bad_line import FAULTS, PASSING
 from tests.integration.backends.environments import interpreter
+from tests.integration.backends.faulty_proxy import FAULTS, TRANSIENT_FAULTS
 from tests.tiny import make_tiny_model
 from tests.torture.certificates import single_certificate_env
 from tests.torture.fork_server import ROOT, ForkServer
@@ -116,7 +116,7 @@ def test_backend_survives_connection_faults(
             check_outcome(case, told["undisturbed"])
         except AssertionError as error:
             raise AssertionError(where) from error
-        if case["fault"] in PASSING and not case["lasts"]:
+        if case["fault"] in TRANSIENT_FAULTS and not case["lasts"]:
             assert not case["errors"], where
     assert {case["fault"] for case in told["cases"]} == {fault.name for fault in FAULTS}
     assert any(error["error"] == "BackendUnavailable" for case in told["cases"] for error in case["errors"])

@@ -20,7 +20,7 @@ from tinker.lib.retryable_exception import RetryableException
 from tests.integration.backends.environments import interpreter
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.tiny import make_tiny_model
-from tests.unit.protocol.tinker.raw import Raw
+from tests.unit.protocol.tinker.raw import RawTinkerClient
 from tests.unit.protocol.tinker.test_json import both
 from tests.unit.protocol.tinker.test_training import next_tokens, step
 
@@ -59,8 +59,8 @@ def port_of(url: str) -> int:
 
 
 def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path) as (url, process), Raw(url, KEY) as raw:
-        waiting = raw.submit("forward_backward", both(raw.model(raw.session(), str(model)), 2))
+    with serving(model, tmp_path) as (url, process), RawTinkerClient(url, KEY) as raw:
+        waiting = raw.submit("forward_backward", both(raw.create_model(raw.create_session(), str(model)), 2))
         started = time.monotonic()
         answer = raw.post("retrieve_future", {"request_id": waiting})
         held = time.monotonic() - started

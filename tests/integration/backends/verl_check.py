@@ -30,30 +30,30 @@ from instar.errors import BackendError, BackendLost, NonFiniteError
 
 CONTEXT = 256
 TOLERANCE = 1e-5
-WEIGHTS = 1e-4
+WEIGHT_TOLERANCE = 1e-4
 """Of weights after five steps: Adam divides small gradients by their own size, rounding and all. The local
 backend differs from itself by 1.6e-5 when it adds up its gradient in other passes."""
 LORA = {"rank": 4, "alpha": 8.0}
 
 
-class Checks:
+class CheckReport:
     def __init__(self) -> None:
         self.failed = 0
 
-    def note(self, check: CheckResult) -> None:
+    def add(self, check: CheckResult) -> None:
         self.failed += not check.passed
         print(f"{'ok  ' if check.passed else 'FAIL'} {check.name}  {check.detail}", flush=True)
 
-    def that(self, name: str, passed: bool, detail: str = "") -> None:
-        self.note(CheckResult(name, passed, detail))
+    def check(self, name: str, passed: bool, detail: str = "") -> None:
+        self.add(CheckResult(name, passed, detail))
 
 
-def verl(model: ModelConfig, **settings: object) -> VerlBackend:
+def make_backend(model: ModelConfig, **settings: object) -> VerlBackend:
     section = {"type": "verl", "ranks": 2, "lora": LORA, "deadline": 240.0} | settings
     return VerlBackend(model, VerlBackendConfig.model_validate(section), seed=3)
 
 
-async def follows_local(checks: Checks, model: ModelConfig, folder: Path) -> None:
+async def check_against_local(checks: CheckReport, model: ModelConfig, folder: Path) -> None:
     plays: list[BackendRecord] = []
     trained: list[dict[str, np.ndarray]] = []
     for section in ({"type": "local", "lora": LORA}, {"type": "verl", "lora": LORA, "ranks": 2}):
@@ -65,32 +65,32 @@ async def follows_local(checks: Checks, model: ModelConfig, folder: Path) -> Non
         plays.append(BackendRecord(shown, arrays, None))
         trained.append(weights)
     for check in compare(*plays, CONTEXT, TOLERANCE):
-        checks.note(check)
+        checks.add(check)
     gap = max(
         difference(trained[0][name], trained[1][name]) for name in trained[0].keys() | trained[1].keys()
     )
-    checks.that("the adapter after five steps", gap < WEIGHTS, f"{gap:.1e}")
+    checks.check("the adapter after five steps", gap < WEIGHT_TOLERANCE, f"{gap:.1e}")
 
 
-def listens_on_loopback(checks: Checks) -> None:
+def check_listeners(checks: CheckReport) -> None:
     found = [
         connection.laddr.ip
         for pid in (
-            *ranks_of_this_process(),
+            *list_rank_pids(),
             *(child.pid for child in psutil.Process().children(recursive=True)),
         )
         for connection in psutil.Process(pid).net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
     others = {ip for ip in found if not ip_address(ip.removeprefix("::ffff:")).is_loopback}
-    checks.that(
+    checks.check(
         "Ray and its workers listen on loopback", bool(found) and not others, f"{len(found)} {others}"
     )
 
 
-async def resumes_and_refuses(checks: Checks, backend: VerlBackend, folder: Path) -> None:
+async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
     await backend.start()
-    listens_on_loopback(checks)
+    check_listeners(checks)
     for number in range(2):
         await backend.forward_backward(tree_samples(number), LossConfig())
         await backend.optim_step(ADAM)
@@ -102,7 +102,7 @@ async def resumes_and_refuses(checks: Checks, backend: VerlBackend, folder: Path
             await backend.optim_step(ADAM)
         published.append(read_all(Path((await backend.publish(folder / name)).path)))
         await backend.load_state(folder / "two")
-    checks.that("a saved state continues bit for bit", published[0] == published[1])
+    checks.check("a saved state continues bit for bit", published[0] == published[1])
 
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
     norms: list[float] = []
@@ -110,63 +110,65 @@ async def resumes_and_refuses(checks: Checks, backend: VerlBackend, folder: Path
         await backend.load_state(folder / "two")
         await backend.forward_backward(tree_samples(), LossConfig())
         if with_bad:
-            named = await raised(
+            named = await catch(
                 NonFiniteError, backend.forward_backward([*tree_samples(1), far], LossConfig())
             )
-            checks.that("a loss that is not finite names its sample", "far" in str(named), str(named))
+            checks.check("a loss that is not finite names its sample", "far" in str(named), str(named))
         norms.append((await backend.optim_step(ADAM)).grad_norm)
-    checks.that("a loss that is not finite adds nothing", norms[0] == norms[1], str(norms))
+    checks.check("a loss that is not finite adds nothing", norms[0] == norms[1], str(norms))
 
     before = await backend.forward(tree_samples())
     huge = make_sample("huge", [4, 5, 6, 7], 2, advantages=np.full(4, 1e37, np.float32))
     await backend.forward_backward([huge], LossConfig(name="cross_entropy"))
-    checks.that(
-        "a gradient that is not finite", await raised(NonFiniteError, backend.optim_step(ADAM)) is not None
+    checks.check(
+        "a gradient that is not finite", await catch(NonFiniteError, backend.optim_step(ADAM)) is not None
     )
     after = await backend.forward(tree_samples())
-    checks.that(
+    checks.check(
         "... changes nothing", all(map(np.array_equal, [x[1:] for x in before], [x[1:] for x in after]))
     )
-    checks.that("... and is cleared", "gradient" in str(await raised(BackendError, backend.optim_step(ADAM))))
+    checks.check("... and is cleared", "gradient" in str(await catch(BackendError, backend.optim_step(ADAM))))
 
     (alone,) = await backend.forward([tree_samples()[3]])
     gap = difference(before[3], alone)
-    checks.that("one sample for two ranks", gap < TOLERANCE, f"{gap:.1e}")
+    checks.check("one sample for two ranks", gap < TOLERANCE, f"{gap:.1e}")
 
 
-async def survives_death(checks: Checks, backend: VerlBackend, folder: Path) -> None:
+async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
     """A rank killed in mid-call is BackendLost, soon; a saved state begins new ranks."""
     expected = await backend.forward(tree_samples())
     await backend.save_state(folder / "alive")
-    work = asyncio.create_task(train_on(backend))
+    work = asyncio.create_task(train_repeatedly(backend))
     await asyncio.sleep(1.0)
     began = time.monotonic()
-    os.kill(ranks_of_this_process()[-1], signal.SIGKILL)
-    lost = await raised(BackendLost, work)
-    checks.that("a killed rank is BackendLost", lost is not None, f"{time.monotonic() - began:.1f} s: {lost}")
-    checks.that(
-        "... until a state is loaded", await raised(BackendLost, backend.forward(tree_samples())) is not None
+    os.kill(list_rank_pids()[-1], signal.SIGKILL)
+    lost = await catch(BackendLost, work)
+    checks.check(
+        "a killed rank is BackendLost", lost is not None, f"{time.monotonic() - began:.1f} s: {lost}"
+    )
+    checks.check(
+        "... until a state is loaded", await catch(BackendLost, backend.forward(tree_samples())) is not None
     )
     await backend.load_state(folder / "alive")
     found = await backend.forward(tree_samples())
-    checks.that(
+    checks.check(
         "... into new ranks", all(np.array_equal(a[1:], b[1:]) for a, b in zip(expected, found, strict=True))
     )
 
 
-async def train_on(backend: VerlBackend) -> None:
+async def train_repeatedly(backend: VerlBackend) -> None:
     for number in range(2000):
         await backend.forward_backward(tree_samples(number), LossConfig())
 
 
-async def closes(checks: Checks, backend: VerlBackend) -> None:
+async def check_close(checks: CheckReport, backend: VerlBackend) -> None:
     await backend.close()
     await backend.close()
-    checks.that("a closed backend says so", "closed" in str(await raised(BackendError, backend.forward([]))))
-    checks.that("no worker is left", not ranks_of_this_process())
+    checks.check("a closed backend says so", "closed" in str(await catch(BackendError, backend.forward([]))))
+    checks.check("no worker is left", not list_rank_pids())
 
 
-async def full_finetuning(checks: Checks, model: ModelConfig, folder: Path) -> None:
+async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder: Path) -> None:
     """And in small passes."""
     from instar.backends.local.backend import LocalBackend
     from instar.config import LocalBackendConfig
@@ -177,7 +179,7 @@ async def full_finetuning(checks: Checks, model: ModelConfig, folder: Path) -> N
     handed = True
     for name, backend in {
         "local": LocalBackend(model, LocalBackendConfig(lora=None), seed=3),
-        "verl": verl(model, lora=None, micro_batch_tokens=60),
+        "verl": make_backend(model, lora=None, micro_batch_tokens=60),
     }.items():
         try:
             await backend.start()
@@ -196,18 +198,18 @@ async def full_finetuning(checks: Checks, model: ModelConfig, folder: Path) -> N
             handed &= all(np.array_equal(live[key], weights[-1][key]) for key in live)
         finally:
             await backend.close()
-    checks.that("all weights: handed out as published", handed, "")
-    checks.that("all weights: in several passes", passes > 3, f"{passes:.0f}")
+    checks.check("all weights: handed out as published", handed, "")
+    checks.check("all weights: in several passes", passes > 3, f"{passes:.0f}")
     gap = difference(forwards[0], forwards[1])
-    checks.that("all weights: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
-    checks.that("all weights: the same tensors are published", weights[0].keys() == weights[1].keys())
+    checks.check("all weights: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
+    checks.check("all weights: the same tensors are published", weights[0].keys() == weights[1].keys())
     gap = max(
         difference(weights[0][name], weights[1][name]) for name in weights[0].keys() & weights[1].keys()
     )
-    checks.that("all weights: as the local backend's", gap < 1e-4, f"{gap:.1e}")
+    checks.check("all weights: as the local backend's", gap < 1e-4, f"{gap:.1e}")
 
 
-async def hands_out_merged(checks: Checks, backend: VerlBackend, folder: Path, base: Path) -> None:
+async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder: Path, base: Path) -> None:
     """The weights of an engine that serves no adapters: what is published, merged into the base model's."""
     await backend.forward_backward(tree_samples(0), LossConfig())
     await backend.optim_step(ADAM)
@@ -218,12 +220,12 @@ async def hands_out_merged(checks: Checks, backend: VerlBackend, folder: Path, b
     for name in [name for name in adapter if name.endswith("lora_A.weight")]:
         delta = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * (LORA["alpha"] / LORA["rank"])
         merged[name.removeprefix("base_model.model.").replace("lora_A.", "")] += delta
-    checks.that("handed out: the same tensors", live.keys() == merged.keys())
+    checks.check("handed out: the same tensors", live.keys() == merged.keys())
     gap = max(difference(live[name], merged[name]) for name in live.keys() & merged.keys())
-    checks.that("handed out: the adapter merged", gap < 1e-6, f"{gap:.1e}")
+    checks.check("handed out: the adapter merged", gap < 1e-6, f"{gap:.1e}")
 
 
-async def raised(kind: type[Exception], work: object) -> Exception | None:
+async def catch(kind: type[Exception], work: object) -> Exception | None:
     try:
         await work  # type: ignore[misc]
     except kind as error:
@@ -231,7 +233,7 @@ async def raised(kind: type[Exception], work: object) -> Exception | None:
     return None
 
 
-def ranks_of_this_process() -> list[int]:
+def list_rank_pids() -> list[int]:
     """Ray names its actors' processes after their class."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
@@ -249,7 +251,7 @@ def read_all(folder: Path) -> dict[str, bytes]:
 
 
 async def main() -> int:
-    checks = Checks()
+    checks = CheckReport()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -257,17 +259,17 @@ async def main() -> int:
         model = ModelConfig.model_validate(
             {"name": str(path), "dtype": "fp32", "device": "cpu", "max_context": CONTEXT}
         )
-        await follows_local(checks, model, folder)
+        await check_against_local(checks, model, folder)
         print(f"{time.monotonic() - began:.0f} s", flush=True)
-        backend = verl(model)
+        backend = make_backend(model)
         try:
-            await resumes_and_refuses(checks, backend, folder)
-            await hands_out_merged(checks, backend, folder, path)
-            await survives_death(checks, backend, folder)
+            await check_resume_and_non_finite(checks, backend, folder)
+            await check_merged_tensors(checks, backend, folder, path)
+            await check_killed_rank(checks, backend, folder)
         finally:
-            await closes(checks, backend)
+            await check_close(checks, backend)
         print(f"{time.monotonic() - began:.0f} s", flush=True)
-        await full_finetuning(checks, model, folder)
+        await check_full_finetuning(checks, model, folder)
     print(f"{checks.failed} checks failed, {time.monotonic() - began:.0f} s")
     return int(checks.failed > 0)
 

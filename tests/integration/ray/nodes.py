@@ -39,12 +39,12 @@ class Network:
         self.bridge = f"instar{os.getpid() % 100_000}"
         self.prefix = f"10.{177 + number % 50}.{number}"
         self.address = f"{self.prefix}.254"
-        _ip("link", "add", self.bridge, "type", "bridge")
-        _ip("addr", "add", f"{self.address}/24", "dev", self.bridge)
-        _ip("link", "set", self.bridge, "up")
+        _run_ip("link", "add", self.bridge, "type", "bridge")
+        _run_ip("addr", "add", f"{self.address}/24", "dev", self.bridge)
+        _run_ip("link", "set", self.bridge, "up")
 
     def remove(self) -> None:
-        _ip("link", "del", self.bridge)
+        _run_ip("link", "del", self.bridge)
 
 
 class RayNode:
@@ -55,21 +55,21 @@ class RayNode:
     ) -> None:
         self.name = name
         self.namespace = f"{network.bridge}-{name}"
-        self.own = folder / f"own-{name}"
+        self.runs_folder = folder / f"own-{name}"
         """What it has as `runs` in the folder."""
-        self._runs = folder / "runs"
-        for each in (self.own, self._runs):
+        self._mount_point = folder / "runs"
+        for each in (self.runs_folder, self._mount_point):
             each.mkdir(exist_ok=True)
         self.address = f"{network.prefix}.{number}"
-        self._outside = f"{network.bridge[-8:]}{name}"
+        self._interface = f"{network.bridge[-8:]}{name}"
         self._token = folder / "token"
         if head is None:
             self._token.write_text(secrets.token_hex(32))
             self._token.chmod(0o600)
-        self._join(network)
-        self.cluster = f"{(head or self).address}:{PORT}"
+        self._join_network(network)
+        self.cluster_address = f"{(head or self).address}:{PORT}"
         first = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-        role = first if head is None else [f"--address={self.cluster}"]
+        role = first if head is None else [f"--address={self.cluster_address}"]
         command = [
             str(Path(sys.executable).with_name("ray")), "start", *role, "--block", "--disable-usage-stats",
             f"--node-ip-address={self.address}", f"--temp-dir={folder / name}",
@@ -78,7 +78,7 @@ class RayNode:
         self._log = folder / f"{name}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self.inside(command),
+                self.wrap_command(command),
                 cwd=ROOT,
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
@@ -98,9 +98,9 @@ class RayNode:
         }
         return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **ray, **more}
 
-    def inside(self, command: list[str]) -> list[str]:
+    def wrap_command(self, command: list[str]) -> list[str]:
         """The command, to be run on this node."""
-        mounting = f'mount --bind {self.own} {self._runs} && exec "$@"'
+        mounting = f'mount --bind {self.runs_folder} {self._mount_point} && exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "sh", "-c", mounting, "sh", *command]
 
     def wait(self, timeout: float = 90) -> None:
@@ -110,35 +110,37 @@ class RayNode:
             assert time.monotonic() < deadline, said
             time.sleep(0.1)
 
-    def cut_off(self) -> None:
+    def disconnect(self) -> None:
         """It reaches nobody any more, and nobody reaches it; its processes go on."""
-        _ip("link", "set", self._outside, "down")
+        _run_ip("link", "set", self._interface, "down")
 
     def remove(self) -> None:
-        for pid in _pids_in(self.namespace):
+        for pid in _list_pids(self.namespace):
             os.kill(pid, signal.SIGKILL)
         self._process.wait(10)
-        _ip("netns", "del", self.namespace)
+        _run_ip("netns", "del", self.namespace)
 
-    def _join(self, network: Network) -> None:
+    def _join_network(self, network: Network) -> None:
         inside = "eth0"
-        _ip("netns", "add", self.namespace)
-        _ip("link", "add", self._outside, "type", "veth", "peer", "name", inside, "netns", self.namespace)
-        _ip("link", "set", self._outside, "master", network.bridge, "up")
+        _run_ip("netns", "add", self.namespace)
+        _run_ip(
+            "link", "add", self._interface, "type", "veth", "peer", "name", inside, "netns", self.namespace
+        )
+        _run_ip("link", "set", self._interface, "master", network.bridge, "up")
         for command in (
             ["addr", "add", f"{self.address}/24", "dev", inside],
             ["link", "set", inside, "up"],
             ["link", "set", "lo", "up"],
             ["route", "add", "default", "via", network.address],
         ):
-            _ip("-n", self.namespace, *command)
+            _run_ip("-n", self.namespace, *command)
 
 
-def _ip(*arguments: str) -> None:
+def _run_ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
 
 
-def _pids_in(namespace: str) -> list[int]:
+def _list_pids(namespace: str) -> list[int]:
     told = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
     return [int(pid) for pid in told.stdout.split()]

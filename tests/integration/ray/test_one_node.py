@@ -21,16 +21,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_cluster_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_worker_niceness", "0")
 
 
-def on_ray(folder: Path, model: Path, **trainer: Any) -> RunProcess:
+def make_run(folder: Path, model: Path, **trainer: Any) -> RunProcess:
     return RunProcess(folder, {**make_config(folder, model, **trainer), "cluster": {"type": "ray"}})
 
 
-def descendants(pid: int) -> set[int]:
+def list_descendants(pid: int) -> set[int]:
     """Those that are alive, from the process table."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -52,7 +52,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -61,22 +61,22 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_run_ends_well_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    run = on_ray(tmp_path, model, steps=3)
+    run = make_run(tmp_path, model, steps=3)
     process = run.start()
     assert run.wait_until(run.is_ready, 200)
     logs = dict(run.query("SELECT name, log FROM endpoints"))
     assert logs["trainer"] == f"127.0.0.1:{run.run_dir / 'logs' / 'trainer.log'}"
-    of_ray = descendants(process.pid)
+    of_ray = list_descendants(process.pid)
     environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in run.list_processes()]
     assert all(b"INSTAR_LEASE=" in each for each in environments)
     run.finish(200)
     run.assert_consistent()
-    until(lambda: not any(map(is_alive, of_ray)))
+    wait_until(lambda: not any(map(is_alive, of_ray)))
 
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_drains_and_no_role_outlives_its_driver(model: Path, tmp_path: Path) -> None:
-    run = on_ray(tmp_path, model, steps=6, checkpoint_every=100)
+    run = make_run(tmp_path, model, steps=6, checkpoint_every=100)
     process = run.start()
     assert run.wait_until(
         lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")), 200

@@ -26,13 +26,13 @@ from tests.integration.ray.nodes import ROOT, Network, RayNode, require_namespac
 from tests.postgres import PASSWORD, PostgresTestServer
 from tests.tiny import make_tiny_model
 
-HERE = "tests.integration.ray.play"
+WORKLOAD = "tests.integration.ray.workload"
 STEPS = 26
 PASSWORD_ENV = "INSTAR_TEST_PASSWORD"
 ADMIN_KEY = secrets.token_urlsafe(32)
 
 
-class Cluster:
+class ThreeNodeCluster:
     """Three nodes: the head has gateway, rollout and the driver, the others have engines, one the trainer."""
 
     def __init__(self, stack: ExitStack) -> None:
@@ -44,14 +44,14 @@ class Cluster:
         stack.callback(self.network.remove)
         self.postgres = PostgresTestServer(host=self.network.address)
         stack.callback(self.postgres.remove)
-        self.head = self._node(stack, "a", 1, None, front=1)
+        self.head = self._add_node(stack, "a", 1, None, front=1)
         self.head.wait()
-        self.steady = self._node(stack, "b", 2, self.head, engines=2, trainer=1)
-        self.lost = self._node(stack, "c", 3, self.head, engines=1)
+        self.steady = self._add_node(stack, "b", 2, self.head, engines=2, trainer=1)
+        self.lost = self._add_node(stack, "c", 3, self.head, engines=1)
         self.steady.wait()
         self.lost.wait()
 
-    def _node(
+    def _add_node(
         self, stack: ExitStack, name: str, number: int, head: RayNode | None, **resources: float
     ) -> RayNode:
         node = RayNode(self.network, name, number, self.folder, head, **resources)
@@ -60,19 +60,19 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[ThreeNodeCluster]:
     with ExitStack() as stack:
-        yield Cluster(stack)
+        yield ThreeNodeCluster(stack)
 
 
 class RayRun:
     """`instar train` on the head node."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: ThreeNodeCluster, folder: Path) -> None:
         self.cluster = cluster
         self.folder = folder
         self.run_dir = cluster.folder / "runs" / "three"
-        self.kept = cluster.head.own / "three"
+        self.driver_folder = cluster.head.runs_folder / "three"
         """The run's folder, as it is on the driver's node."""
         self.schema = cluster.postgres.new_schema()
         self.output = folder / "output.txt"
@@ -82,10 +82,14 @@ class RayRun:
         head = cluster.head
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                head.inside(command),
+                head.wrap_command(command),
                 cwd=ROOT,
                 env=head.environment(
-                    **{"RAY_ADDRESS": head.cluster, PASSWORD_ENV: PASSWORD, "INSTAR_ADMIN_KEY": ADMIN_KEY}
+                    **{
+                        "RAY_ADDRESS": head.cluster_address,
+                        PASSWORD_ENV: PASSWORD,
+                        "INSTAR_ADMIN_KEY": ADMIN_KEY,
+                    }
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -128,10 +132,10 @@ class RayRun:
                 "tensorboard": False,
             },
             "rollout": {
-                "tasks": {"type": "python", "function": f"{HERE}:tasks"},
+                "tasks": {"type": "python", "function": f"{WORKLOAD}:tasks"},
                 "agent": {
                     "type": "function",
-                    "function": f"{HERE}:agent",
+                    "function": f"{WORKLOAD}:agent",
                     # So that the run is still there when the last thing has been broken.
                     "args": {"ledger": str(self.ledger), "pause": 1.0},
                 },
@@ -140,7 +144,7 @@ class RayRun:
                 "retries": 6,
                 "timeout": 120,
             },
-            "reward": {"type": "rule", "function": f"{HERE}:share"},
+            "reward": {"type": "rule", "function": f"{WORKLOAD}:share"},
         }  # fmt: skip
 
     @property
@@ -150,7 +154,7 @@ class RayRun:
     def query(self, sql: str, *values: object) -> list[Any]:
         return self.cluster.postgres.query(sql, *values, schema=self.schema)
 
-    def steps(self) -> int:
+    def count_published_steps(self) -> int:
         """How many are committed or published."""
         try:
             return self.query("SELECT COUNT(*) FROM steps WHERE version IS NOT NULL")[0][0]
@@ -165,18 +169,18 @@ class RayRun:
     def wait_until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            assert self.process.poll() is None, f"the run is over\n{self.explain()}"
-            assert time.monotonic() < deadline, f"not within {timeout:g} s\n{self.explain()}"
+            assert self.process.poll() is None, f"the run is over\n{self.collect_logs()}"
+            assert time.monotonic() < deadline, f"not within {timeout:g} s\n{self.collect_logs()}"
             time.sleep(0.05)
 
     def finish(self, timeout: float) -> None:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"it did not end\n{self.explain()}")
-        assert code == 0, f"exit code {code}\n{self.explain()}"
+            pytest.fail(f"it did not end\n{self.collect_logs()}")
+        assert code == 0, f"exit code {code}\n{self.collect_logs()}"
 
-    def explain(self) -> str:
+    def collect_logs(self) -> str:
         parts = [self.output.read_text(errors="replace")[-6000:]]
         for log in sorted(self.cluster.folder.glob("own-*/three/logs/*.log")):
             parts.append(f"--- {log}\n{log.read_text(errors='replace')[-2500:]}")
@@ -184,7 +188,7 @@ class RayRun:
 
 
 @pytest.fixture
-def run(cluster: Cluster, tmp_path: Path) -> Iterator[RayRun]:
+def run(cluster: ThreeNodeCluster, tmp_path: Path) -> Iterator[RayRun]:
     make_tiny_model(tmp_path / "model", seed=0, std=0.2)
     made = RayRun(cluster, tmp_path)
     yield made
@@ -194,16 +198,16 @@ def run(cluster: Cluster, tmp_path: Path) -> Iterator[RayRun]:
 
 
 @pytest.mark.timeout(120)
-def test_a_store_of_one_machine_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_store_of_one_machine_is_refused(cluster: ThreeNodeCluster, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"dir": str(tmp_path / "run"), "cluster": {"type": "ray"}}))
     head = cluster.head
     done = subprocess.run(
-        head.inside(
+        head.wrap_command(
             [sys.executable, "-m", "instar.cli.main", "serve", str(file), "--set", "engine.type=scripted"]
         ),
         cwd=ROOT,
-        env=head.environment(RAY_ADDRESS=head.cluster),
+        env=head.environment(RAY_ADDRESS=head.cluster_address),
         capture_output=True,
         text=True,
         timeout=100,
@@ -215,8 +219,8 @@ def test_a_store_of_one_machine_is_refused(cluster: Cluster, tmp_path: Path) -> 
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_run_survives_its_nodes(cluster: Cluster, run: RayRun) -> None:
-    run.wait_until(lambda: run.steps() >= 3)
+def test_a_run_survives_its_nodes(cluster: ThreeNodeCluster, run: RayRun) -> None:
+    run.wait_until(lambda: run.count_published_steps() >= 3)
     hosts = {name: run.endpoint(name)[0].split("//")[1].split(":")[0] for name in ("engine-0", "engine-1")}
     assert sorted(hosts.values()) == [cluster.steady.address, cluster.lost.address]
     assert cluster.head.address in run.endpoint("gateway")[0]
@@ -228,16 +232,18 @@ def test_a_run_survives_its_nodes(cluster: Cluster, run: RayRun) -> None:
     run.wait_until(lambda: run.endpoint(moved)[1] != before and "running" in run.endpoint(moved)[2])
 
     cut_off = run.endpoint(moved)[1]
-    cluster.lost.cut_off()
-    steps = run.steps()
+    cluster.lost.disconnect()
+    steps = run.count_published_steps()
     run.wait_until(lambda: cluster.steady.address in run.endpoint(moved)[0])
     run.wait_until(lambda: not Path(f"/proc/{cut_off}").exists())  # it ends where nobody can reach it, too
-    run.wait_until(lambda: run.steps() >= steps + 2)
+    run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
-    assert any(break_off(run) for _ in range(3)), "no reply was under way when the gateway was killed"
-    assert ask(run) == 200, "the one who asks while it is away waits for it"
-    steps = run.steps()
-    run.wait_until(lambda: run.steps() >= steps + 2)
+    assert any(kill_gateway_mid_reply(run) for _ in range(3)), (
+        "no reply was under way when the gateway was killed"
+    )
+    assert send_chat(run) == 200, "the one who asks while it is away waits for it"
+    steps = run.count_published_steps()
+    run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
     run.wait_until(lambda: "samples" in run.endpoint("trainer")[2])
     os.kill(run.endpoint("trainer")[1], signal.SIGKILL)
@@ -249,15 +255,15 @@ def test_a_run_survives_its_nodes(cluster: Cluster, run: RayRun) -> None:
     assert f"{moved} is lost" in said
     assert "trainer ended with signal SIGKILL; starting it again" in said
     assert "gateway ended with signal SIGKILL; starting it again" in said
-    rewards = [json.loads(line)["reward_mean"] for line in metrics(run)]
+    rewards = [json.loads(line)["reward_mean"] for line in read_metrics(run)]
     assert rewards[0] < 0.2
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.3, [round(reward, 2) for reward in rewards]
 
 
-BODY = {"model": "m", "messages": [{"role": "user", "content": "digits"}], "max_tokens": 100}
+CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "digits"}], "max_tokens": 100}
 
 
-def break_off(run: RayRun) -> bool:
+def kill_gateway_mid_reply(run: RayRun) -> bool:
     """Kill the gateway amid a streamed reply. False when that had ended before."""
     url, process, _ = run.endpoint("gateway")
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -265,7 +271,11 @@ def break_off(run: RayRun) -> bool:
     with (
         contextlib.suppress(httpx.TransportError),
         httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json={**BODY, "stream": True}, headers=headers, timeout=60
+            "POST",
+            f"{url}/v1/chat/completions",
+            json={**CHAT_BODY, "stream": True},
+            headers=headers,
+            timeout=60,
         ) as reply,
     ):
         assert reply.status_code == 200, reply.read()
@@ -276,16 +286,16 @@ def break_off(run: RayRun) -> bool:
     return not ended
 
 
-def ask(run: RayRun) -> int:
+def send_chat(run: RayRun) -> int:
     url = run.endpoint("gateway")[0]
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    return httpx.post(f"{url}/v1/chat/completions", json=BODY, headers=headers, timeout=120).status_code
+    return httpx.post(f"{url}/v1/chat/completions", json=CHAT_BODY, headers=headers, timeout=120).status_code
 
 
-def metrics(run: RayRun) -> list[str]:
+def read_metrics(run: RayRun) -> list[str]:
     """The last record of each step, as the driver has it."""
     latest: dict[int, str] = {}
-    for line in (run.kept / "metrics.jsonl").read_text().splitlines():
+    for line in (run.driver_folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["kind"] == "train":
             latest[record["step"]] = line

@@ -23,7 +23,7 @@ from instar.protocol.base import ServiceLimits
 from instar.types import Artifact
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.unit.backends.conformance import ADAM, BackendConformance, start_backend
-from tests.unit.protocol.serving import served
+from tests.unit.protocol.serving import serve_in_thread
 
 KEY = "tml-a-key-of-the-tests"
 pytestmark = IGNORE_SDK_LEAKS
@@ -45,7 +45,7 @@ def url(model: ModelConfig, server_folder: Path) -> Generator[str]:
     # The model of a closed backend is kept until the server notices that its session has ended.
     with (
         collect_sdk_leaks(),
-        served(
+        serve_in_thread(
             "tinker", model, folder=server_folder, keys=[KEY], limits=ServiceLimits(max_models=64)
         ) as address,
     ):
@@ -210,14 +210,17 @@ async def test_tinker_calls_without_session_raise_backend_lost(
 async def test_tinker_restarted_server_raises_backend_lost(
     model: ModelConfig, server_folder: Path, tmp_path: Path
 ) -> None:
-    with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
+    with collect_sdk_leaks(), serve_in_thread("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
         backend = make_tinker_backend(model, first, deadline=30)
         await backend.start()
         await backend.forward_backward(tree_samples(), LossConfig())
         await backend.save_state(tmp_path / "state")
         before = await backend.forward(tree_samples())
     port = int(first.rsplit(":", 1)[1])
-    with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY], port=port):
+    with (
+        collect_sdk_leaks(),
+        serve_in_thread("tinker", model, folder=tmp_path / "kept", keys=[KEY], port=port),
+    ):
         with pytest.raises(BackendLost):
             await backend.optim_step(ADAM)
         with pytest.raises(BackendLost):
@@ -238,7 +241,10 @@ async def test_tinker_unreachable_service_times_out(model: ModelConfig) -> None:
 
 
 async def test_tinker_stalled_service_times_out(model: ModelConfig, tmp_path: Path) -> None:
-    with collect_sdk_leaks(), served("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address:
+    with (
+        collect_sdk_leaks(),
+        serve_in_thread("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address,
+    ):
         backend = make_tinker_backend(model, address, deadline=30)
         await backend.start()
     # The server has stopped, and the SDK retries for minutes.

@@ -30,7 +30,7 @@ from instar.engines.cloud.weaver import WeaverSampler
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError, NonFiniteError
 from instar.protocol.base import ServiceLimits
 from instar.types import Policy, Sample, SamplingParams
-from tests.unit.protocol.serving import served
+from tests.unit.protocol.serving import serve_in_thread
 
 KEY = "sk-weaver-test"
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
@@ -46,7 +46,9 @@ def model(model_folder: Path) -> ModelConfig:
 def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     folder = tmp_path_factory.mktemp("checkpoints")
     limits = ServiceLimits(max_models=64)  # closing a backend keeps its model at the server
-    with served("weaver", model, folder=folder, keys=[KEY], base_model="tiny", limits=limits) as address:
+    with serve_in_thread(
+        "weaver", model, folder=folder, keys=[KEY], base_model="tiny", limits=limits
+    ) as address:
         yield address
 
 
@@ -259,7 +261,7 @@ async def test_weaver_restarted_server_raises_backend_lost(
     """The saved state remains, calls in flight are not repeated, and queued calls are not sent."""
     options = {"folder": tmp_path / "checkpoints", "keys": [KEY], "base_model": "tiny"}
     with ExitStack() as servers:
-        address = servers.enter_context(served("weaver", model, **options))
+        address = servers.enter_context(serve_in_thread("weaver", model, **options))
         backend = make_backend(address, deadline=20)
         await backend.start()
         await train_step(backend, 0)
@@ -270,7 +272,7 @@ async def test_weaver_restarted_server_raises_backend_lost(
         calls = [asyncio.ensure_future(backend.forward_backward(tree_samples(2), LossConfig()))]
         calls.append(asyncio.ensure_future(backend.optim_step(ADAM)))
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(servers.enter_context, served("weaver", model, port=port, **options))
+        await asyncio.to_thread(servers.enter_context, serve_in_thread("weaver", model, port=port, **options))
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(result, BackendLost) for result in results), results
         await backend.load_state(tmp_path / "state")
@@ -282,7 +284,9 @@ async def test_weaver_unreachable_server_times_out(
 ) -> None:
     with ExitStack() as servers:
         options = {"folder": tmp_path, "keys": [KEY], "base_model": "tiny"}
-        backend = make_backend(servers.enter_context(served("weaver", model, **options)), deadline=10)
+        backend = make_backend(
+            servers.enter_context(serve_in_thread("weaver", model, **options)), deadline=10
+        )
         await backend.start()
         await asyncio.to_thread(servers.close)
         results = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""A Ray cluster of one node without Ray: as much of the `ray` module as `RayCluster` uses."""
+"""A fake of the parts of the `ray` module that `RayCluster` uses, as a cluster of one node."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from instar.cluster.ray.host import PlacedRole, RoleReport, RoleSpec
 from instar.config import RunConfig
 
 
-class RayError(Exception): ...
+class FakeRayError(Exception): ...
 
 
-class Unavailable(RayError): ...
+class FakeActorUnavailableError(FakeRayError): ...
 
 
-class TaskError(RayError): ...
+class FakeRayTaskError(FakeRayError): ...
 
 
-class Actor:
-    """What holds a role, for those who have its handle."""
+class FakeActor:
+    """The actor that runs a role, with its remote methods."""
 
     def __init__(self, ray: FakeRay) -> None:
         self._ray = ray
@@ -35,14 +35,14 @@ class Actor:
             remote = SimpleNamespace(remote=lambda *a, method=method: asyncio.ensure_future(method(*a)))
             setattr(self, method.__name__[1:], remote)
 
-    async def _start(self, order: RoleSpec) -> PlacedRole:
-        self._ray.started.append(order)
+    async def _start(self, spec: RoleSpec) -> PlacedRole:
+        self._ray.started.append(spec)
         await self._ray.on_start()
         return PlacedRole("h", "n1", "http://h:1", "h:log", self._ray.shares_folder)
 
     async def _report(self) -> RoleReport:
         if not self.alive:
-            raise RayError("the actor died")
+            raise FakeRayError("the actor died")
         return RoleReport(1, 0, None, None, ())
 
     async def _read_metrics(self, offset: int) -> bytes:
@@ -56,27 +56,29 @@ class Actor:
 
 
 class FakeRay:
-    exceptions = SimpleNamespace(ActorUnavailableError=Unavailable, RayTaskError=TaskError, RayError=RayError)
+    exceptions = SimpleNamespace(
+        ActorUnavailableError=FakeActorUnavailableError, RayTaskError=FakeRayTaskError, RayError=FakeRayError
+    )
 
     def __init__(self, *, shares_folder: bool = True) -> None:
         self.shares_folder = shares_folder
         self.started: list[RoleSpec] = []
-        self.actors: list[Actor] = []
+        self.actors: list[FakeActor] = []
         self.on_start: Callable[[], Any] = lambda: asyncio.sleep(0)
-        """Awaited while a role starts."""
+        """A callback that is awaited while a role starts."""
         self.on_shutdown: Callable[[], None] = lambda: None
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"NodeID": "n1", "NodeManagerAddress": "h", "Alive": True, "Resources": {"CPU": 8.0}}]
 
     def remote(self, cls: type) -> Any:
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._make))
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._create_actor))
 
-    def _make(self) -> Actor:
-        self.actors.append(Actor(self))
+    def _create_actor(self) -> FakeActor:
+        self.actors.append(FakeActor(self))
         return self.actors[-1]
 
-    def kill(self, actor: Actor) -> None:
+    def kill(self, actor: FakeActor) -> None:
         actor.alive = False
 
     def shutdown(self) -> None:
@@ -84,28 +86,28 @@ class FakeRay:
 
 
 class FakeDirectory(EndpointDirectory):
-    """Without a store."""
+    """An endpoint directory without a store."""
 
     def __init__(self) -> None:
         self.leases = 1
-        self.entered: list[str] = []
+        self.registered: list[str] = []
 
     async def take_lease(self, name: str) -> str:
         self.leases += 1
         return str(self.leases)
 
     async def register(self, role: RoleHandle) -> None:
-        self.entered.append(role.name)
+        self.registered.append(role.name)
 
 
-def cluster_on(ray: FakeRay, folder: Path, log: Callable[[str], None] = print) -> RayCluster:
-    place = RunFolder(folder / "run")
+def make_cluster(ray: FakeRay, folder: Path, log: Callable[[str], None] = print) -> RayCluster:
+    run_folder = RunFolder(folder / "run")
     config = RunConfig.model_validate(
         {
-            "dir": str(place.path),
+            "dir": str(run_folder.path),
             "cluster": {"type": "ray", "address": "auto"},
             "store": {"type": "postgres", "url": "postgresql://u@h/db"},
         }
     )
-    place.create(config)
-    return RayCluster(ray, config, place, FakeDirectory(), log=log)
+    run_folder.create(config)
+    return RayCluster(ray, config, run_folder, FakeDirectory(), log=log)

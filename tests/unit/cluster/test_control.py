@@ -1,4 +1,4 @@
-"""Roles ended and started one by one: each is a small shell script, named as its interpreter."""
+"""Roles are stopped and started one by one. Each role is a small shell script in place of the interpreter."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from instar.errors import InstarError
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
 from instar.types import Endpoint
-from tests.unit.cluster.test_supervisor import Script, script, until
+from tests.unit.cluster.test_supervisor import Script, script, wait_until
 
 __all__ = ["script"]
 
-POLITE = "trap 'echo drained >> $FOLDER/said; exit 0' USR1; trap 'echo stopped >> $FOLDER/said; exit 0' TERM"
-WAIT = "echo up >> $FOLDER/said; while :; do sleep 0.02; done"
+TRAPS = (
+    "trap 'echo drained >> $FOLDER/output; exit 0' USR1; trap 'echo stopped >> $FOLDER/output; exit 0' TERM"
+)
+WAIT = "echo up >> $FOLDER/output; while :; do sleep 0.02; done"
 
 
-class House:
+class RunHarness:
     def __init__(
         self, control: RoleController, cluster: Supervisor, folder: RunFolder, log: list[str]
     ) -> None:
@@ -43,19 +45,19 @@ class House:
         self.folder = folder
         self.log = log
 
-    async def ask(self, do: str, name: str = "", timeout: float = 20.0) -> list[RoleStatus]:
+    async def request(self, do: str, name: str = "", timeout: float = 20.0) -> list[RoleStatus]:
         return await send_control_request(self.folder.control_socket, ControlRequest(do, name, timeout))  # type: ignore[arg-type]
 
     async def state(self, name: str) -> str:
-        return next(row.state for row in await self.ask("list") if row.name == name)
+        return next(row.state for row in await self.request("list") if row.name == name)
 
-    def said(self) -> list[str]:
-        path = self.folder.path.parent / "said"
+    def output(self) -> list[str]:
+        path = self.folder.path.parent / "output"
         return path.read_text().split() if path.exists() else []
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncGenerator[House]:
+async def harness(tmp_path: Path) -> AsyncGenerator[RunHarness]:
     folder = RunFolder(tmp_path / "run")
     folder.create(RunConfig(dir=folder.path))
     store = SqliteStore(folder.path / "store.db")
@@ -64,186 +66,200 @@ async def house(tmp_path: Path) -> AsyncGenerator[House]:
     cluster = Supervisor(folder, log=log.append)
     control = RoleController(cluster, store, "run")
     async with serve_control_socket(control, folder.control_socket):
-        yield House(control, cluster, folder, log)
+        yield RunHarness(control, cluster, folder, log)
     await cluster.close()
     await store.close()
 
 
-async def start(house: House, script: Script, name: str = "rollout", body: str = WAIT) -> None:
-    await house.cluster.start(name, python=script(f"{POLITE}\n{body}"))
-    await until(lambda: "up" in house.said())
+async def start(harness: RunHarness, script: Script, name: str = "rollout", body: str = WAIT) -> None:
+    await harness.cluster.start(name, python=script(f"{TRAPS}\n{body}"))
+    await wait_until(lambda: "up" in harness.output())
 
 
-async def test_a_role_is_drained_and_started_again_while_its_end_is_waited_for(
-    house: House, script: Script
+async def test_drained_role_can_be_started_while_its_exit_is_awaited(
+    harness: RunHarness, script: Script
 ) -> None:
-    await start(house, script)
-    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
-    (row,) = await house.ask("drain", "rollout")
+    await start(harness, script)
+    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    (row,) = await harness.request("drain", "rollout")
     assert (row.name, row.state, row.pid) == ("rollout", "stopped", 0)
     await asyncio.sleep(0.1)
-    assert not waiting.done(), "its end is not the end of what it does"
-    (row,) = await house.ask("start", "rollout")
+    assert not waiting.done(), "the exit of a drained role does not end the wait"
+    (row,) = await harness.request("start", "rollout")
     assert row.state == "running"
-    await until(lambda: house.said().count("up") == 2)
-    assert house.said() == ["up", "drained", "up"]
-    await house.cluster.stop("rollout")
-    assert await asyncio.wait_for(waiting, 5) == 0, "nobody asked for this end"
+    await wait_until(lambda: harness.output().count("up") == 2)
+    assert harness.output() == ["up", "drained", "up"]
+    await harness.cluster.stop("rollout")
+    assert await asyncio.wait_for(waiting, 5) == 0, "this exit was not requested"
 
 
-async def test_restart_drains_first(house: House, script: Script) -> None:
-    await start(house, script)
-    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
-    (row,) = await house.ask("restart", "rollout")
+async def test_restart_drains_the_role_first(harness: RunHarness, script: Script) -> None:
+    await start(harness, script)
+    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    (row,) = await harness.request("restart", "rollout")
     assert row.state == "running"
-    await until(lambda: house.said() == ["up", "drained", "up"])
+    await wait_until(lambda: harness.output() == ["up", "drained", "up"])
     assert not waiting.done()
     waiting.cancel()
 
 
-async def test_what_does_not_drain_in_time_is_stopped(house: House, script: Script) -> None:
-    await house.cluster.start(
-        "rollout", python=script(f"{POLITE}; trap '' USR1; echo up >> $FOLDER/said; {WAIT}")
+async def test_role_that_does_not_drain_in_time_is_stopped(harness: RunHarness, script: Script) -> None:
+    await harness.cluster.start(
+        "rollout", python=script(f"{TRAPS}; trap '' USR1; echo up >> $FOLDER/output; {WAIT}")
     )
-    await until(lambda: "up" in house.said())
-    asking = asyncio.create_task(house.ask("drain", "rollout", timeout=1.0))
-    await until(lambda: "draining rollout" in house.log)
-    assert await house.state("rollout") == "draining", "others may look meanwhile"
+    await wait_until(lambda: "up" in harness.output())
+    request = asyncio.create_task(harness.request("drain", "rollout", timeout=1.0))
+    await wait_until(lambda: "draining rollout" in harness.log)
+    assert await harness.state("rollout") == "draining", "other requests are answered meanwhile"
     with pytest.raises(InstarError, match="rollout is already draining"):
-        await house.ask("restart", "rollout")
-    (row,) = await asking
+        await harness.request("restart", "rollout")
+    (row,) = await request
     assert row.state == "stopped"
-    assert house.said()[-1] == "stopped"
-    assert any("has not ended after 1 s of draining" in line for line in house.log)
+    assert harness.output()[-1] == "stopped"
+    assert any("has not ended after 1 s of draining" in line for line in harness.log)
 
 
-async def test_a_role_is_stopped(house: House, script: Script) -> None:
-    await start(house, script)
-    (row,) = await house.ask("stop", "rollout")
-    assert (row.state, house.said()) == ("stopped", ["up", "stopped"])
+async def test_stop_request_stops_the_role(harness: RunHarness, script: Script) -> None:
+    await start(harness, script)
+    (row,) = await harness.request("stop", "rollout")
+    assert (row.state, harness.output()) == ("stopped", ["up", "stopped"])
 
 
-async def test_a_run_that_ends_waits_for_nobody(house: House, script: Script) -> None:
-    await start(house, script)
-    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
-    await house.ask("stop", "rollout")
-    house.control.release_all()
+async def test_ending_run_releases_waiters_and_rejects_starts(harness: RunHarness, script: Script) -> None:
+    await start(harness, script)
+    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    await harness.request("stop", "rollout")
+    harness.control.release_all()
     assert await asyncio.wait_for(waiting, 5) == 0
     with pytest.raises(InstarError, match="the run is ending"):
-        await house.ask("start", "rollout")
+        await harness.request("start", "rollout")
 
 
-async def test_a_run_that_ends_holds_nothing(house: House, script: Script) -> None:
+async def test_ending_run_releases_a_role_that_is_draining(harness: RunHarness, script: Script) -> None:
     body = f"trap '' USR1; trap 'sleep 1; exit 0' TERM; {WAIT}"
-    await start(house, script, name="trainer", body=body)
-    waiting = asyncio.create_task(house.control.wait_for_exit("trainer"))
-    asking = asyncio.create_task(house.ask("drain", "trainer", timeout=0.5))
-    await until(lambda: "draining trainer" in house.log)
-    house.control.release_all()
-    house.cluster.signal("trainer")
+    await start(harness, script, name="trainer", body=body)
+    waiting = asyncio.create_task(harness.control.wait_for_exit("trainer"))
+    request = asyncio.create_task(harness.request("drain", "trainer", timeout=0.5))
+    await wait_until(lambda: "draining trainer" in harness.log)
+    harness.control.release_all()
+    harness.cluster.signal("trainer")
     assert await asyncio.wait_for(waiting, 10) == 0
-    await asking
+    await request
 
 
-async def test_what_a_role_was_for_ends_while_it_is_drained(house: House, script: Script) -> None:
-    await start(house, script, body=f"trap '' USR1; {WAIT}")
-    asking = asyncio.create_task(house.ask("restart", "rollout"))
-    await until(lambda: "draining rollout" in house.log)
-    house.control.retire("rollout")
-    await house.cluster.stop("rollout")
-    await house.cluster.start("rollout", python=script("exit 0"))
+async def test_role_retired_while_draining_is_not_started_again(harness: RunHarness, script: Script) -> None:
+    await start(harness, script, body=f"trap '' USR1; {WAIT}")
+    request = asyncio.create_task(harness.request("restart", "rollout"))
+    await wait_until(lambda: "draining rollout" in harness.log)
+    harness.control.retire("rollout")
+    await harness.cluster.stop("rollout")
+    await harness.cluster.start("rollout", python=script("exit 0"))
     with pytest.raises(InstarError, match="rollout is not started: its work is done"):
-        await asking
-    assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0, "the next one is not held"
-    assert house.said().count("up") == 1
+        await request
+    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0, (
+        "the next process is not held"
+    )
+    assert harness.output().count("up") == 1
 
 
-async def test_a_role_that_was_held_when_its_work_ended_holds_up_nobody(house: House, script: Script) -> None:
-    await start(house, script)
-    await house.ask("stop", "rollout")
-    house.control.retire("rollout")
+async def test_role_retired_while_stopped_does_not_block_its_successor(
+    harness: RunHarness, script: Script
+) -> None:
+    await start(harness, script)
+    await harness.request("stop", "rollout")
+    harness.control.retire("rollout")
     with pytest.raises(InstarError, match="its work is done"):
-        await house.ask("start", "rollout")
-    await house.cluster.start("rollout", python=script("exit 0"))
-    assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0
+        await harness.request("start", "rollout")
+    await harness.cluster.start("rollout", python=script("exit 0"))
+    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0
 
 
-async def test_of_two_starts_at_once_one_is_refused(house: House, script: Script) -> None:
-    await start(house, script, body=f"trap 'exit 0' HUP; {WAIT}")
-    await house.ask("stop", "rollout")
-    both = await asyncio.gather(*(house.ask("start", "rollout") for _ in range(2)), return_exceptions=True)
+async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, script: Script) -> None:
+    await start(harness, script, body=f"trap 'exit 0' HUP; {WAIT}")
+    await harness.request("stop", "rollout")
+    both = await asyncio.gather(
+        *(harness.request("start", "rollout") for _ in range(2)), return_exceptions=True
+    )
     assert [str(refused) for refused in both if isinstance(refused, InstarError)] == [
         "rollout is already starting"
     ]
-    await until(lambda: house.said().count("up") == 2)
-    child = house.cluster.roles["rollout"]
+    await wait_until(lambda: harness.output().count("up") == 2)
+    child = harness.cluster.roles["rollout"]
     assert child.process is not None
     os.kill(child.process.pid, signal.SIGHUP)
-    assert await asyncio.wait_for(house.control.wait_for_exit("rollout"), 10) == 0, "what ended well is done"
+    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0, (
+        "a process that exits with 0 is done"
+    )
 
 
-async def test_a_role_that_cannot_be_started_is_said_to_whom_asked(house: House, script: Script) -> None:
-    await start(house, script)
-    house.cluster.roles["rollout"].argv = ["/no/such/python"]
+async def test_restart_of_a_role_that_cannot_start_returns_the_error(
+    harness: RunHarness, script: Script
+) -> None:
+    await start(harness, script)
+    harness.cluster.roles["rollout"].argv = ["/no/such/python"]
     with pytest.raises(InstarError, match="rollout cannot be started"):
-        await house.ask("restart", "rollout")
-    assert await house.state("rollout") == "stopped"
+        await harness.request("restart", "rollout")
+    assert await harness.state("rollout") == "stopped"
 
 
-async def test_another_role_that_cannot_go_on_is_told_to_who_waits(house: House, script: Script) -> None:
-    await start(house, script)
-    waiting = asyncio.create_task(house.control.wait_for_exit("rollout"))
-    await house.ask("stop", "rollout")
-    await house.cluster.start("engine", python=script("echo the cause; exit 70"))
+async def test_wait_for_exit_raises_the_fatal_error_of_another_role(
+    harness: RunHarness, script: Script
+) -> None:
+    await start(harness, script)
+    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    await harness.request("stop", "rollout")
+    await harness.cluster.start("engine", python=script("echo the cause; exit 70"))
     with pytest.raises(InstarError, match="engine: the cause"):
         await asyncio.wait_for(waiting, 5)
 
 
 @pytest.mark.parametrize(
-    ("do", "name", "said"),
+    ("do", "name", "message"),
     [
         ("drain", "nobody", "no role 'nobody'; its roles are rollout"),
         ("start", "rollout", "rollout is running"),
     ],
 )
-async def test_what_cannot_be_done_is_said(
-    house: House, script: Script, do: str, name: str, said: str
+async def test_impossible_request_returns_the_reason(
+    harness: RunHarness, script: Script, do: str, name: str, message: str
 ) -> None:
-    await start(house, script)
-    with pytest.raises(InstarError, match=said):
-        await house.ask(do, name)
+    await start(harness, script)
+    with pytest.raises(InstarError, match=message):
+        await harness.request(do, name)
 
 
-async def test_a_role_that_is_down_is_not_drained(house: House, script: Script) -> None:
-    await start(house, script)
-    await house.ask("stop", "rollout")
+async def test_drain_of_a_stopped_role_is_rejected(harness: RunHarness, script: Script) -> None:
+    await start(harness, script)
+    await harness.request("stop", "rollout")
     with pytest.raises(InstarError, match="rollout is not running"):
-        await house.ask("drain", "rollout")
+        await harness.request("drain", "rollout")
 
 
-async def test_only_its_owner_opens_the_socket_and_nonsense_is_answered(house: House, script: Script) -> None:
-    mode = stat.S_IMODE(house.folder.control_socket.stat().st_mode)
+async def test_control_socket_is_private_and_answers_invalid_requests(
+    harness: RunHarness, script: Script
+) -> None:
+    mode = stat.S_IMODE(harness.folder.control_socket.stat().st_mode)
     assert mode == 0o600
-    reader, writer = await asyncio.open_unix_connection(house.folder.control_socket.resolve())
+    reader, writer = await asyncio.open_unix_connection(harness.folder.control_socket.resolve())
     writer.write(b'{"do": "explode"}\nnonsense\n{"do": "list"}\n')
-    answers = [json.loads(await asyncio.wait_for(reader.readline(), 5)) for _ in range(3)]
-    assert [sorted(answer) for answer in answers] == [["error"], ["error"], []]
+    responses = [json.loads(await asyncio.wait_for(reader.readline(), 5)) for _ in range(3)]
+    assert [sorted(response) for response in responses] == [["error"], ["error"], []]
     writer.close()
 
 
-async def test_rows_say_what_the_roles_say_of_themselves(house: House, script: Script) -> None:
-    await start(house, script)
-    await house.control._store.put_endpoint(Endpoint("run", "rollout", "rollout", "", 123, "asking", "x"))
-    (row,) = await house.ask("list")
+async def test_list_request_returns_what_the_roles_registered(harness: RunHarness, script: Script) -> None:
+    await start(harness, script)
+    await harness.control._store.put_endpoint(Endpoint("run", "rollout", "rollout", "", 123, "asking", "x"))
+    (row,) = await harness.request("list")
     assert (row.role, row.state, row.pid, row.doing) == ("rollout", "running", 123, "asking")
     assert row.log.endswith("rollout.log")
 
 
-async def test_a_folder_whose_path_is_too_long_for_a_socket(tmp_path: Path, house: House) -> None:
+async def test_control_socket_with_a_long_path_is_a_symlink(tmp_path: Path, harness: RunHarness) -> None:
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True)
     path = deep / "control.sock"
-    async with serve_control_socket(house.control, path):
+    async with serve_control_socket(harness.control, path):
         assert path.is_symlink()
         assert await send_control_request(path, ControlRequest("list")) == []
         private = path.resolve().parent
@@ -251,6 +267,8 @@ async def test_a_folder_whose_path_is_too_long_for_a_socket(tmp_path: Path, hous
     assert not private.exists()
 
 
-async def test_nobody_answers_once_the_run_is_over(house: House, tmp_path: Path) -> None:
+async def test_control_request_without_a_socket_raises_file_not_found(
+    harness: RunHarness, tmp_path: Path
+) -> None:
     with pytest.raises(FileNotFoundError):
         await send_control_request(tmp_path / "elsewhere.sock", ControlRequest("list"))

@@ -1,4 +1,4 @@
-"""Roles that move are found again through the store."""
+"""Roles that move to another address are found through the store."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    made = SqliteStore(tmp_path / "store.db")
-    yield made
-    await made.close()
+    opened = SqliteStore(tmp_path / "store.db")
+    yield opened
+    await opened.close()
 
 
-def at(url: str, name: str = "engine-0") -> RoleHandle:
+def make_handle(url: str, name: str = "engine-0") -> RoleHandle:
     return RoleHandle("engine", name, url=url)
 
 
-async def test_the_trainers_engines_are_where_the_store_says(store: Store, tiny: Path) -> None:
+async def test_engine_connections_follow_the_endpoints_of_the_store(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
     engines = EngineConnections(directory, TOKEN)
     with pytest.raises(EngineUnavailable, match="no engine of the run"):
@@ -46,52 +46,54 @@ async def test_the_trainers_engines_are_where_the_store_says(store: Store, tiny:
         serve_engine(scripted_engine(tiny), TOKEN) as one,
         serve_engine(scripted_engine(tiny), TOKEN) as two,
     ):
-        await directory.register(at(one))
+        await directory.register(make_handle(one))
         (first,) = await engines.wait_for_first(5)
         assert await engines.list_current() == [first], "a connection is kept"
-        await directory.register(at("http://127.0.0.1:9", "engine-1"))
-        assert await engines.list_current() == [first], "one that has not answered yet is left out"
-        await directory.register(at(two))
+        await directory.register(make_handle("http://127.0.0.1:9", "engine-1"))
+        assert await engines.list_current() == [first], "an engine that has not answered yet is left out"
+        await directory.register(make_handle(two))
         (moved,) = await engines.list_current()
         assert moved is not first
         assert (await moved.status()).version == 0
-    assert await engines.list_current() == [moved], "one that was there and is away is kept"
+    assert await engines.list_current() == [moved], "an engine that stopped answering is kept"
     await engines.close()
 
 
-async def test_an_engine_that_is_silent_keeps_nobody_waiting(store: Store, tiny: Path) -> None:
+async def test_engine_connections_skip_a_silent_engine_unless_all_are_silent(
+    store: Store, tiny: Path
+) -> None:
     directory = EndpointDirectory(store, "run")
     engines = EngineConnections(directory, TOKEN, skip_silent=True)
     async with serve_engine(scripted_engine(tiny), TOKEN) as one:
         async with serve_engine(scripted_engine(tiny), TOKEN) as two:
-            await directory.register(at(one))
-            await directory.register(at(two, "engine-1"))
+            await directory.register(make_handle(one))
+            await directory.register(make_handle(two, "engine-1"))
             first, second = await engines.list_current()
         assert await engines.list_current() == [first]
-    assert await engines.list_current() == [first, second], "the last ones are not given up"
+    assert await engines.list_current() == [first, second], "if none answers, all are kept"
     await engines.close()
 
 
-async def answers(engine: Engine) -> bool:
+async def can_generate(engine: Engine) -> bool:
     try:
         return len(ids_of(await collect(engine, [5, 6], max_tokens=4))) == 4
     except EngineUnavailable:
         return False
 
 
-async def test_the_pool_follows_an_engine_that_moves(store: Store, tiny: Path) -> None:
+async def test_engine_pool_follows_an_engine_that_moves(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
     pool = DiscoveredEnginePool(directory, TOKEN)
     starting = asyncio.create_task(pool.start(10))
     async with serve_engine(scripted_engine(tiny), TOKEN) as one:
-        await directory.register(at(one))
+        await directory.register(make_handle(one))
         await starting
         following = asyncio.create_task(pool.watch_endpoints())
-        assert await answers(pool)
+        assert await can_generate(pool)
     async with serve_engine(scripted_engine(tiny), TOKEN) as two:
-        await directory.register(at(two))
+        await directory.register(make_handle(two))
         async with asyncio.timeout(10):
-            while not await answers(pool):  # noqa: ASYNC110 - it looks now and then
+            while not await can_generate(pool):  # noqa: ASYNC110 - the pool sets no event
                 await asyncio.sleep(0.05)
         assert len(pool.members) == 1
         following.cancel()

@@ -1,4 +1,4 @@
-"""A run with two engines, every role a process: one is killed, the agent does not notice."""
+"""A run with two engines keeps serving when one of them is killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from instar.types import Endpoint
 from tests.tiny import make_tiny_tokenizer
 
 
-def config_in(folder: Path, **engine: object) -> RunConfig:
+def make_config(folder: Path, **engine: object) -> RunConfig:
     make_tiny_tokenizer().save_pretrained(folder / "model")
     LlamaConfig().save_pretrained(folder / "model")
     return RunConfig.model_validate(
@@ -44,65 +44,65 @@ def config_in(folder: Path, **engine: object) -> RunConfig:
 
 @pytest.fixture
 async def run(tmp_path: Path) -> AsyncIterator[LiveRun]:
-    async with serve_run(config_in(tmp_path, count=2), log=lambda _: None) as live:
+    async with serve_run(make_config(tmp_path, count=2), log=lambda _: None) as live:
         yield live
 
 
-async def ask(http: httpx.AsyncClient, text: str) -> None:
+async def send_chat(http: httpx.AsyncClient, text: str) -> None:
     body = {"model": "any", "messages": [{"role": "user", "content": text}]}
-    answer = await http.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"] == "fine, thank you"
+    response = await http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == "fine, thank you"
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 90) -> None:
+async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float = 90) -> None:
     async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110 - what is waited for is another process
+        while not await condition():  # noqa: ASYNC110 - waits for another process
             await asyncio.sleep(0.05)
 
 
-async def test_one_of_two_engines_dies_and_returns(run: LiveRun) -> None:
+async def test_gateway_keeps_serving_while_a_killed_engine_restarts(run: LiveRun) -> None:
     first, second = [await RemoteEngine.connect(url, run.engine_token) for url in run.engine_urls]
-    asked = 0
+    request_count = 0
 
     async def both_answer() -> bool:
-        nonlocal asked
+        nonlocal request_count
         for _ in range(4):
-            asked += 1
-            await ask(http, f"how are you, {asked}?")
+            request_count += 1
+            await send_chat(http, f"how are you, {request_count}?")
         statuses = [await first.status(), await second.status()]
         return all(status.generated_tokens > 0 for status in statuses)
 
     headers = {"Authorization": f"Bearer {run.admin_key}"}
     async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=60) as http:
-        await until(both_answer)
+        await wait_until(both_answer)
         role = run.cluster.roles["engine-0"]
         assert isinstance(role, ChildProcess)
         assert role.process is not None
         os.kill(role.process.pid, signal.SIGKILL)
         for n in range(20):
-            await ask(http, f"and you, {n}?")
-        await until(both_answer)  # it starts again with no tokens generated
+            await send_chat(http, f"and you, {n}?")
+        await wait_until(both_answer)  # it starts again with no tokens generated
         assert role.restarts == 1
     endpoints = await run.store.endpoints(run.run_id)
-    named = {(endpoint.role, endpoint.name): endpoint.url for endpoint in endpoints}
-    assert [named["engine", name] for name in ("engine-0", "engine-1")] == run.engine_urls
+    urls = {(endpoint.role, endpoint.name): endpoint.url for endpoint in endpoints}
+    assert [urls["engine", name] for name in ("engine-0", "engine-1")] == run.engine_urls
     assert roles_table(endpoints).row_count == 3
     status = await engine_status(run)
     assert status is not None
-    total = [await first.status(), await second.status()]
-    assert status.generated_tokens == sum(one.generated_tokens for one in total)
+    statuses = [await first.status(), await second.status()]
+    assert status.generated_tokens == sum(each.generated_tokens for each in statuses)
     await first.close()
     await second.close()
 
 
-def test_engines_are_named_by_their_place(tmp_path: Path) -> None:
-    assert engine_names(config_in(tmp_path)) == ["engine"]
-    assert engine_names(config_in(tmp_path, count=3)) == ["engine-0", "engine-1", "engine-2"]
+def test_engine_names_are_numbered_if_there_are_several(tmp_path: Path) -> None:
+    assert engine_names(make_config(tmp_path)) == ["engine"]
+    assert engine_names(make_config(tmp_path, count=3)) == ["engine-0", "engine-1", "engine-2"]
 
 
-async def test_an_upstream_is_not_trained(tmp_path: Path) -> None:
-    config = config_in(tmp_path)
+async def test_train_with_an_upstream_engine_is_rejected(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
     upstream = {"type": "upstream", "base_url": "http://127.0.0.1:9/v1"}
     rollout = RolloutConfig.model_validate(
         {"tasks": {"type": "python", "function": "a:b"}, "agent": {"type": "function", "function": "a:b"}}
@@ -114,7 +114,7 @@ async def test_an_upstream_is_not_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-async def test_engines_divide_the_cores_among_them(tmp_path: Path, mode: str) -> None:
+async def test_share_cores_divides_the_cores_among_engines(tmp_path: Path, mode: str) -> None:
     config = RunConfig.model_validate({"trainer": {"mode": mode}, "store": {"path": str(tmp_path / "s.db")}})
     store = open_store(config)
     granted: list[int] = []

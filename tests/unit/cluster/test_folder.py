@@ -19,16 +19,16 @@ def make_config(folder: Path) -> RunConfig:
     return RunConfig.model_validate({"name": "again", "dir": folder, "rollout": rollout})
 
 
-def test_a_role_has_one_holder(tmp_path: Path) -> None:
+def test_lock_of_a_held_role_raises(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    held = folder.lock("trainer")
+    lock = folder.lock("trainer")
     with pytest.raises(InstarError, match="another process already runs the trainer"):
         folder.lock("trainer", wait=0.1)
-    os.close(held)
+    os.close(lock)
     os.close(folder.lock("trainer", wait=0.1))
 
 
-async def test_a_run_that_is_there_is_not_started_over(tmp_path: Path) -> None:
+async def test_train_in_an_existing_run_folder_is_rejected(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run")
     RunFolder(tmp_path / "run").create(config)
     with pytest.raises(
@@ -38,19 +38,19 @@ async def test_a_run_that_is_there_is_not_started_over(tmp_path: Path) -> None:
     assert not config.store_path.exists()
 
 
-async def test_there_is_nothing_to_resume_without_a_run(tmp_path: Path) -> None:
+async def test_resume_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to resume: there is no run in"):
         await train(make_config(tmp_path / "run"), resume=True)
     assert not (tmp_path / "run").exists()
 
 
-async def test_a_run_has_one_supervisor(tmp_path: Path) -> None:
+async def test_resume_of_a_running_run_is_rejected_and_keeps_its_config(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     folder.create(config)
     written = folder.config_file.read_bytes()
-    held = folder.lock("supervisor")
+    lock = folder.lock("supervisor")
     with pytest.raises(InstarError, match="another process already runs the supervisor"):
         await train(config.model_copy(update={"seed": 7}), resume=True)
-    assert folder.config_file.read_bytes() == written, "the config of the run under way stays"
-    os.close(held)
+    assert folder.config_file.read_bytes() == written, "the config of the running run is kept"
+    os.close(lock)

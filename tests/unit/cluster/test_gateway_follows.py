@@ -1,4 +1,4 @@
-"""A gateway finds the engines of its run also when they come after it."""
+"""A gateway finds engines that start after it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import httpx
 from instar.cluster.control import Action, ControlRequest
 from instar.cluster.live_run import LiveRun
 from instar.cluster.serving import serve_run
-from tests.unit.cluster.test_engines import ask, config_in, until
+from tests.unit.cluster.test_engines import make_config, send_chat, wait_until
 
 
-async def test_a_gateway_that_began_while_an_engine_was_away_finds_it(tmp_path: Path) -> None:
-    async with serve_run(config_in(tmp_path, count=2), log=print) as run:
-        await do(run, "drain", "engine-1")
-        await do(run, "restart", "gateway")
-        await until(lambda: says(run, "gateway", "serving"))
-        await do(run, "start", "engine-1")
-        await until(lambda: says(run, "engine-1", "idle"))
-        await do(run, "drain", "engine-0")
+async def test_gateway_started_before_an_engine_finds_it_later(tmp_path: Path) -> None:
+    async with serve_run(make_config(tmp_path, count=2), log=print) as run:
+        await control(run, "drain", "engine-1")
+        await control(run, "restart", "gateway")
+        await wait_until(lambda: reports(run, "gateway", "serving"))
+        await control(run, "start", "engine-1")
+        await wait_until(lambda: reports(run, "engine-1", "idle"))
+        await control(run, "drain", "engine-0")
         headers = {"Authorization": f"Bearer {run.admin_key}"}
         async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=30) as http:
-            await ask(http, "how are you?")
+            await send_chat(http, "how are you?")
 
 
-async def do(run: LiveRun, action: Action, name: str) -> None:
+async def control(run: LiveRun, action: Action, name: str) -> None:
     await run.control.handle(ControlRequest(action, name, 60.0))
 
 
-async def says(run: LiveRun, name: str, doing: str) -> bool:
-    told = await run.store.endpoints(run.run_id)
-    return any(entry.name == name and entry.doing == doing for entry in told)
+async def reports(run: LiveRun, name: str, doing: str) -> bool:
+    endpoints = await run.store.endpoints(run.run_id)
+    return any(endpoint.name == name and endpoint.doing == doing for endpoint in endpoints)

@@ -1,4 +1,4 @@
-"""What a run on Ray needs, as far as it needs no cluster: places, variables, metrics, addresses."""
+"""The parts of a run on Ray that need no cluster: placement, environment, metrics, addresses."""
 
 from __future__ import annotations
 
@@ -17,76 +17,76 @@ from instar.config import PlacementConfig, RunConfig
 from instar.errors import ConfigError
 
 
-def config(**changes: Any) -> RunConfig:
+def make_config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate({"cluster": {"type": "ray"}, **changes})
 
 
-def node(**resources: float) -> ClusterNode:
+def make_node(**resources: float) -> ClusterNode:
     return ClusterNode("id", "10.0.0.1", resources)
 
 
-def placed(role: str, run: RunConfig, *nodes: ClusterNode) -> tuple[float, float]:
-    found = plan_placement(role, run, nodes)
-    return found.cpus, found.gpus
+def placement_of(role: str, run: RunConfig, *nodes: ClusterNode) -> tuple[float, float]:
+    placement = plan_placement(role, run, nodes)
+    return placement.cpus, placement.gpus
 
 
-def test_dead_nodes_do_not_count() -> None:
-    told = [
+def test_parse_nodes_skips_dead_nodes() -> None:
+    nodes = [
         {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 4.0}},
         {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": False, "Resources": {}},
     ]
-    assert parse_nodes(told) == [ClusterNode("a", "10.0.0.1", {"CPU": 4.0})]
+    assert parse_nodes(nodes) == [ClusterNode("a", "10.0.0.1", {"CPU": 4.0})]
 
 
-def test_a_role_gets_what_the_config_says() -> None:
+def test_placement_follows_the_config() -> None:
     placement = {"engine": {"cpus": 3, "gpus": 2, "resources": {"big": 1}}}
-    run = config(cluster={"type": "ray", "placement": placement})
-    assert plan_placement("engine", run, [node(CPU=64, GPU=8)]).resources == {"big": 1}
-    assert placed("engine", run, node(CPU=64, GPU=8)) == (3, 2)
+    run = make_config(cluster={"type": "ray", "placement": placement})
+    assert plan_placement("engine", run, [make_node(CPU=64, GPU=8)]).resources == {"big": 1}
+    assert placement_of("engine", run, make_node(CPU=64, GPU=8)) == (3, 2)
 
 
-def test_a_role_gets_a_core_and_a_gpu_where_there_are_enough() -> None:
-    run = config(engine={"type": "local", "count": 2})
-    roomy = [node(CPU=32, GPU=2), node(CPU=32, GPU=2)]
-    assert placed("engine", run, *roomy) == (1, 1)
-    assert placed("trainer", run, *roomy) == (1, 1)
-    assert placed("gateway", run, *roomy) == (1, 0)
+def test_placement_with_enough_resources_gives_a_core_and_a_gpu() -> None:
+    run = make_config(engine={"type": "local", "count": 2})
+    large_nodes = [make_node(CPU=32, GPU=2), make_node(CPU=32, GPU=2)]
+    assert placement_of("engine", run, *large_nodes) == (1, 1)
+    assert placement_of("trainer", run, *large_nodes) == (1, 1)
+    assert placement_of("gateway", run, *large_nodes) == (1, 0)
 
 
-def test_roles_share_what_is_scarce() -> None:
-    run = config(engine={"type": "vllm", "count": 1})
-    assert placed("engine", run, node(CPU=2, GPU=1)) == (0.25, 0.5)
-    assert placed("trainer", run, node(CPU=2, GPU=1)) == (0.25, 0.5)
-    assert placed("engine", run, node(CPU=2)) == (0.25, 0)
-    wide = config(engine={"type": "vllm", "tensor_parallel": 4})
-    assert placed("engine", wide, node(CPU=64, GPU=8)) == (1, 4)
+def test_placement_with_scarce_resources_shares_them() -> None:
+    run = make_config(engine={"type": "vllm", "count": 1})
+    assert placement_of("engine", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
+    assert placement_of("trainer", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
+    assert placement_of("engine", run, make_node(CPU=2)) == (0.25, 0)
+    wide = make_config(engine={"type": "vllm", "tensor_parallel": 4})
+    assert placement_of("engine", wide, make_node(CPU=64, GPU=8)) == (1, 4)
 
 
-def test_what_no_node_has_is_refused_by_its_path() -> None:
-    wanted = PlacementConfig(cpus=1, resources={"fast": 1})
-    check_capacity("engine", wanted, [node(CPU=1), node(CPU=1, fast=1)])
+def test_check_capacity_without_a_fitting_node_names_the_setting() -> None:
+    placement = PlacementConfig(cpus=1, resources={"fast": 1})
+    check_capacity("engine", placement, [make_node(CPU=1), make_node(CPU=1, fast=1)])
     with pytest.raises(ConfigError, match=r"cluster\.placement\.engine: no node .* has \{CPU: 1, fast: 1\}"):
-        check_capacity("engine", wanted, [node(CPU=1), node(CPU=0.5, fast=1)])
+        check_capacity("engine", placement, [make_node(CPU=1), make_node(CPU=0.5, fast=1)])
 
 
-def test_roles_elsewhere_get_what_the_config_names_and_no_more() -> None:
-    run = config(
+def test_forwarded_env_holds_only_what_the_config_names() -> None:
+    run = make_config(
         cluster={"type": "ray", "env": ["MINE"]},
         store={"type": "postgres", "password_env": "PG_PASSWORD"},
         upstreams={"other": {"base_url": "http://x", "api_key_env": "OTHER_KEY"}},
     )
     names = ("PYTHONPATH", "CUDA_HOME", "MINE", "PG_PASSWORD", "OTHER_KEY", "HOME", "AWS_SECRET_ACCESS_KEY")
-    here = {name: f"value of {name}" for name in names}
-    passed = forwarded_env(run, here, frozenset({"OTHER_KEY"}))
-    assert passed == {name: here[name] for name in sorted(names[:4])}
+    environment = {name: f"value of {name}" for name in names}
+    forwarded = forwarded_env(run, environment, frozenset({"OTHER_KEY"}))
+    assert forwarded == {name: environment[name] for name in sorted(names[:4])}
 
 
-def test_roles_elsewhere_get_the_password_of_the_store() -> None:
-    run = config(store={"type": "postgres", "url": "postgresql://u@h/db"})
+def test_forwarded_env_holds_the_password_of_the_store() -> None:
+    run = make_config(store={"type": "postgres", "url": "postgresql://u@h/db"})
     assert forwarded_env(run, {"PGPASSWORD": "x"}, frozenset()) == {"PGPASSWORD": "x"}
 
 
-def test_an_order_does_not_print_its_keys() -> None:
+def test_role_spec_repr_hides_secrets() -> None:
     spec = RoleSpec(
         role="trainer", name="trainer", arguments=(), python=None, config="sk-1", folder=Path("/r"),
         driver_token="m", cwd=Path("/"), env={"K": "sk-2"}, exclude_env=frozenset(), listen=None,
@@ -95,25 +95,25 @@ def test_an_order_does_not_print_its_keys() -> None:
     assert "sk-" not in repr(spec)
 
 
-async def test_metrics_of_other_nodes_are_brought_here_once(tmp_path: Path) -> None:
-    there = {"b": b'{"n": 1}\n{"n": 2}\n{"n"', "c": b'{"m": 1}\n'}
+async def test_metrics_mirror_copies_each_line_once(tmp_path: Path) -> None:
+    remote_files = {"b": b'{"n": 1}\n{"n": 2}\n{"n"', "c": b'{"m": 1}\n'}
 
-    def reading(host: str) -> Any:
+    def make_reader(host: str) -> Any:
         async def read(offset: int) -> bytes:
             await asyncio.sleep(0)
-            return there[host][offset:]
+            return remote_files[host][offset:]
 
         return read
 
-    async def both(copy: MetricsMirror) -> None:
-        # Two roles of one node bring the same file.
-        await asyncio.gather(*(copy.fetch(host, reading(host)) for host in ("b", "c", "b")))
+    async def fetch_all(copy: MetricsMirror) -> None:
+        # Two roles on one node report the same file.
+        await asyncio.gather(*(copy.fetch(host, make_reader(host)) for host in ("b", "c", "b")))
 
     copy = MetricsMirror(tmp_path)
-    await both(copy)
-    there["b"] += b": 3}\n"
-    await both(copy)
-    await both(MetricsMirror(tmp_path))  # another driver, later
+    await fetch_all(copy)
+    remote_files["b"] += b": 3}\n"
+    await fetch_all(copy)
+    await fetch_all(MetricsMirror(tmp_path))  # another driver, later
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert sorted(lines) == ['{"m": 1}', '{"n": 1}', '{"n": 2}', '{"n": 3}']
 
@@ -121,6 +121,6 @@ async def test_metrics_of_other_nodes_are_brought_here_once(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("address", "reason"), [("127.0.0.1:1", "no Ray cluster answers"), ("ray://h:1", "a Ray client address")]
 )
-async def test_an_address_without_a_cluster_is_refused(address: str, reason: str) -> None:
+async def test_connect_without_a_cluster_at_the_address_is_rejected(address: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"cluster\.address: .*{reason}"):
         await connect(address)

@@ -1,4 +1,4 @@
-"""The phases of a run over real processes: each role is a small shell script."""
+"""The phases of a run, with real processes. Each role is a small shell script."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from instar.errors import InstarError, StoreFull
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
 from instar.types import Artifact, Endpoint, Policy
-from tests.unit.cluster.test_supervisor import Script, script, until
+from tests.unit.cluster.test_supervisor import Script, script, wait_until
 
 __all__ = ["script"]
 
 SLEEP = "exec sleep 60"
-ENDS = "trap 'exit 75' USR1 TERM; echo $* >> $FOLDER/said; while [ ! -e $FOLDER/done ]; do sleep 0.02; done"
+RUN_UNTIL_DONE = (
+    "trap 'exit 75' USR1 TERM; echo $* >> $FOLDER/output; while [ ! -e $FOLDER/done ]; do sleep 0.02; done"
+)
 
 
-class Scripted(Supervisor):
+class ScriptedSupervisor(Supervisor):
     programs: dict[str, str]
 
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> ChildProcess:
@@ -56,62 +58,62 @@ async def run(tmp_path: Path, script: Script) -> AsyncGenerator[LiveRun]:
     store = SqliteStore(folder.path / "store.db")
     await store.put_run(Run("run", "run", {}))
     log: list[str] = []
-    cluster = Scripted(folder, log=log.append)
-    cluster.programs = {"trainer": script(SLEEP), "rollout": script(ENDS), "rewards": script(SLEEP)}
+    cluster = ScriptedSupervisor(folder, log=log.append)
+    cluster.programs = {"trainer": script(SLEEP), "rollout": script(RUN_UNTIL_DONE), "rewards": script(SLEEP)}
     control = RoleController(cluster, store, "run")
     yield LiveRun(config, folder, cluster, control, store, "token", "key", RunSecrets({}, frozenset()))
     await cluster.close()
     await store.close()
 
 
-def said(run: LiveRun) -> list[str]:
-    path = run.folder.path.parent / "said"
+def read_output(run: LiveRun) -> list[str]:
+    path = run.folder.path.parent / "output"
     return path.read_text().splitlines() if path.exists() else []
 
 
-async def test_a_stop_as_the_trainer_starts_is_no_failure(run: LiveRun) -> None:
+async def test_stop_while_the_trainer_starts_is_not_a_failure(run: LiveRun) -> None:
     stop = asyncio.Event()
     training = asyncio.create_task(run_training(run, stop))
-    await until(lambda: "trainer" in run.cluster.roles)
+    await wait_until(lambda: "trainer" in run.cluster.roles)
     stop.set()
     await asyncio.wait_for(training, 20)
     with pytest.raises(InstarError, match="trainer is not started"):
         await run.control.handle(ControlRequest("start", "trainer"))
 
 
-async def test_rollout_is_restarted_in_an_evaluation(run: LiveRun) -> None:
+async def test_rollout_restarted_during_an_evaluation_continues_it(run: LiveRun) -> None:
     evaluating = asyncio.create_task(evaluate(run, "before", asyncio.Event()))
-    await until(lambda: len(said(run)) == 1)
+    await wait_until(lambda: len(read_output(run)) == 1)
     await run.control.handle(ControlRequest("restart", "rollout"))
-    await until(lambda: len(said(run)) == 2)
+    await wait_until(lambda: len(read_output(run)) == 2)
     assert not evaluating.done()
-    assert all("--evaluate=before" in line for line in said(run))
+    assert all("--evaluate=before" in line for line in read_output(run))
     (run.folder.path.parent / "done").touch()
     await asyncio.wait_for(evaluating, 20)
 
 
-async def test_a_stop_ends_an_evaluation_that_is_held(run: LiveRun) -> None:
+async def test_stop_ends_an_evaluation_whose_rollout_is_drained(run: LiveRun) -> None:
     stop = asyncio.Event()
     evaluating = asyncio.create_task(evaluate(run, "before", stop))
-    await until(lambda: len(said(run)) == 1)
+    await wait_until(lambda: len(read_output(run)) == 1)
     await run.control.handle(ControlRequest("drain", "rollout"))
     assert not evaluating.done()
     stop.set()
     await asyncio.wait_for(evaluating, 20)
 
 
-async def test_what_was_trained_is_not_evaluated_as_before(run: LiveRun) -> None:
+async def test_run_with_a_published_policy_skips_the_first_evaluation(run: LiveRun) -> None:
     version = await run.store.reserve_version("run", "run", 1)
     await run.store.publish(Policy("run", version, Artifact("live")))
     stop = asyncio.Event()
     phases = asyncio.create_task(run_phases(run, stop))
-    await until(lambda: len(said(run)) == 1)
-    assert (run.phase, "--evaluate" in said(run)[0]) == ("training", False)
+    await wait_until(lambda: len(read_output(run)) == 1)
+    assert (run.phase, "--evaluate" in read_output(run)[0]) == ("training", False)
     stop.set()
     await asyncio.wait_for(phases, 20)
 
 
-async def test_a_stop_ends_the_wait_for_the_last_scores(run: LiveRun) -> None:
+async def test_stop_ends_the_wait_for_the_last_scores(run: LiveRun) -> None:
     await run.cluster.start("rewards")
     await run.store.put_endpoint(Endpoint("run", "rewards", "rewards", "", 1, "scoring 5 sessions", "x"))
     stop = asyncio.Event()
@@ -122,18 +124,18 @@ async def test_a_stop_ends_the_wait_for_the_last_scores(run: LiveRun) -> None:
     await asyncio.wait_for(scoring, 5)
 
 
-class Full(SqliteStore):
+class FullDiskStore(SqliteStore):
     async def put_run(self, run: Run) -> None:
         raise StoreFull("the disk is full")
 
 
-async def test_a_failure_that_cannot_be_noted_does_not_hide_its_cause(run: LiveRun) -> None:
+async def test_record_failure_with_a_full_store_does_not_raise(run: LiveRun) -> None:
     await record_failure(run, OSError("the first cause"))
-    noted = await run.store.run("run")
-    assert noted is not None
-    assert (noted.status, noted.reason) == ("failed", "the first cause")
+    run_row = await run.store.run("run")
+    assert run_row is not None
+    assert (run_row.status, run_row.reason) == ("failed", "the first cause")
     store = run.store
-    run.store = Full(run.folder.path / "store.db")
+    run.store = FullDiskStore(run.folder.path / "store.db")
     await record_failure(run, InstarError("another"))
     await run.store.close()
     run.store = store

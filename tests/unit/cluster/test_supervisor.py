@@ -1,4 +1,4 @@
-"""The supervisor over real processes: each role is a small shell script, named as its interpreter."""
+"""The supervisor with real processes. Each role is a small shell script in place of the interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Script = Callable[[str], str]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """A program with this body; `$FOLDER` is a folder of its own."""
+    """Return a function that writes a shell program with a body; `$FOLDER` is the test's folder."""
 
     def make(body: str) -> str:
         path = tmp_path / f"interpreter-{len(list(tmp_path.glob('interpreter-*')))}"
@@ -38,14 +38,14 @@ async def supervisor(tmp_path: Path) -> AsyncGenerator[Supervisor]:
     folder = RunFolder(tmp_path / "run")
     folder.create(RunConfig())
     events: list[str] = []
-    made = Supervisor(folder, log=events.append)
-    yield made
-    await made.close()
+    running = Supervisor(folder, log=events.append)
+    yield running
+    await running.close()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 — what is waited for is another process
+        while not condition():  # noqa: ASYNC110 - waits for another process
             await asyncio.sleep(0.01)
 
 
@@ -57,9 +57,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_a_role_that_dies_is_started_again(
-    supervisor: Supervisor, script: Script, tmp_path: Path
-) -> None:
+async def test_role_that_dies_is_restarted(supervisor: Supervisor, script: Script, tmp_path: Path) -> None:
     program = script('echo x >> $FOLDER/starts; [ "$(wc -l < $FOLDER/starts)" -ge 3 ] && exit 0; exit 1')
     await supervisor.start("rollout", python=program)
     async with asyncio.timeout(10):
@@ -67,7 +65,7 @@ async def test_a_role_that_dies_is_started_again(
     assert (tmp_path / "starts").read_text() == "x\n" * 3
 
 
-async def test_a_fatal_end_is_the_first_cause_and_not_tried_again(
+async def test_role_with_a_fatal_exit_is_reported_and_not_restarted(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
     sleeper = script("exec sleep 60")
@@ -84,11 +82,11 @@ async def test_a_fatal_end_is_the_first_cause_and_not_tried_again(
     assert (tmp_path / "starts").read_text() == "x\n"
 
 
-async def test_a_role_asked_to_stop_while_it_is_down_is_not_started_again(
+async def test_role_signalled_while_down_is_not_restarted(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
     role = await supervisor.start("trainer", python=script("echo x >> $FOLDER/starts; exit 1"))
-    await until(lambda: role.restarts == 2)
+    await wait_until(lambda: role.restarts == 2)
     started = (tmp_path / "starts").read_text()
     supervisor.signal("trainer")
     async with asyncio.timeout(5):
@@ -96,69 +94,69 @@ async def test_a_role_asked_to_stop_while_it_is_down_is_not_started_again(
     assert (tmp_path / "starts").read_text() == started
 
 
-async def test_a_role_that_does_not_stop_is_killed_with_all_it_started(
+async def test_role_that_does_not_stop_is_killed_with_its_children(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
     program = script("trap '' TERM; sleep 60 & echo $! > $FOLDER/child; while :; do sleep 0.05; done")
     role = await supervisor.start("gateway", python=program)
     child = tmp_path / "child"
-    await until(lambda: child.exists() and child.read_text() != "")
+    await wait_until(lambda: child.exists() and child.read_text() != "")
     began = time.monotonic()
     await supervisor.stop("gateway", timeout=0.3)
     assert time.monotonic() - began < 3
     assert await role.exit_code == -signal.SIGKILL
-    await until(lambda: not is_alive(int(child.read_text())))
+    await wait_until(lambda: not is_alive(int(child.read_text())))
 
 
-async def test_a_role_that_comes_back_gets_the_same_socket(
+async def test_restarted_role_gets_the_same_socket(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
     program = script('echo "$@" >> $FOLDER/arguments; echo $INSTAR_ROLE_URL >> $FOLDER/urls; exit 1')
     role = await supervisor.start("gateway", python=program, listen=("127.0.0.1", 0))
-    await until(lambda: role.restarts == 2)
+    await wait_until(lambda: role.restarts == 2)
     assert role.server is not None
     first, second = (tmp_path / "arguments").read_text().splitlines()[:2]
     assert first == second
     assert f"--fd={role.server.fileno()}" in first
     assert (tmp_path / "urls").read_text().splitlines()[:2] == [role.url, role.url]
     _, writer = await asyncio.open_connection("127.0.0.1", int(role.url.rsplit(":", 1)[1]))
-    writer.close()  # it was accepted, with nobody there to answer yet
+    writer.close()  # the connection was accepted although no process serves it yet
 
 
-async def test_a_role_is_restarted_alone_and_that_is_no_failure(
+async def test_requested_restart_is_not_counted_as_a_failure(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
     program = script("echo x >> $FOLDER/starts; trap 'echo x >> $FOLDER/ends; exit 3' TERM; sleep 60 & wait")
     role = await supervisor.start("gateway", python=program)
     starts, ends = tmp_path / "starts", tmp_path / "ends"
     for times in (1, 2):
-        await until(lambda: starts.exists() and starts.read_text() == times * "x\n")  # noqa: B023 - awaited
+        await wait_until(lambda: starts.exists() and starts.read_text() == times * "x\n")  # noqa: B023 - awaited
         await asyncio.sleep(0.1)  # the trap is set
         await supervisor.restart("gateway")
         assert ends.read_text() == times * "x\n"
     assert (role.restarts, role.exit_code.done()) == (0, False)
-    await until(lambda: starts.read_text() == 3 * "x\n")
+    await wait_until(lambda: starts.read_text() == 3 * "x\n")
     await supervisor.stop("gateway")
     assert role.exit_code.done()
-    await supervisor.restart("gateway")  # from its end, too
-    await until(lambda: starts.read_text() == 4 * "x\n")
+    await supervisor.restart("gateway")  # also after the role has ended
+    await wait_until(lambda: starts.read_text() == 4 * "x\n")
     assert not role.exit_code.done()
 
 
-async def test_a_role_that_does_not_end_is_killed_and_restarted(
+async def test_restart_kills_a_role_that_does_not_stop(
     supervisor: Supervisor, script: Script, tmp_path: Path
 ) -> None:
     program = script("trap '' TERM; echo $$ >> $FOLDER/starts; while :; do sleep 0.05; done")
     await supervisor.start("engine", python=program)
     starts = tmp_path / "starts"
-    await until(lambda: starts.exists() and starts.read_text() != "")
+    await wait_until(lambda: starts.exists() and starts.read_text() != "")
     first = int(starts.read_text())
     await supervisor.restart("engine", timeout=0.3)
-    await until(lambda: len(starts.read_text().split()) == 2)
+    await wait_until(lambda: len(starts.read_text().split()) == 2)
     assert not is_alive(first)
 
 
-async def test_a_role_that_cannot_be_started_is_over(supervisor: Supervisor, script: Script) -> None:
+async def test_role_that_cannot_be_started_has_ended(supervisor: Supervisor, script: Script) -> None:
     with pytest.raises(InstarError, match=r"engine cannot be started: .*no/such/python"):
         await supervisor.start("engine", python="/no/such/python")
     role = await supervisor.start("trainer", python=script("exit 0"))
@@ -172,7 +170,7 @@ async def test_a_role_that_cannot_be_started_is_over(supervisor: Supervisor, scr
         await supervisor.stop("trainer")
 
 
-async def test_a_role_whose_start_is_cancelled_is_over(supervisor: Supervisor, script: Script) -> None:
+async def test_role_whose_start_is_cancelled_has_ended(supervisor: Supervisor, script: Script) -> None:
     starting = asyncio.create_task(supervisor.start("engine", python=script("exec sleep 60")))
     await asyncio.sleep(0)
     starting.cancel()
@@ -183,24 +181,22 @@ async def test_a_role_whose_start_is_cancelled_is_over(supervisor: Supervisor, s
 
 
 @pytest.mark.parametrize(("role", "code"), [("engine", 0), ("gateway", 0), ("trainer", EXIT_STOPPED)])
-async def test_an_end_that_nobody_asked_for_is_a_death(
+async def test_unrequested_exit_restarts_the_role(
     supervisor: Supervisor, script: Script, tmp_path: Path, role: str, code: int
 ) -> None:
     program = script(f"trap 'exit {code}' TERM; echo x >> $FOLDER/starts; while :; do sleep 0.02; done")
     child = await supervisor.start(role, python=program)
     starts = tmp_path / "starts"
-    await until(starts.exists)
+    await wait_until(starts.exists)
     assert child.process is not None
     os.kill(child.process.pid, signal.SIGTERM)
-    await until(lambda: starts.read_text() == "x\n" * 2)
+    await wait_until(lambda: starts.read_text() == "x\n" * 2)
     assert (child.restarts, child.exit_code.done()) == (1, False)
     await supervisor.stop(role)
-    assert await child.exit_code == 0, "asked for, it is a good end"
+    assert await child.exit_code == 0, "a requested exit is a success"
 
 
-async def test_a_signal_before_the_role_handles_any_is_a_good_end(
-    supervisor: Supervisor, script: Script
-) -> None:
+async def test_signal_before_the_role_handles_it_is_a_success(supervisor: Supervisor, script: Script) -> None:
     for number in (signal.SIGTERM, DRAIN_SIGNAL):
         child = await supervisor.start("trainer", python=script("exec sleep 60"))
         supervisor.signal("trainer", number)
@@ -208,43 +204,43 @@ async def test_a_signal_before_the_role_handles_any_is_a_good_end(
             assert await child.exit_code == 0
 
 
-class Meddled(Supervisor):
-    """Something happens while a role is being started again."""
+class InterruptedSupervisor(Supervisor):
+    """A supervisor that calls ``on_spawn`` while a role is being started."""
 
-    meddle: Callable[[], object] | None = None
+    on_spawn: Callable[[], object] | None = None
 
     async def _spawn(self, child: ChildProcess) -> None:
         spawning = asyncio.create_task(super()._spawn(child))
         await asyncio.sleep(0)
-        if self.meddle is not None:
-            self.meddle()
+        if self.on_spawn is not None:
+            self.on_spawn()
         await spawning
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, DRAIN_SIGNAL, signal.SIGKILL])
-async def test_a_signal_during_a_new_start_reaches_the_new_process(
+async def test_signal_during_a_restart_reaches_the_new_process(
     supervisor: Supervisor, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
-    made = Meddled(supervisor.folder, log=print)
+    interrupted = InterruptedSupervisor(supervisor.folder, log=print)
     # The first process exits only after the callback below is in place; the second one stays.
     program = script(
         "[ -e $FOLDER/started ] && exec sleep 60; touch $FOLDER/started; "
         "while [ ! -e $FOLDER/exit ]; do sleep 0.02; done; exit 1"
     )
-    child = await made.start("rollout", python=program)
-    made.meddle = (
-        (lambda: made.kill("rollout"))
+    child = await interrupted.start("rollout", python=program)
+    interrupted.on_spawn = (
+        (lambda: interrupted.kill("rollout"))
         if number == signal.SIGKILL
-        else (lambda: made.signal("rollout", number))
+        else (lambda: interrupted.signal("rollout", number))
     )
     (tmp_path / "exit").touch()
     async with asyncio.timeout(60):
         await child.exit_code
     assert child.is_stopping
-    await made.close()
+    await interrupted.close()
 
 
-def test_a_port_in_use_is_said_to_be() -> None:
+def test_open_listener_on_a_used_port_names_the_setting() -> None:
     taken = open_listener("127.0.0.1", 0)
     port = int(listener_url(taken).rsplit(":", 1)[1])
     with pytest.raises(InstarError, match=f"gateway.port: cannot listen on 127.0.0.1:{port}"):
@@ -256,7 +252,7 @@ def test_a_port_in_use_is_said_to_be() -> None:
     ("host", "url"),
     [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:"), ("127.0.0.2", "http://127.0.0.2:")],
 )
-def test_all_addresses_are_reached_by_the_loopback(host: str, url: str) -> None:
+def test_listener_url_of_a_wildcard_address_is_the_loopback(host: str, url: str) -> None:
     server = open_listener(host, 0)
     assert listener_url(server).startswith(url)
     server.close()

@@ -20,7 +20,7 @@ from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.unit.engines.conformance import EngineConformance, collect, ids_of, logprobs_of, versions_of
-from tests.unit.protocol.serving import served
+from tests.unit.protocol.serving import serve_in_thread
 
 KEY = "tml-a-key-of-the-tests"
 PROMPT = [5, 6, 7, 8]
@@ -36,7 +36,7 @@ def model(tiny: Path) -> ModelConfig:
 def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     with (
         collect_sdk_leaks(),
-        served("tinker", model, folder=tmp_path_factory.mktemp("kept"), keys=[KEY]) as address,
+        serve_in_thread("tinker", model, folder=tmp_path_factory.mktemp("kept"), keys=[KEY]) as address,
     ):
         yield address
 
@@ -145,13 +145,16 @@ async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url
 
 async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConfig, tmp_path: Path) -> None:
     options: dict[str, Any] = {"folder": tmp_path / "kept", "keys": [KEY]}
-    with collect_sdk_leaks(), served("tinker", model, **options) as address:
+    with collect_sdk_leaks(), serve_in_thread("tinker", model, **options) as address:
         backend, artifact = await trained(model, address, tmp_path)
         await backend.close()
         engine = TinkerSampler(model, section(address, deadline=20), CloudEngineConfig())
         await engine.load(Policy("p", 1, artifact))
         before = await collect(engine, PROMPT, max_tokens=5, temperature=0)
-    with collect_sdk_leaks(), served("tinker", model, **options, port=int(address.rsplit(":", 1)[1])):
+    with (
+        collect_sdk_leaks(),
+        serve_in_thread("tinker", model, **options, port=int(address.rsplit(":", 1)[1])),
+    ):
         after = await collect(engine, PROMPT, max_tokens=5, temperature=0)
         assert (ids_of(before), versions_of(before)) == (ids_of(after), versions_of(after))
         with pytest.raises(EngineUnavailable):

@@ -27,7 +27,7 @@ from instar.engines.local.engine import LocalEngine
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.protocol.serving import served
+from tests.unit.protocol.serving import serve_in_thread
 
 KEY = "sk-weaver-test"
 TOKENIZER = make_tiny_tokenizer()
@@ -43,7 +43,7 @@ def model(tiny: Path) -> ModelConfig:
 @pytest.fixture(scope="module")
 def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    with served("weaver", model, folder=folder, keys=[KEY], base_model="tiny") as address:
+    with serve_in_thread("weaver", model, folder=folder, keys=[KEY], base_model="tiny") as address:
         yield address
 
 
@@ -169,13 +169,13 @@ async def test_weaver_sampler_reconnects_after_a_server_restart(
 ) -> None:
     options = {"folder": tmp_path, "keys": [KEY], "base_model": "tiny"}
     with ExitStack() as up:
-        address = up.enter_context(served("weaver", model, **options))
+        address = up.enter_context(serve_in_thread("weaver", model, **options))
         engine = create_engine(address, deadline=10)
         before = await reply(engine)
         await asyncio.to_thread(up.close)
         waiting = asyncio.ensure_future(reply(engine))
         port = int(address.rpartition(":")[2])
-        await asyncio.to_thread(up.enter_context, served("weaver", model, port=port, **options))
+        await asyncio.to_thread(up.enter_context, serve_in_thread("weaver", model, port=port, **options))
         assert (await waiting).token_ids == before.token_ids
         await asyncio.to_thread(up.close)
     unreachable = create_engine(address, deadline=0.5)

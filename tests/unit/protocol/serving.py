@@ -1,4 +1,4 @@
-"""A served protocol in a thread of its own, so that SDKs that block can call it."""
+"""Serve a protocol in a separate thread, so that blocking SDKs can call it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from instar.protocol.serve import serve_protocol
 
 
 @contextmanager
-def served(protocol: str, model: ModelConfig, **options: Any) -> Generator[str]:
-    """Its address, while it is up."""
+def serve_in_thread(protocol: str, model: ModelConfig, **options: Any) -> Generator[str]:
+    """Yield the server's address."""
     address: Future[str] = Future()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -44,7 +44,7 @@ def served(protocol: str, model: ModelConfig, **options: Any) -> Generator[str]:
         assert not thread.is_alive()
 
 
-def tiny(folder: Path, **options: Any) -> ModelConfig:
+def make_tiny_config(folder: Path, **options: Any) -> ModelConfig:
     from tests.tiny import make_tiny_model
 
     return ModelConfig(

@@ -8,7 +8,7 @@ import tinker
 from instar.config import ModelConfig
 from instar.protocol.base import ServiceLimits
 from tests.sdk_leaks import collect_sdk_leaks
-from tests.unit.protocol.serving import served, tiny
+from tests.unit.protocol.serving import make_tiny_config, serve_in_thread
 
 KEY, OTHER_KEY, MINT_KEY = "tml-the-key-of-tests", "tml-someone-elses", "sk-as-mint-has-them"
 NAME = "tiny"
@@ -16,7 +16,7 @@ NAME = "tiny"
 
 @pytest.fixture(scope="package")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return tiny(tmp_path_factory.mktemp("model"))
+    return make_tiny_config(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="package")
@@ -26,7 +26,7 @@ def url(tiny_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Ge
     folder = tmp_path_factory.mktemp("checkpoints")
     keys = [KEY, OTHER_KEY, MINT_KEY]
     options = {"folder": folder, "keys": keys, "base_model": NAME, "limits": limits}
-    with collect_sdk_leaks(), served("tinker", tiny_model, **options) as address:
+    with collect_sdk_leaks(), serve_in_thread("tinker", tiny_model, **options) as address:
         yield address
 
 

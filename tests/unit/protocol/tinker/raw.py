@@ -1,4 +1,4 @@
-"""A client without an SDK, that speaks JSON as tinker 0.22 does."""
+"""A client without an SDK that sends the same JSON as tinker 0.22."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 
 
-class Raw:
+class RawTinkerClient:
     def __init__(self, url: str, key: str) -> None:
         self._http = httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=60)
 
-    def __enter__(self) -> Raw:
+    def __enter__(self) -> RawTinkerClient:
         return self
 
     def __exit__(
@@ -28,24 +28,24 @@ class Raw:
         return self._http.get(path)
 
     def submit(self, path: str, body: Any, **headers: str) -> str:
-        answer = self.post(path, body, **headers)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["request_id"]
+        response = self.post(path, body, **headers)
+        assert response.status_code == 200, response.text
+        return response.json()["request_id"]
 
-    def result(self, request_id: str) -> dict[str, Any]:
-        answer = self.post("retrieve_future", {"request_id": request_id})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+    def retrieve_result(self, request_id: str) -> dict[str, Any]:
+        response = self.post("retrieve_future", {"request_id": request_id})
+        assert response.status_code == 200, response.text
+        return response.json()
 
-    def session(self) -> str:
-        reported = self.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.22.0"})
-        return reported.json()["session_id"]
+    def create_session(self) -> str:
+        response = self.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "0.22.0"})
+        return response.json()["session_id"]
 
-    def model(self, session: str, base_model: str, number: int = 0, **lora: Any) -> str:
+    def create_model(self, session_id: str, base_model: str, sequence_number: int = 0, **lora: Any) -> str:
         request = {
-            "session_id": session,
-            "model_seq_id": number,
+            "session_id": session_id,
+            "model_seq_id": sequence_number,
             "base_model": base_model,
             "lora_config": {"rank": 4, "seed": 3, **lora},
         }
-        return self.result(self.submit("create_model", request))["model_id"]
+        return self.retrieve_result(self.submit("create_model", request))["model_id"]

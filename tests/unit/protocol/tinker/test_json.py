@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from tests.unit.protocol.tinker.conftest import KEY, MINT_KEY, NAME
-from tests.unit.protocol.tinker.raw import Raw
+from tests.unit.protocol.tinker.raw import RawTinkerClient
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
 
 
 @pytest.fixture
-def raw(url: str) -> Generator[Raw]:
-    with Raw(url, KEY) as client:
+def raw(url: str) -> Generator[RawTinkerClient]:
+    with RawTinkerClient(url, KEY) as client:
         yield client
 
 
 @pytest.fixture
-def model(raw: Raw) -> Generator[str]:
-    session = raw.session()
-    yield raw.model(session, NAME)
+def model(raw: RawTinkerClient) -> Generator[str]:
+    session = raw.create_session()
+    yield raw.create_model(session, NAME)
     assert raw.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
 
 
@@ -37,48 +37,52 @@ def both(model: str, seq: int) -> dict[str, Any]:
     return {"forward_backward_input": given(), "model_id": model, "seq_id": seq}
 
 
-def test_json_pass_and_step_reduce_the_loss(raw: Raw, model: str) -> None:
-    ahead = raw.result(raw.submit("forward", {"forward_input": given(), "model_id": model, "seq_id": 1}))
+def test_json_pass_and_step_reduce_the_loss(raw: RawTinkerClient, model: str) -> None:
+    ahead = raw.retrieve_result(
+        raw.submit("forward", {"forward_input": given(), "model_id": model, "seq_id": 1})
+    )
     [tensors] = ahead["loss_fn_outputs"]
     assert tensors["logprobs"]["dtype"] == "float32"
     assert tensors["logprobs"]["shape"] == [3]
-    first = raw.result(raw.submit("forward_backward", both(model, 2)))
+    first = raw.retrieve_result(raw.submit("forward_backward", both(model, 2)))
     assert first["metrics"]["loss:sum"] == pytest.approx(-sum(tensors["logprobs"]["data"][1:]), rel=1e-5)
-    stepped = raw.result(raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 3}))
+    stepped = raw.retrieve_result(
+        raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 3})
+    )
     assert stepped["metrics"]["grad_norm"] > 0
-    second = raw.result(raw.submit("forward_backward", both(model, 4)))
+    second = raw.retrieve_result(raw.submit("forward_backward", both(model, 4)))
     assert second["metrics"]["loss:sum"] < first["metrics"]["loss:sum"]
 
 
-def test_json_steps_out_of_order_run_in_order(raw: Raw, model: str) -> None:
+def test_json_steps_out_of_order_run_in_order(raw: RawTinkerClient, model: str) -> None:
     last = raw.submit("forward_backward", both(model, 3))
     middle = raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
     first = raw.submit("forward_backward", both(model, 1))
-    after, _, before = [raw.result(request)["metrics"] for request in (last, middle, first)]
+    after, _, before = [raw.retrieve_result(request)["metrics"] for request in (last, middle, first)]
     assert after["loss:sum"] < before["loss:sum"]
 
 
-def test_repeated_step_runs_once(raw: Raw, model: str) -> None:
+def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:
     first = raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"})
     assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"}) == first
     assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "b"}) == first
     step = {"adam_params": ADAM, "model_id": model, "seq_id": 2}
-    norm = raw.result(raw.submit("optim_step", step))["metrics"]["grad_norm"]
-    assert raw.result(raw.submit("optim_step", step))["metrics"]["grad_norm"] == norm
+    norm = raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"]
+    assert raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"] == norm
     taken = raw.post("optim_step", step | {"seq_id": 1})
     assert taken.status_code == 422
     assert "belongs to another operation" in taken.json()["detail"]
 
 
-def test_repeated_create_model_returns_the_same_model(raw: Raw) -> None:
-    session = raw.session()
-    assert raw.model(session, NAME) == raw.model(session, NAME)
-    assert raw.model(session, NAME, 1) != raw.model(session, NAME)
+def test_repeated_create_model_returns_the_same_model(raw: RawTinkerClient) -> None:
+    session = raw.create_session()
+    assert raw.create_model(session, NAME) == raw.create_model(session, NAME)
+    assert raw.create_model(session, NAME, 1) != raw.create_model(session, NAME)
     raw.post(f"sessions/{session}/finish", {})
 
 
-def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: Raw) -> None:
-    session = raw.session()
+def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: RawTinkerClient) -> None:
+    session = raw.create_session()
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
     sampling = raw.post("create_sampling_session", asked).json()["sampling_session_id"]
     assert raw.get(f"samplers/{sampling}").json()["base_model"] == NAME
@@ -93,23 +97,23 @@ def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: Raw) -> None:
     reported = raw.post("asample", sample).json()
     assert len(set(reported["sample_sequence_ids"])) == 2
     assert raw.post("asample", sample).json() == reported
-    result = raw.result(reported["request_id"])
+    result = raw.retrieve_result(reported["request_id"])
     assert [len(sequence["tokens"]) for sequence in result["sequences"]] == [3, 3]
     assert result["prompt_logprobs"][0] is None
     assert result["prompt_logprobs"][1] < 0
 
 
 def test_mint_key_is_exchanged_for_a_token(url: str) -> None:
-    with Raw(url, KEY) as raw:
+    with RawTinkerClient(url, KEY) as raw:
         assert not raw.post("client/config", {"sdk_version": "0.36.0"}).json()["pjwt_auth_enabled"]
-    with Raw(url, MINT_KEY) as raw:
+    with RawTinkerClient(url, MINT_KEY) as raw:
         assert raw.post("client/config", {"sdk_version": "0.22.0"}).json()["pjwt_auth_enabled"]
-        session = raw.session()
+        session = raw.create_session()
         token = raw.post("auth/token", {}).json()["jwt"]
-    with Raw(url, token) as raw:
+    with RawTinkerClient(url, token) as raw:
         assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200
         raw.post(f"sessions/{session}/finish", {})
-    with Raw(url, token[:-2] + ("AA" if token[-2:] != "AA" else "BB")) as raw:
+    with RawTinkerClient(url, token[:-2] + ("AA" if token[-2:] != "AA" else "BB")) as raw:
         assert raw.post("client/config", {}).status_code == 401
 
 
@@ -126,13 +130,13 @@ def test_mint_key_is_exchanged_for_a_token(url: str) -> None:
     ],
 )
 def test_invalid_requests_get_user_errors(
-    raw: Raw, path: str, body: Any, headers: dict[str, str], status: int
+    raw: RawTinkerClient, path: str, body: Any, headers: dict[str, str], status: int
 ) -> None:
     answer = raw.post(path, body, **headers)
     assert answer.status_code == status
     assert answer.json()["category"] == "user"
 
 
-def test_telemetry_is_accepted_and_discarded(raw: Raw) -> None:
+def test_telemetry_is_accepted_and_discarded(raw: RawTinkerClient) -> None:
     assert raw.post("telemetry", {"events": []}).json() == {"status": "accepted"}
     assert raw.get("healthz").json() == {"status": "ok"}

@@ -12,9 +12,9 @@ from tinker.lib.retryable_exception import RetryableException
 
 from instar.config import ModelConfig
 from tests.sdk_leaks import IGNORE_SDK_LEAKS
-from tests.unit.protocol.serving import served
+from tests.unit.protocol.serving import serve_in_thread
 from tests.unit.protocol.tinker.conftest import KEY, NAME, OTHER_KEY
-from tests.unit.protocol.tinker.raw import Raw
+from tests.unit.protocol.tinker.raw import RawTinkerClient
 from tests.unit.protocol.tinker.test_training import ADAM, next_tokens, step
 
 pytestmark = IGNORE_SDK_LEAKS
@@ -24,15 +24,15 @@ def test_request_without_valid_key_is_rejected(url: str) -> None:
     with pytest.raises(tinker.AuthenticationError, match="not one of this server's") as raised:
         tinker.ServiceClient(base_url=url, api_key="tml-guessed").get_server_capabilities()
     assert "guessed" not in str(raised.value)
-    with Raw(url, "") as raw:
+    with RawTinkerClient(url, "") as raw:
         assert raw.post("client/config", {}).status_code == 401
-    with Raw(url, "eyJ.e30.x") as raw:
+    with RawTinkerClient(url, "eyJ.e30.x") as raw:
         assert raw.post("client/config", {}).status_code == 401
 
 
 def test_objects_of_one_key_are_hidden_from_others(url: str, training: tinker.TrainingClient) -> None:
     path = training.save_state("mine").result().path
-    with Raw(url, OTHER_KEY) as raw:
+    with RawTinkerClient(url, OTHER_KEY) as raw:
         assert raw.post("get_info", {"model_id": training.model_id}).status_code == 404
         assert raw.post("weights_info", {"tinker_path": path}).status_code == 404
         assert raw.get("checkpoints").json()["checkpoints"] == []
@@ -72,7 +72,7 @@ def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None
     kept = training.save_weights_for_sampler("kept").result().path
     training.save_weights_and_get_sampling_client()
     session = service.holder.get_session_id()
-    with Raw(url, KEY) as raw:
+    with RawTinkerClient(url, KEY) as raw:
         assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200
         service.close("success").result(10)
         assert raw.post("session_heartbeat", {"session_id": session}).status_code == 410
@@ -83,7 +83,7 @@ def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None
 
 def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, tmp_path: Path) -> None:
     options = {"folder": tmp_path, "keys": [KEY], "base_model": NAME}
-    with served("tinker", tiny_model, **options) as url:
+    with serve_in_thread("tinker", tiny_model, **options) as url:
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         training = service.create_lora_training_client(NAME, rank=4, seed=3)
         step(training)
@@ -91,7 +91,7 @@ def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, 
         loss = step(training)
         sampling = training.save_weights_and_get_sampling_client()
     port = int(url.rpartition(":")[2])
-    with served("tinker", tiny_model, port=port, **options) as url:
+    with serve_in_thread("tinker", tiny_model, port=port, **options) as url:
         started = time.monotonic()
         with pytest.raises(tinker.NotFoundError, match="there is no model"):
             training.forward_backward([next_tokens()], "cross_entropy").result(20)
@@ -100,7 +100,7 @@ def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, 
         with pytest.raises(tinker.NotFoundError, match="there is no session"):
             service.create_lora_training_client(NAME, rank=4)
         assert time.monotonic() - started < 10
-        with Raw(url, KEY) as raw:
+        with RawTinkerClient(url, KEY) as raw:
             assert raw.post("retrieve_future", {"request_id": "op-of-before"}).status_code == 410
         again = tinker.ServiceClient(base_url=url, api_key=KEY)
         resumed = again.create_training_client_from_state_with_optimizer(path)

@@ -41,13 +41,13 @@ async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pau
             if "error" in chunk:
                 raise ConnectionError(chunk["error"])
             if chunk["choices"] and chunk["choices"][0]["finish_reason"]:
-                note(ledger, chunk["id"])
+                append_to_ledger(ledger, chunk["id"])
                 ended = True
     if not ended:
         raise ConnectionError("the reply broke off")
 
 
-def note(ledger: str, reply_id: str) -> None:
+def append_to_ledger(ledger: str, reply_id: str) -> None:
     """On disk when this returns, whatever happens to the process after."""
     with Path(ledger).open("a") as file:
         file.write(f"{reply_id}\n")

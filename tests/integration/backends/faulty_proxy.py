@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import aiohttp
 from aiohttp import web
 
-IDS = re.compile(r"\b(session|model|op)-[0-9a-f]+|\bsampling-(?!sessions)[^/]*")
-EVERYWHERE = "everywhere"
+ID_PATTERN = re.compile(r"\b(session|model|op)-[0-9a-f]+|\bsampling-(?!sessions)[^/]*")
+ANY_ENDPOINT = "everywhere"
 REQUEST_TYPE = "X-Tinker-Request-Type"
 """Tells what a question for a result is about."""
 
@@ -47,32 +47,32 @@ FAULTS = [
     Fault("no answer", hangs=True),
     Fault("late", forwards=True, hangs=True),
 ]
-PASSING = ("503", "429", "502", "cut before", "cut after")
+TRANSIENT_FAULTS = ("503", "429", "502", "cut before", "cut after")
 """Faults that a client is to get over by itself."""
-LASTING = [
+PERMANENT_FAULTS = [
     replace(fault, times=float("inf")) for fault in FAULTS if fault.name in ("503", "cut before", "no answer")
 ]
 
 
-class BadLine:
+class FaultyProxy:
     """``places`` counts the requests by what they ask for. A fault strikes at one place, or everywhere, from
     the given request on."""
 
     def __init__(self, url: str, place: str = "", fault: Fault | None = None, after: int = 0) -> None:
-        self._to = url
-        self._place = place
+        self._target_url = url
+        self._endpoint = place
         self._fault = fault
         self._after = after
-        self._left = fault.times if fault else 0.0
-        self.places: Counter[str] = Counter()
-        self.struck = 0
+        self._remaining = fault.times if fault else 0.0
+        self.request_counts: Counter[str] = Counter()
+        self.fault_count = 0
         self.url = ""
 
-    def mend(self) -> None:
-        self._left = 0
+    def disable_fault(self) -> None:
+        self._remaining = 0
 
     @asynccontextmanager
-    async def up(self) -> AsyncGenerator[BadLine]:
+    async def serve(self) -> AsyncGenerator[FaultyProxy]:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
@@ -88,13 +88,13 @@ class BadLine:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        fault = self._strikes(_place(request))
+        fault = self._next_fault(_endpoint_name(request))
         if fault is None:
-            return await self._passed_on(request, body)
-        self.struck += 1
+            return await self._forward(request, body)
+        self.fault_count += 1
         if fault.status is not None:
             return web.Response(status=fault.status, body=fault.body, content_type=fault.content_type)
-        answer = await self._passed_on(request, body) if fault.forwards else None
+        answer = await self._forward(request, body) if fault.forwards else None
         if fault.truncates:
             assert answer is not None
             assert isinstance(answer.body, bytes)
@@ -106,19 +106,19 @@ class BadLine:
         request.transport.abort()
         return web.Response()
 
-    def _strikes(self, place: str) -> Fault | None:
-        self.places[place] += 1
-        seen = self.places.total() if self._place == EVERYWHERE else self.places[place]
-        if self._place not in (place, EVERYWHERE) or seen <= self._after or self._left <= 0:
+    def _next_fault(self, place: str) -> Fault | None:
+        self.request_counts[place] += 1
+        seen = self.request_counts.total() if self._endpoint == ANY_ENDPOINT else self.request_counts[place]
+        if self._endpoint not in (place, ANY_ENDPOINT) or seen <= self._after or self._remaining <= 0:
             return None
-        self._left -= 1
+        self._remaining -= 1
         return self._fault
 
-    async def _passed_on(self, request: web.Request, body: bytes) -> web.Response:
+    async def _forward(self, request: web.Request, body: bytes) -> web.Response:
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
         async with self._client.request(
             request.method,
-            self._to + str(request.rel_url),
+            self._target_url + str(request.rel_url),
             headers=headers,
             data=body or None,
             skip_auto_headers=["Content-Type"],
@@ -131,7 +131,7 @@ class BadLine:
             return response
 
 
-def _place(request: web.Request) -> str:
-    path = IDS.sub("*", request.path.removeprefix("/api/v1/"))
+def _endpoint_name(request: web.Request) -> str:
+    path = ID_PATTERN.sub("*", request.path.removeprefix("/api/v1/"))
     about = request.headers.get(REQUEST_TYPE) if path == "retrieve_future" else None
     return f"{request.method} {path}" + (f" {about}" if about else "")
