@@ -62,7 +62,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: all.")] = None,
     max_models: Annotated[
         int, typer.Option(min=1, help="Models in training at once.")
-    ] = ServiceLimits.max_models,
+    ] = ServiceLimits().max_models,
     as_json: AsJson = False,
 ) -> None:
     """Serve the local backend to programs written for Tinker, MinT or Weaver, until Ctrl-C."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from instar.cli.main import COMMANDS, load_command
 from tests.unit.cli.conftest import Instar, Small
 
 
@@ -205,3 +206,20 @@ def test_installed_command_failure_prints_one_line() -> None:
 
 def test_version_option_prints_the_version(instar: Instar) -> None:
     assert instar("--version").out.startswith("instar ")
+
+
+def command_paths() -> list[tuple[str, ...]]:
+    paths: list[tuple[str, ...]] = []
+    for name in COMMANDS:
+        subcommands = getattr(load_command(name), "commands", {})
+        paths += [(name,), *((name, subcommand) for subcommand in subcommands)]
+    return paths
+
+
+@pytest.mark.parametrize("path", command_paths(), ids=" ".join)
+def test_command_help_shows_options_with_printable_defaults(instar: Instar, path: tuple[str, ...]) -> None:
+    result = instar(*path, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert "--json" in result.out or "Commands" in result.out
+    assert " object" not in result.out
+    assert "<member" not in result.out
