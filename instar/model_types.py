@@ -48,17 +48,17 @@ FinishReason = Literal["stop", "length", "aborted"]
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: int = 256
     temperature: float = 1.0
-    """0 is greedy."""
+    """The sampling temperature; 0 means greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """The number of most likely tokens to sample from; 0 means the whole vocabulary."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the reply; the sampled stop token is part of it."""
+    """Tokens that end the reply. The sampled stop token is part of the reply."""
     score: bool = True
-    """False if nobody reads the logprobs or trains on them: an engine that needs a second request for them
-    may then leave them out."""
+    """False if nobody reads the logprobs or trains on them. An engine that needs a second request for the
+    logprobs may then leave them out."""
 
     @property
     def modifies_distribution(self) -> bool:
@@ -69,10 +69,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """One or more sampled tokens streamed by an engine, each with its logprob and policy version.
 
-    ``logprobs`` are those of the full softmax at temperature 1. ``behavior_logprobs`` are those of
-    the distribution that was actually sampled from, present when the two differ. The last chunk of a
-    reply carries ``finish_reason``; ``stop`` is the stop string that ended it. The tokens of a
-    matched stop string are in the stream because they were sampled; the gateway trims the text.
+    ``logprobs`` are taken from the full softmax at temperature 1. ``behavior_logprobs`` are taken from the
+    distribution that was actually sampled from, and are present if the two differ. The last chunk of a reply
+    has a ``finish_reason``; ``stop`` is the stop string that ended the reply. The tokens of a matched stop
+    string are in the stream because they were sampled; the gateway trims the text.
     """
 
     token_ids: list[int]

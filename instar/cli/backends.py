@@ -1,4 +1,5 @@
-"""`instar backends`: list the training backends and check them; `serve` is in a module of its own."""
+"""`instar backends`: list the training backends and check them. `backends_serve` has the subcommand
+`serve`."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ class BackendRow:
     installed: bool
     version: str | None
     problem: str | None
-    """The reason that it cannot run here, with the command that fixes it."""
+    """Why the backend cannot run here, with the command that fixes it; None if it can."""
     detected: bool
-    """True if `backend: auto` would choose it."""
+    """True if `backend: auto` would choose the backend."""
     why: str | None
     losses: list[str]
     features: list[str]
     optimizer: list[str]
-    """The fields of `trainer.adam` that it supports."""
+    """The fields of `trainer.adam` that the backend supports."""
     artifacts: list[str]
 
 
@@ -87,7 +88,7 @@ def _print_backends(*, as_json: bool) -> None:
 
 
 def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]:
-    """Return every backend, and the reason that `backend: auto` cannot choose one, if so."""
+    """Return every backend, and the reason why `backend: auto` cannot choose one, or None if it can."""
     clues = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
     chosen, conflict = None, None
     try:
@@ -117,7 +118,7 @@ def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | N
 
 
 def _capabilities(name: str) -> BackendCapabilities | None:
-    """Return a backend's capabilities with default settings, or None for one that a plugin provides."""
+    """Return a backend's capabilities with default settings, or None for a backend that a plugin provides."""
     if name not in REQUIREMENTS:
         return None
     return known_capabilities(RunConfig.model_validate({"backend": name}).backend)

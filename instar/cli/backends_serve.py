@@ -25,7 +25,7 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 KEYS = "INSTAR_PROTOCOL_KEYS"
-"""Environment variable with the accepted keys, separated by commas."""
+"""The environment variable with the accepted keys, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def serve(
 
 
 def read_configured_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
-    """Return the keys from the environment, if any. Raises ConfigError, without quoting a key, for one that
-    is too short or that no client could send."""
+    """Return the keys from the environment, if any. Raises ConfigError, without quoting the key, if a key is
+    too short or if no client could send it."""
     keys = [key.strip() for key in environment.get(KEYS, "").split(",") if key.strip()]
     shortest = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
     prefixes = CONVENTIONS[protocol].prefixes

@@ -47,7 +47,7 @@ def check(file: ConfigFile, overrides: Overrides = None, as_json: AsJson = False
 
 
 def _notes(config: RunConfig, origin: str) -> list[str]:
-    """Return notes on the run's backend and engine, and on what they will do differently than configured."""
+    """Return notes on the run's backend and engine, and on settings that they will not follow exactly."""
     try:
         return check_run(config, os.environ)[1]
     except ConfigError as error:
@@ -55,7 +55,7 @@ def _notes(config: RunConfig, origin: str) -> list[str]:
 
 
 def _find_missing(config: RunConfig) -> Iterator[str]:
-    """Yield a message for each missing file, program, function or dataset that the settings name."""
+    """Yield a message for each missing file, program, function or dataset that the settings refer to."""
     for section in ("rollout", "eval"):
         part = getattr(config, section)
         file: Path | None = getattr(part.tasks, "path", None) if part else None
@@ -84,7 +84,7 @@ def _find_missing(config: RunConfig) -> Iterator[str]:
 
 
 def _sections_by_path(name: str, sections: Sequence[Section]) -> dict[str, Section]:
-    """Return the sections by path; a single section may have been written without a list."""
+    """Return the sections by path. A single section may have been written without a list."""
     if len(sections) == 1:
         return {name: sections[0]}
     return {f"{name}.{place}": section for place, section in enumerate(sections)}

@@ -13,11 +13,12 @@ from instar.config import RunConfig
 from instar.types import Json
 
 MAX_VALUE_LENGTH = 80
-"""Longest part of a value that a message repeats."""
+"""The maximum length of the part of a value that a message repeats."""
 
 
 def explain(error: ValidationError, settings: Json | None = None) -> list[str]:
-    """Return one line for each wrong setting. ``settings``: as they were written in the file."""
+    """Return one line for each wrong setting. ``settings`` are the settings as they were written in the
+    file."""
     by_path: dict[str, list[str]] = {}
     for item in error.errors():
         path, section = locate(_written_location(item["loc"], settings or {}))
@@ -67,7 +68,7 @@ def _shorten(value: Any) -> str:
 
 
 def _words(listed: str) -> list[str]:
-    """Split pydantic's «'a', 'b' or 'c'» into words."""
+    """Return the words in pydantic's «'a', 'b' or 'c'»."""
     return [word.strip(" '") for word in listed.replace(" or ", ", ").split(",")]
 
 
@@ -75,7 +76,7 @@ def _words(listed: str) -> list[str]:
 
 
 def _written_location(location: Sequence[str | int], settings: Json) -> list[str | int]:
-    """Drop the list index of a section that was written without a list."""
+    """Return the location without the list index of a section that was written without a list."""
     match location:
         case [str() as name, int(), *rest] if not isinstance(settings.get(name), list):
             return [name, *rest]
@@ -123,6 +124,6 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
-    """Return the values of a variant's `type`, or none for a section without variants."""
+    """Return the values of a variant's `type`, or an empty tuple for a section without variants."""
     field = section.model_fields.get("type")
     return typing.get_args(field.annotation) if field is not None else ()

@@ -1,7 +1,7 @@
 """Read a run's YAML file into a RunConfig.
 
-A relative path in the file is relative to the file; one given with ``--set`` is relative to the working
-folder.
+A relative path in the file is relative to the file's folder; a relative path given with ``--set`` is relative
+to the working folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEMO = Path(__file__).parent.parent / "demo" / "run.yaml"
 
 
 class ConfigMistakes(ConfigError):
-    """All mistakes in a run's settings, one line each."""
+    """Raised with all mistakes in a run's settings, one line each."""
 
     def __init__(self, origin: str, mistakes: Sequence[str]) -> None:
         self.mistakes = list(mistakes)
@@ -35,7 +35,8 @@ class ConfigMistakes(ConfigError):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read, override and validate a YAML file. Its folder becomes importable, for functions that it names."""
+    """Return the validated settings of a YAML file, with the overrides applied. The file's folder becomes
+    importable, for functions that the settings refer to."""
     data = _read(path)
     folder = path.resolve().parent
     _anchor(RunConfig, data, folder)
@@ -58,7 +59,7 @@ def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:
 
 
 def _apply(data: Json, override: str) -> None:
-    """Apply one ``a.b.c=value``; the value is YAML."""
+    """Apply one override, ``a.b.c=value``, to the settings. The value is YAML."""
     path, equals, text = override.partition("=")
     if path.endswith("api_key"):
         override = f"{path}=…"  # the messages below may be logged
@@ -81,7 +82,7 @@ def _apply(data: Json, override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys; YAML's own loaders silently drop the first one."""
+    """A YAML loader that rejects duplicate keys; YAML's own loaders silently drop the first one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -132,8 +133,8 @@ def _anchored(value: Any, folder: Path) -> Any:
 
 
 def _anchor_other_paths(data: Json, folder: Path) -> None:
-    """Resolve the agent's working folder, a model named `./folder`, an interpreter named `./env/bin/python`
-    and folders of exported data against the file's folder."""
+    """Make other paths in the settings absolute, relative to the file's folder: the agent's working folder, a
+    model given as `./folder`, an interpreter given as `./env/bin/python` and folders of exported data."""
     _anchor_data(data, folder)
     match data:
         case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:

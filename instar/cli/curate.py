@@ -29,7 +29,7 @@ from instar.types import Call, GroupStatus, Message, Session, Tag
 PAGE_SIZE = 256
 IN_PROGRESS = (GroupStatus.OPEN, GroupStatus.SCORING)
 MAX_SHOWN = 20
-"""Findings per check in the text output."""
+"""The maximum number of findings per check in the text output."""
 
 
 @with_session_filters
@@ -78,7 +78,7 @@ def make_tags(finding: CurationFinding) -> list[Tag]:
 async def load_recent_sessions(
     store: Store, config: RunConfig, where: SessionFilter, limit: int
 ) -> list[SessionSummary]:
-    """Load the newest ``limit`` sessions, oldest first, without those that have not ended."""
+    """Return the newest ``limit`` sessions, oldest first, without sessions that have not ended."""
     combine = RewardCombiner(config)
     seen: list[SessionSummary] = []
     before: int | None = None
@@ -96,7 +96,8 @@ async def load_recent_sessions(
 async def load_complete_groups(
     store: Store, config: RunConfig, chosen: Sequence[SessionSummary]
 ) -> list[SessionSummary]:
-    """Load the complete groups of the chosen sessions, with the last attempt at each slot."""
+    """Return the sessions of the complete groups that the chosen sessions belong to, with only the last
+    attempt at each slot."""
     combine = RewardCombiner(config)
     group_ids = dict.fromkeys(each.session.group_id for each in chosen if each.session.group_id is not None)
     groups = [await store.group(group_id) for group_id in group_ids]
@@ -116,7 +117,7 @@ async def load_complete_groups(
 def _only_selected(
     findings: Sequence[CurationFinding], seen: Sequence[SessionSummary]
 ) -> list[CurationFinding]:
-    """Restrict the findings to the selected sessions."""
+    """Return the findings restricted to the selected sessions."""
     chosen = {each.session.session_id for each in seen}
     kept = [tuple(each for each in finding.session_ids if each in chosen) for finding in findings]
     return [replace(f, session_ids=ids) for f, ids in zip(findings, kept, strict=True) if ids]

@@ -128,7 +128,7 @@ async def _export(
 
 @contextmanager
 def _target_folder(to: Path | None, kept: Path) -> Generator[Path]:
-    """Yield the folder to write: ``to``, or a temporary one that is renamed after its content later."""
+    """Yield the folder to write: ``to``, or a temporary folder that is later renamed after its content."""
     if to is not None:
         yield to
         return
@@ -138,7 +138,7 @@ def _target_folder(to: Path | None, kept: Path) -> Generator[Path]:
 
 
 def _folder_name(name: str | None, manifest: DatasetManifest, request: ExportOptions) -> str:
-    """Return a name with format and content hash: the hash covers only the rows."""
+    """Return a folder name with the format and the content hash, because the hash covers only the rows."""
     samples = "-samples" if request.samples else ""
     return f"{name}-{manifest.hash[7:19]}-{request.format}{samples}"
 
@@ -210,7 +210,7 @@ async def _import(folder: Path, into: Path | None, run: str | None, as_json: boo
 
 @contextmanager
 def _progress_bar(text: str, as_json: bool) -> Generator[exporting.ProgressCallback | None]:
-    """Show a progress bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar on a terminal, and nothing elsewhere. Yield the callback that updates the bar."""
     console = Console(stderr=True)
     if as_json or not console.is_terminal:
         yield None
@@ -240,7 +240,7 @@ async def _open_index_of(config: RunConfig) -> AsyncGenerator[Store]:
 
 @asynccontextmanager
 async def _open_index(where: Path) -> AsyncGenerator[Store]:
-    """Open the dataset index of a folder of runs, or of one run."""
+    """Yield the store with the dataset index of a folder of runs, or of one run."""
     is_run = RunFolder(where).config_file.is_file()
     names = open_dataset_index(RunFolder(where).read_config()) if is_run else open_dataset_index_in(where)
     try:

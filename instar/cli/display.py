@@ -28,7 +28,8 @@ ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "teacher")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return the last values as bars between 0 and 1, or the largest value if it is greater."""
+    """Return the last values as bars. The scale is from 0 to 1, or to the largest value if it is greater than
+    1."""
     shown = values[-width:]
     top = max([1.0, *shown])
     return "".join(BARS[max(0, min(8, round(value / top * 8)))] for value in shown)
@@ -120,7 +121,7 @@ class Display:
 
     async def _lines(self) -> None:
         assert self._run is not None
-        # A resumed run has printed its earlier steps before.
+        # The earlier steps of a resumed run were printed before.
         printed = len(list(read_metrics(self._run.folder.path)))
         phases: list[str] = []
 

@@ -67,7 +67,7 @@ def feedback(
 
 
 def _read_correction(text: str | None, file: Path | None) -> str | None:
-    """Return the text, or the file's content without its last line break."""
+    """Return the correction: the text, or the file's content without its last line break."""
     if file is None:
         return text
     if text is not None:
@@ -138,7 +138,8 @@ def _feedback_service(config: RunConfig, store: Store, renderer: Renderer | None
 
 
 def _load_renderer(config: RunConfig) -> Renderer | None:
-    """Return None if a provider answered: its calls have no tokens."""
+    """Return the renderer of the run's model, or None if a provider answered, because its calls have no
+    tokens."""
     if isinstance(config.engine, UpstreamEngineConfig):
         return None
     from instar.models import resolve_tokenizer

@@ -41,7 +41,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def with_session_filters(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the command's parameter ``filters``, a dict of option values, by the options above."""
+    """Return the command with the options above in place of its parameter ``filters``, a dict of option
+    values."""
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
@@ -103,7 +104,8 @@ def _parse_choice(kind: Any, name: str, filters: dict[str, Any]) -> Any:
 
 
 def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
-    """Parse a date and time (local time unless it names a zone), or a duration before now."""
+    """Return the time of a filter: a date and time (local time unless it includes a time zone), or a duration
+    before now."""
     text: str | None = filters[name]
     if text is None:
         return None

@@ -16,7 +16,7 @@ from instar.cli.options import new_app
 
 class CommandSource(NamedTuple):
     target: str
-    """The ``module:name`` of a function, or of a Typer app with subcommands, in ``instar.cli``."""
+    """The function in ``instar.cli``, or the Typer app with subcommands, as ``module:name``."""
     summary: str
 
 
@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """The root command: lists the commands from the table above and imports only the one that is used."""
+    """The root command. It lists the commands from the table above and imports only the one that is used."""
 
     # Some typer releases bundle click under a private name, so its types cannot be written here.
     def list_commands(self, ctx: Any) -> list[str]:

@@ -18,7 +18,7 @@ SessionIds = Annotated[list[str] | None, typer.Argument(metavar="[SESSION]...", 
 
 
 def new_app(*, no_args_is_help: bool = True) -> typer.Typer:
-    """Return an app with plain text help, for a group of subcommands."""
+    """Return a Typer app with plain text help, for a group of subcommands."""
     return typer.Typer(
         no_args_is_help=no_args_is_help,
         add_completion=False,

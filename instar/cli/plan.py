@@ -32,14 +32,14 @@ WAITING = (GroupStatus.READY, GroupStatus.SCORING, GroupStatus.OPEN)
 class StepPlan:
     step: int
     version: int
-    """The version that the step would start from."""
+    """The policy version that the step would start from."""
     groups_needed: int
-    """Groups per step."""
+    """The number of groups in a step."""
     groups: list[Group]
     batch: StepBatch
     corrections: CorrectionBatch
     waiting: dict[str, int]
-    """Number of unclaimed groups by status."""
+    """The number of unclaimed groups by status."""
 
 
 def plan(run_dir: RunDir, as_json: AsJson = False) -> None:

@@ -32,7 +32,7 @@ def report(run_dir: RunDir, as_json: AsJson = False) -> None:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report/reward.png` and `report/index.html`; return the path of the page."""
+    """Write `report/reward.png` and `report/index.html`, and return the path of the page."""
     folder = RunFolder(run_dir)
     config = folder.read_config()
     steps = read_steps(run_dir)
@@ -110,7 +110,7 @@ def _smooth(values: list[float], window: int = 5) -> list[float]:
 
 
 async def _load_examples(config: RunConfig, limit: int = 3) -> list[tuple[str, list[Call], float | None]]:
-    """Load the held-out tasks whose reward improved most, each before and after training."""
+    """Return the held-out tasks whose reward improved most, each before and after training."""
     if config.eval is None:
         return []
     mode = next(iter(config.eval.modes))
@@ -119,7 +119,7 @@ async def _load_examples(config: RunConfig, limit: int = 3) -> list[tuple[str, l
         by_label: dict[str, dict[str, SessionRow]] = {"before": {}, "after": {}}
         for row in await store.sessions(config.name, channel=Channel.VAL):
             for label, rows in by_label.items():
-                # The evaluator names its groups <run>/val/<label>-<mode>-v<version>/<place>.
+                # The evaluator's group ids are <run>/val/<label>-<mode>-v<version>/<place>.
                 if row.calls and f"/val/{label}-{mode}-v" in (row.session.group_id or ""):
                     rows[row.session.task_id or ""] = row
         tried = by_label["before"].keys() & by_label["after"].keys()
@@ -257,7 +257,8 @@ def _staleness_section(steps: list[Json]) -> list[str]:
 
 
 def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
-    """Return a table of each judge's agreement with itself and with rules, as explained in docs/judge.md."""
+    """Return a table of each judge's agreement with itself and with rules. docs/judge.md explains the
+    table."""
     head = (
         "judge",
         "rewards",
@@ -300,7 +301,8 @@ def _cell(value: Any) -> str:
 
 
 def _conversation_from_question(calls: list[Call]) -> list[Message]:
-    """Return the conversation from the last question of the first prompt on, without few-shot examples."""
+    """Return the conversation starting at the last question of the first prompt, without few-shot
+    examples."""
     first, last = calls[0].messages, calls[-1].messages
     opening = first if last[: len(first)] == first else last
     question = max((i for i, message in enumerate(opening) if message["role"] == "user"), default=0)

@@ -33,12 +33,12 @@ from instar.types import Json, ScoreState, Session, SessionStatus, Task
 
 @dataclass(slots=True)
 class RescoreCounts:
-    """Number of sessions by result."""
+    """The number of sessions by result."""
 
     scored: int = 0
     fallback: int = 0
     skipped: int = 0
-    """Sessions that this version of the scorer had scored before."""
+    """The number of sessions that this version of the scorer had already scored."""
     reasons: dict[str, int] = field(default_factory=dict[str, int])
 
 
@@ -55,7 +55,7 @@ def rescore(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """No agent runs again. The new scores are stored beside the earlier ones."""
+    """No agent runs again. The new scores are stored next to the earlier ones."""
     where = session_filter(filters, tuple(session_ids or ()))
     if where.status not in (None, SessionStatus.COMPLETED):
         raise ConfigError(f"--status: given {where.status.value!r}; only completed sessions are scored")
@@ -94,7 +94,7 @@ async def _rescore(
 
 
 def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
-    """Return the run's config with the scorers of ``rewards`` or of another file."""
+    """Return the run's config with the scorers from ``rewards`` or from a different file."""
     if bool(rewards) == (file is not None):
         raise ConfigError("Give the scorer with --reward '{type: ...}', or another YAML file with --config.")
     if file is not None:
@@ -106,14 +106,14 @@ def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | 
         raise ConfigError(f"--reward: not valid YAML: {error}") from error
     settings: Json = config.model_dump(mode="json", exclude_unset=True) | {"reward": sections}
     scoring: Json = settings.get("scoring") or {}
-    scoring.pop("combine", None)  # it may name scorers that are not used here
+    scoring.pop("combine", None)  # it may refer to scorers that are not used here
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # a rule's function may be there
     return validate(settings, "--reward")
 
 
 def _load_tasks_if_needed(config: RunConfig) -> TaskSet | None:
-    """Load the tasks if a rule uses their own scorer."""
+    """Return the tasks if a rule uses their own scorer, or else None."""
     uses_task_scorer = any(section.type == "rule" and section.function is None for section in config.reward)
     return load_tasks(config.rollout.tasks) if uses_task_scorer and config.rollout else None
 
@@ -121,7 +121,8 @@ def _load_tasks_if_needed(config: RunConfig) -> TaskSet | None:
 async def rescore_sessions(
     store: Store, run_id: str, scorer: Scorer, where: SessionFilter, config: ScoringConfig
 ) -> RescoreCounts:
-    """Score the sessions that this scorer has not scored yet, so an interrupted command can be repeated."""
+    """Score the sessions that this scorer has not scored yet, and return the counts. An interrupted command
+    can be repeated."""
     counts = RescoreCounts()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -146,7 +147,8 @@ async def rescore_sessions(
 async def _iterate_unscored(
     store: Store, run_id: str, scorer: Scorer, where: SessionFilter, counts: RescoreCounts
 ) -> AsyncGenerator[list[Session]]:
-    """Yield unscored sessions page by page, or all at once for a scorer that compares sessions of a group."""
+    """Yield unscored sessions page by page, or all in one list for a scorer that compares the sessions of a
+    group."""
     held: list[Session] = []
     async for rows in iterate_pages(store, run_id, where):
         scores = await store.scores([row.session.session_id for row in rows])
@@ -162,7 +164,8 @@ async def _iterate_unscored(
 async def _group_by_task(
     store: Store, scorer: Scorer, sessions: Sequence[Session]
 ) -> list[tuple[Task, list[str]]]:
-    """Return what one attempt scores: a session, or all of a group for a scorer that compares them."""
+    """Return the units that are scored together, each with its task: single sessions, or whole groups for a
+    scorer that compares sessions."""
     units: list[tuple[Task, list[str]]] = []
     by_group: dict[str, list[str]] = {}
     tasks: dict[str, Task] = {}
@@ -204,7 +207,7 @@ async def _score(
     if not has_failed or verdict.rewards:
         try:
             new = await store.record_scores(verdict.scores, verdict.rewards)
-        except ConflictError:  # another process recorded a score at the same moment
+        except ConflictError:  # another process recorded a score at the same time
             new = False
         if not new:
             counts.skipped += len(ids)

@@ -1,4 +1,4 @@
-"""`instar roles` and `instar status`: list the processes of a run, and control them one by one."""
+"""`instar roles` and `instar status`: list the processes of a run, and control each of them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _ask(folder: RunFolder, request: ControlRequest) -> list[RoleStatus]:
 
 
 async def _read_last_state(folder: RunFolder) -> list[RoleStatus]:
-    """Return the last reported state of each role of a run that is not running."""
+    """Return the last reported state of each role, for a run that is not running."""
     config = folder.read_config()
     store = open_store(config, read_only=True)
     try:

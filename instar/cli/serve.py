@@ -1,4 +1,4 @@
-"""`instar serve`: the gateway and an engine, recording, without training."""
+"""`instar serve`: run the gateway and an engine, and record calls without training."""
 
 from __future__ import annotations
 

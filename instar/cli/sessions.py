@@ -1,4 +1,5 @@
-"""`instar sessions`: `ls` and `show`; `tag`, `untag`, `export` and `import` are in modules of their own."""
+"""`instar sessions`: the subcommands `ls` and `show`. `tag`, `untag`, `export` and `import` are in other
+modules."""
 
 from __future__ import annotations
 
@@ -176,7 +177,7 @@ class SessionDetails:
     claims: list[Claim]
     group: Group | None
     group_sessions: list[SessionRow]
-    """All sessions of its group, including this one."""
+    """All sessions of the session's group, including the session itself."""
 
 
 async def _load_details(store: Store, run_id: str, beginning: str) -> SessionDetails:
@@ -322,7 +323,7 @@ def _format_rewards(rows: Sequence[SessionRow]) -> str:
 
 
 def _explain_unclaimed(details: SessionDetails) -> str:
-    """Explain why no training step has consumed the session."""
+    """Return a text that explains why no training step has consumed the session."""
     session, group = details.session, details.group
     if session.channel is not Channel.TRAIN:
         return f"not claimed: {session.channel} sessions are not trained on"
@@ -346,5 +347,5 @@ def _print_message(console: Console, message: Any, style: str = "") -> None:
 
 
 def _printable(text: str) -> str:
-    """Replace lone surrogates, which the store keeps and a terminal cannot print."""
+    """Return the text with lone surrogates, which the store keeps and a terminal cannot print, replaced."""
     return text.encode("utf-8", "replace").decode()

@@ -39,9 +39,9 @@ from instar.trainer.monitor import read_steps
 from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
-"""Number of random sessions if there is no workload; they are repeated as needed."""
+"""The number of random sessions that are drawn if there is no workload; they are repeated as needed."""
 DEFAULT_MAX_BATCH = 1024
-"""Concurrent replies of an engine whose configuration has no limit."""
+"""The number of concurrent replies of an engine whose configuration has no limit."""
 
 
 def simulate(
@@ -85,7 +85,7 @@ def simulate(
 def cluster_from_config(
     config: RunConfig, *, engines: int | None = None, max_staleness: int | None = None
 ) -> ClusterSpec:
-    """Return the simulated cluster of a run."""
+    """Return the simulated cluster for a run's settings."""
     rollout = config.rollout
     if rollout is None:
         raise ConfigError("rollout: required for a simulation; set group_size and concurrency")
@@ -120,7 +120,7 @@ def count_engines(config: RunConfig) -> int:
 
 
 def switches_policy_mid_reply(config: RunConfig) -> bool:
-    """True if a reply continues under a policy that is loaded while it is sampled.
+    """Return True if a reply continues under a policy that is loaded while the reply is sampled.
 
     For vLLM with `policy: auto`, `merged` is assumed only if `model.device` is `cpu`.
     """
@@ -158,8 +158,8 @@ def _max_batch(config: RunConfig) -> int:
 async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the simulated workload: from the `simulate` section, replaced by a measured run, replaced by a
-    workload file."""
+    """Return the simulated workload, from a measured run if one is given and else from the `simulate`
+    section. The sessions of a workload file, if there is one, replace the workload's own."""
     settings = config.simulate or SimulateConfig()
     path = workload or settings.workload
     if measured is not None:
@@ -196,7 +196,7 @@ async def load_workload(
 def _recommend(
     config: RunConfig, work: Workload, cluster: ClusterSpec, seed: int, tell: Callable[[str], None]
 ) -> Recommendation | None:
-    """Return None if nothing would be trained on with any setting."""
+    """Return the recommended settings, or None if nothing would be trained on with any setting."""
     settings = config.simulate or SimulateConfig()
     return recommend(
         work,

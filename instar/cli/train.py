@@ -27,7 +27,7 @@ from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Json
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells use it."""
+"""The exit code after Ctrl-C, as in shells."""
 
 
 def train(
@@ -99,7 +99,8 @@ def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
 
 
 def summarize(run: LiveRun) -> Json:
-    """Return the run's figures: evaluations by mode before and after, steps, seconds of training."""
+    """Return a summary of the run: evaluations by mode before and after training, steps, and seconds of
+    training."""
     steps = read_steps(run.folder.path)
     summary: Json = {
         "name": run.run_id,

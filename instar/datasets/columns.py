@@ -1,8 +1,8 @@
 """The columns of the exported tables, and rows as canonical lines of JSON.
 
-An export has three content tables. A session's row counts its calls; the rows of the calls follow each other
-in the order of their sessions. A call's row holds only the part after its base call, as in a store, so that
-the size of a session grows with its messages and not with the sum of its prompts.
+An export has three content tables. A session's row has the number of its calls; the rows of the calls are in
+the order of their sessions. A call's row holds only the part after its base call, as in a store, so that the
+size of a session grows with its messages and not with the sum of its prompts.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ CALLS: Columns = {
     "first_token_at": ColumnType.REAL,
     "ended_at": ColumnType.REAL,
 }
-"""``prompt_ids`` and ``messages`` follow the base call; ``tools`` is null if they equal the base call's."""
+"""The columns of calls. ``prompt_ids`` and ``messages`` hold only what follows the base call; ``tools`` is
+null if the base call has the same tools."""
 
 SAMPLES: Columns = {
     "sample_key": ColumnType.TEXT,
@@ -128,7 +129,8 @@ SAMPLES: Columns = {
     "reward": ColumnType.REAL,
     "rewards": ColumnType.JSON,
 }
-"""A flat view for other programs: one root-to-leaf path of a session per row. It is never imported."""
+"""The columns of a flat view for other programs, with one root-to-leaf path of a session per row. It is never
+imported."""
 
 TABLES: dict[TableName, Columns] = {
     "groups": GROUPS,
@@ -137,7 +139,7 @@ TABLES: dict[TableName, Columns] = {
     "samples": SAMPLES,
 }
 CONTENT_TABLES: tuple[TableName, ...] = ("groups", "sessions", "calls")
-"""The tables that are imported and that the content hash covers."""
+"""The tables that are imported. The content hash covers these tables."""
 
 
 # --- canonical lines ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Convert sessions to conversations for SFT and DPO, in the format that TRL reads.
 
-The rows hold text, which the other trainer renders and tokenizes itself. The sampled tokens are only in the
-importable formats.
+The rows hold text, which the other trainer renders and tokenizes itself. Only the importable formats include
+the sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILES = {
 
 
 class ConversationWriter:
-    """Writes rows to the file of their kind; a file is created with its first row."""
+    """Writes each row to the file for its kind. A file is created with its first row."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,7 +55,7 @@ class ConversationWriter:
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
     """Return each conversation as a list of messages, and each reply as the completion of its prompt.
 
-    Only sessions with a reward of at least ``min_reward`` (default: above 0) count; corrected replies are
+    Only sessions with a reward of at least ``min_reward`` (default: above 0) count. Corrected replies are
     included whatever the reward.
     """
     rows: dict[str, Rows] = {"messages": [], "completions": _corrections(record)}
@@ -85,9 +85,11 @@ def _corrections(record: SessionRecord) -> Rows:
 
 
 def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
-    """Pair the best session of the group with the worst, the second best with the second worst, and so on.
+    """Return pairs of sessions of a group: the best with the worst, the second best with the second worst,
+    and so on.
 
-    A pair needs rewards that differ by more than ``margin``; sessions with several conversations are skipped.
+    The rewards of a pair must differ by more than ``margin``. Sessions with several conversations are
+    skipped.
     """
     candidates: list[tuple[float, Call]] = []
     for record, reward in group:
@@ -104,7 +106,7 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
 
 
 def _make_pair(chosen: Call, rejected: Call) -> Json | None:
-    """Return a pair whose prompt is the common prefix, or None if the first difference is not a reply."""
+    """Return a pair whose prompt is the common prefix, or None if the first difference is not in a reply."""
     preferred, other = [*chosen.messages, chosen.reply], [*rejected.messages, rejected.reply]
     shared = 0
     while shared < min(len(preferred), len(other)) and preferred[shared] == other[shared]:
@@ -134,7 +136,8 @@ def _is_complete(call: Call) -> bool:
 
 
 def _conversations(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call of each complete conversation; it holds all the messages before it."""
+    """Return the last call of each complete conversation, which holds all the messages of the
+    conversation."""
     continued = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in continued and _is_complete(call)]
 
@@ -171,7 +174,7 @@ def _message(message: Message) -> Json:
 
 
 def _parse_arguments(text: str) -> Any:
-    """Return the parsed arguments, which chat templates serialize themselves; invalid JSON stays text."""
+    """Return the parsed arguments, because chat templates serialize them; invalid JSON stays text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -25,12 +25,13 @@ PAGE = 256
 EVERYTHING = SessionFilter()
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the number of sessions written and their total."""
+"""A function that is called with the number of sessions written and their total number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportHooks:
-    """Functions of other packages that linearize a session and combine its rewards, passed by the caller."""
+    """Functions of other packages that linearize a session and combine its rewards. The caller passes them
+    in."""
 
     samples: Callable[[Session, Sequence[Call]], list[Sample]]
     reward: Callable[[SessionRecord], float | None]
@@ -41,11 +42,12 @@ class ExportOptions:
     format: Format = "jsonl"
     where: SessionFilter = EVERYTHING
     samples: bool = False
-    """True to write the flat `samples` table beside the content tables."""
+    """True to also write the flat `samples` table."""
     min_reward: float | None = None
-    """The lowest reward of a session in an `sft` export; None: any reward above 0."""
+    """The lowest reward of a session in an `sft` export. None means any reward above 0."""
     margin: float = 0.0
-    """The difference that the rewards of the chosen and the rejected session of a `dpo` pair must exceed."""
+    """The margin of a `dpo` pair: the rewards of its chosen and rejected sessions must differ by more than
+    this."""
 
     @property
     def tables(self) -> tuple[TableName, ...]:
@@ -85,7 +87,7 @@ def check_target(folder: Path) -> None:
 
 @contextmanager
 def _atomic_folder(folder: Path) -> Generator[Path]:
-    """Yield a temporary folder; rename it to ``folder`` if the body succeeds, else delete it."""
+    """Yield a temporary folder. Rename it to ``folder`` if the ``with`` block succeeds, or else delete it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
         temporary = Path(parent) / "data"
@@ -105,7 +107,8 @@ async def export_sessions(
     store_kind: str,
     progress: ProgressCallback | None = None,
 ) -> DatasetManifest:
-    """Write the closed sessions of a run. The same data always gives the same folder."""
+    """Write the ended sessions of a run to a folder and return its manifest. The same data always gives the
+    same folder."""
     check_target(folder)
     if options.where.channel is Channel.DATA:
         raise ConfigError(
@@ -144,7 +147,7 @@ class _SelectedSession:
 
 
 async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> list[_SelectedSession]:
-    """Return the sessions in the order in which they were opened, without open and imported ones."""
+    """Return the sessions in the order in which they were opened, without open and imported sessions."""
     selected: list[_SelectedSession] = []
     last = 0
     while rows := await store.sessions(run_id, where=where, after=last, limit=PAGE):
@@ -205,7 +208,7 @@ async def _read_feedback(
 async def _read_groups(
     store: Store, run_id: str, selected: Iterable[_SelectedSession], where: SessionFilter
 ) -> list[Group]:
-    """Return the groups of the sessions; without a filter, also the groups that have no session."""
+    """Return the groups of the sessions. Without a filter, groups that have no session are included."""
     group_ids = {session.group_id for session in selected}
     channels = [where.channel] if where.channel else [c for c in Channel if c is not Channel.DATA]
     groups = [group for channel in channels for group in await store.groups(run_id, channel)]
@@ -300,7 +303,7 @@ async def _write_conversations(
             tally.add("sessions", bool(any(rows.values())))
             tally.add("rows", len(rows["completions"]))
     else:
-        # A pair is made of two sessions of one group.
+        # A pair consists of two sessions of one group.
         by_group: dict[str, list[str]] = {}
         for session in selected:
             if session.group_id is not None:

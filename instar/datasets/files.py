@@ -33,14 +33,14 @@ class TableWriter(ABC):
 
     @abstractmethod
     def add(self, table: TableName, row: ExportRow, line: str) -> None:
-        """Write a row; ``line`` is its canonical JSON."""
+        """Write a row. ``line`` is the row as canonical JSON."""
 
     @abstractmethod
     def finish(self) -> None: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files. Without `finish` before, what was written is incomplete."""
+        """Close the files. If `finish` was not called before, the files are incomplete."""
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +103,7 @@ class ParquetWriter(TableWriter):
 
 
 class HfWriter(ParquetWriter):
-    """A `DatasetDict` with one dataset per table, for `datasets.load_from_disk`."""
+    """Writes a `DatasetDict` with one dataset per table, for `datasets.load_from_disk`."""
 
     def finish(self) -> None:
         super().finish()

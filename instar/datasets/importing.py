@@ -24,11 +24,11 @@ class ImportResult:
     groups: int = 0
     sessions: int = 0
     unchanged: int = 0
-    """The number of sessions that the store already had, identical."""
+    """The number of identical sessions that the store already had."""
 
 
 def verify_content(folder: Path) -> DatasetManifest:
-    """Return the folder's manifest; raise a DataError if the content does not match its hash."""
+    """Return the folder's manifest. Raise DataError if the content does not match the manifest's hash."""
     manifest = read_manifest(folder)
     if manifest.format not in IMPORTABLE_FORMATS:
         raise DataError(
@@ -69,9 +69,9 @@ async def import_sessions(
     manifest: DatasetManifest,
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
-    """Import everything into a run, with the original ids, order and arrays.
+    """Import everything into a run, with the original ids, order and arrays, and return the counts.
 
-    Sessions and groups that the store already has are skipped if they are identical; a difference raises a
+    Sessions and groups that the store already has are skipped if they are identical; a difference raises
     ConflictError.
     """
     total, done, unchanged, added_groups = manifest.counts.get("sessions", 0), 0, 0, 0

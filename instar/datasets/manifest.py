@@ -14,30 +14,31 @@ from instar.types import Json
 
 FILE = "manifest.json"
 VERSION = 1
-"""The version of the format, raised with every change of the columns."""
+"""The version of the format, incremented with every change to the columns."""
 
 Format = Literal["jsonl", "parquet", "hf", "sft", "dpo"]
 IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
-"""The formats that hold everything."""
+"""The formats that hold all recorded data, so that they can be imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """It holds neither time nor path, so that the same data gives the same folder."""
+    """The manifest of exported data. It contains neither a time nor a path, so that the same data gives the
+    same folder."""
 
     format: Format
     run: str
     store: str
-    """``sqlite`` or ``postgres``."""
+    """The type of the store: ``sqlite`` or ``postgres``."""
     filters: Json
     """The export options that differ from their defaults."""
     counts: dict[str, int]
     hash: str
-    """The ``sha256:…`` of the content, independent of the format."""
+    """The content hash, ``sha256:…``, which does not depend on the format."""
     policies: list[Json] = field(default_factory=list[Json])
-    """The published versions of the run's policy: number, step, and the artifact's kind and name."""
+    """The published versions of the run's policy: number, step, and the kind and name of the artifact."""
     versions: list[int] = field(default_factory=list[int])
-    """The policy versions that sampled tokens of this data."""
+    """The policy versions that sampled the tokens of this data."""
     instar: str = ""
     format_version: int = VERSION
 
@@ -67,7 +68,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
 
 
 class ContentHash:
-    """Hashes rows in their order, table by table, independent of the format."""
+    """Hashes rows in order, table by table. The hash does not depend on the format."""
 
     def __init__(self) -> None:
         self._tables = {name: hashlib.sha256() for name in TABLES}

@@ -42,9 +42,9 @@ async def import_for_training(
     needs_logprobs: bool = True,
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
-    """Import the sessions as finished groups of the run's data channel.
+    """Import the sessions as finished groups of the run's data channel, and return the result.
 
-    Groups and sessions get new ids, because the store may also hold the same data under the original ones.
+    Groups and sessions get new ids, because the store may also hold the same data under the original ids.
     Groups that were discarded and evaluation sessions are skipped; a session without a group becomes a group
     of one. Groups that the store already has are left unchanged.
     """
@@ -71,12 +71,12 @@ async def import_for_training(
 
 
 def _key(group_id: str | None, session_id: str) -> str:
-    """Return the key by which a group of the folder, or a session without a group, is known here."""
+    """Return the key by which this module identifies a group of the folder, or a session without a group."""
     return group_id or f"session {session_id}"
 
 
 def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
-    """Count the trainable sessions of each group, by key."""
+    """Return the number of trainable sessions of each group, by key."""
     return Counter(
         _key(row["group_id"], row["session_id"])
         for row in read_rows(folder, manifest.format, "sessions")

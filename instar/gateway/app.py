@@ -43,15 +43,15 @@ from instar.store.base import Store
 logger = logging.getLogger(__name__)
 
 HASH_KEY_NAME = "message-hashes"
-"""The name of the store's secret with which messages are hashed."""
+"""The name of the secret in the store with which messages are hashed."""
 
 
 @asynccontextmanager
 async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
 ) -> AsyncGenerator[Starlette]:
-    """Yield the app of a run. Without an ``engine`` the configured provider replies. Store and engine are not
-    closed."""
+    """Yield the app of a run. Without an ``engine``, the configured provider replies. The caller closes the
+    store and the engine."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
@@ -99,10 +99,10 @@ def create_app(
     upstream: Upstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
 ) -> Starlette:
-    """Build the app. ``train_sampling`` is forced on the train channel; ``upstream`` replies instead of an
-    engine.
+    """Return the gateway's app.
 
-    The caller closes the store, the engine and the upstreams.
+    ``train_sampling`` is forced on every call of the train channel. If ``upstream`` is given, it replies
+    instead of an engine. The caller closes the store, the engine and the upstreams.
     """
     context = GatewayContext(
         store,
@@ -140,8 +140,8 @@ def create_app(
 
 
 class GatewayApp(Starlette):
-    """Passes model calls directly to the pipeline, because a router and its middleware would cost more than
-    some calls."""
+    """The ASGI app of the gateway. It passes model calls directly to the pipeline, because a router and its
+    middleware would cost more than some calls."""
 
     def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
         error_types = (ApiError, StoreError, HTTPException, Exception)
@@ -181,7 +181,8 @@ def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Record
 
 @asynccontextmanager
 async def _run_in_background(*works: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Run tasks meanwhile; cancel and await them at the end. A task that fails is reported at once."""
+    """Run tasks while the ``with`` block runs, then cancel and await them. A task that fails is reported
+    immediately."""
     tasks = [asyncio.create_task(work) for work in works]
     for task in tasks:
         task.add_done_callback(_report_failure)

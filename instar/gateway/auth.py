@@ -1,7 +1,7 @@
-"""Keys of the admin, of agents and of sessions; only their hashes are stored.
+"""The keys of the admin, of agents and of sessions. Only hashes of the keys are stored.
 
-The admin key may do everything. An agent's key opens sessions of its agent and uses only those. A session's
-key uses its session and nothing else.
+The admin key may do everything. An agent's key opens sessions of its agent and may use only those. A
+session's key may use its own session and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instar.store.base import KeyKind, KeyRow, Store
 from instar.types import Session
 
 KEY_CACHE_SECONDS = 3.0
-"""The time for which a key is not looked up again; a revoked key may work that much longer."""
+"""The number of seconds for which a key is not looked up again. A revoked key may work that much longer."""
 MAX_CACHED_KEYS = 20_000
 MIN_KEY_LENGTH = 16
 MIN_REMOTE_KEY_LENGTH = 32
@@ -39,8 +39,9 @@ def hash_key(key: str) -> str:
 
 
 def extract_key(headers: Mapping[str, str]) -> str:
-    """Return the key from our own header, which leaves the others to a provider, or from the header that the
-    clients of OpenAI, Anthropic or Azure use."""
+    """Return the caller's key. Raise ApiError (401) if there is none. The gateway's own header is read first,
+    because a client that uses it may send a provider's key in the others; then the headers that clients of
+    OpenAI, Anthropic and Azure use."""
     if key := headers.get(KEY_HEADER):
         return key.strip()
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -68,7 +69,7 @@ class Caller:
 
 
 class Authenticator:
-    """Identifies callers by the admin key, the keys in the store and those of the run's sessions."""
+    """Identifies callers by the admin key, the keys in the store and the keys of the run's sessions."""
 
     def __init__(self, store: Store, admin_key: str, run_id: str) -> None:
         if not admin_key:
@@ -79,7 +80,8 @@ class Authenticator:
         self._cache: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
 
     async def identify(self, key: str) -> Caller:
-        """Raise ApiError (401) if the key is unknown or revoked."""
+        """Return the caller that the key belongs to. Raise ApiError (401) if the key is unknown or
+        revoked."""
         hashed = hash_key(key)
         if secrets.compare_digest(hashed, self._admin_hash):
             return Caller("admin")
@@ -94,7 +96,7 @@ class Authenticator:
         return caller
 
     async def _look_up(self, hashed: str) -> tuple[Caller, float]:
-        """Return the caller and the number of seconds for which to cache it."""
+        """Return the caller and the number of seconds for which to cache the result."""
         session = await self._store.session_by_key(hashed)
         if session is not None and session.run_id == self._run_id:
             # A session's key is never revoked: it gives access to nothing once its session has ended.
@@ -108,21 +110,22 @@ class Authenticator:
 
 
 async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: str = "") -> str:
-    """Return a new key, which is not readable later. Raise Conflict if the name is taken."""
+    """Store a new key and return it; it cannot be read again later. Raise ConflictError if the name is
+    taken."""
     key = new_key()
     await store.put_key(KeyRow(hash_key(key), kind, agent_id, name))
     return key
 
 
 async def create_agent_key(store: Store, agent_id: str) -> str:
-    """Return a new key for the agent. Earlier keys stay valid, but cannot be shown again."""
+    """Store a new key for the agent and return it. Earlier keys stay valid, but cannot be shown again."""
     return await create_key(store, "agent", agent_id, f"serve-{secrets.token_hex(4)}")
 
 
 def resolve_admin_key(environment: Mapping[str, str], variable: str, host: str) -> str:
-    """Return the admin key from the environment for a gateway on ``host``, or a new one.
+    """Return the admin key for a gateway on ``host``: the one in the environment, or else a new one.
 
-    Raise ConfigError for a key that is easy to guess or that a header cannot carry.
+    Raise ConfigError if the key is easy to guess or has characters that a header cannot carry.
     """
     key = environment.get(variable)
     if key is None:

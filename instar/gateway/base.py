@@ -33,9 +33,9 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     slot: Int64 = 0
     attempt: Int64 = 0
     seed: Int64 | None = None
-    """The seed from which those of the calls are derived if the agent sends none."""
+    """The seed from which the seeds of calls are derived when the agent sends none."""
     sampling: Json = msgspec.field(default_factory=dict)
-    """The settings forced on every call, by the names in `SAMPLING_KEYS`."""
+    """The settings forced on every call. The keys are those in `SAMPLING_KEYS`."""
     metadata: Json = msgspec.field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ class OpenedSession(msgspec.Struct):
     base_url: str
     """The ``base_url`` for an OpenAI client."""
     api_key: str
-    """The session's key, which is not readable later."""
+    """The session's key, which cannot be read again later."""
 
 
 class RewardBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -59,7 +59,7 @@ class RewardBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def to_reward_body(reward: Reward) -> RewardBody:
-    """Return a reward without its session and time."""
+    """Return the reward as a response shows it, without its session and time."""
     return msgspec.convert(reward, RewardBody, from_attributes=True)
 
 
@@ -75,9 +75,9 @@ class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     """The reward that the agent gives itself."""
     metadata: Json = msgspec.field(default_factory=dict)
     rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
-    """Rewards of other sources; only with the admin key."""
+    """Rewards from other sources; accepted only with the admin key."""
     scores: list[ScoreBody] = msgspec.field(default_factory=list[ScoreBody])
-    """The scorers that are done with the session; only with the admin key."""
+    """The scorers that have finished with the session; accepted only with the admin key."""
 
 
 class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -91,7 +91,7 @@ class EndedSession(msgspec.Struct):
     session_id: str
     status: SessionStatus
     changed: bool
-    """False if the session had ended before and stays as it was."""
+    """False if the session had already ended and was left unchanged."""
 
 
 class CallView(msgspec.Struct):
@@ -151,7 +151,8 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 
 def from_validation(error: msgspec.ValidationError | msgspec.DecodeError) -> ApiError:
-    """Convert an error of msgspec such as «Expected `str`, got `int` - at `$.messages[0].role`»."""
+    """Return the ApiError for an error of msgspec such as «Expected `str`, got `int` - at
+    `$.messages[0].role`»."""
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     for problem, label, code in (

@@ -14,7 +14,7 @@ from instar.store.base import Store
 class RunIdentity:
     run_id: str
     agent_id: str
-    """The agent of requests whose key names none."""
+    """The agent of requests whose key does not belong to an agent."""
     policy_id: str
 
 

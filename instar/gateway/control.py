@@ -1,4 +1,4 @@
-"""The routes besides model calls: models, health, sessions, submitted calls and feedback."""
+"""The routes other than model calls: models, health, sessions, submitted calls and feedback."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ControlServices:
     sessions: SessionService
     feedback: FeedbackService
     submissions: SubmissionService | None
-    """None without an engine."""
+    """The service that records submitted calls; None without an engine."""
     loop_lag: LoopLagMonitor
 
 

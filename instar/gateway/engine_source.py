@@ -24,7 +24,8 @@ from instar.record.graph import MessageGraph
 from instar.types import Call, Channel, SamplingParams
 
 _PARSER_PROMPT_TOKENS = 64
-"""The number of a prompt's last tokens that a parser gets, to see if the prompt opens the reasoning."""
+"""The number of tokens at the end of a prompt that a parser gets, to see whether the prompt opens the
+reasoning."""
 
 
 class EngineSource(Source):
@@ -94,7 +95,8 @@ class EngineSource(Source):
     def token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the logprobs for the client, if it asked for them. Stop tokens are not part of the text."""
+        """Return the logprobs for the client, or none if the client did not ask for them. Stop tokens are
+        left out, because they are not part of the text."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -177,7 +179,8 @@ class _EngineSampling(Sampling):
             self._replies.append(reply)
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the agent's settings, overridden by those of the channel and then of the session."""
+        """Return the sampling settings: the agent's, overridden by the channel's and then by the
+        session's."""
         request, session = self._call.request, self._call.state.session
         settings: dict[str, Any] = {
             "temperature": request.temperature,
@@ -230,7 +233,8 @@ class _EngineSampling(Sampling):
 
 
 def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
-    """Return the agent's seed, changed for further replies, else one derived from the session's."""
+    """Return the seed of one reply: derived from the agent's seed if there is one, else from the session's
+    seed."""
     if request_seed is not None:
         return request_seed if index == 0 else _derive_seed(request_seed, index)
     return None if session_seed is None else _derive_seed(session_seed, number, index)
@@ -242,14 +246,15 @@ def _derive_seed(*parts: int) -> int:
 
 
 async def _run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run concurrently; on the first failure cancel the others and wait for them before raising it."""
+    """Run the coroutines concurrently. On the first failure, cancel the others and wait for them before
+    raising the error."""
     if len(works) == 1:
         await works[0]
         return
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
-    except BaseException:  # cancellation included: none of the tasks may go on alone
+    except BaseException:  # cancellation included: no task may continue alone
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

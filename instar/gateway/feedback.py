@@ -1,5 +1,8 @@
-"""Feedback of people on sessions and replies: it is recorded once, with its reward, and a corrected reply is
-recorded as the tokens that the model should have sampled."""
+"""Feedback from people on sessions and replies.
+
+Feedback is recorded once, together with its reward. A corrected reply is recorded as the tokens that the
+model should have sampled.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,14 @@ FeedbackText = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
 class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Feedback on a session, a call, or a response by its id. A session's own key needs to name none of
-    them."""
+    """Feedback on a session, on a call, or on a response given by its id. With a session's own key, none of
+    the three has to be given."""
 
     session_id: str | None = None
     call_id: str | None = None
     response_id: str | None = None
     feedback_id: FeedbackId | None = None
-    """An id that makes sending the same feedback again harmless."""
+    """An id with which the same feedback can be sent again without being recorded twice."""
     thumbs: Literal["up", "down", 1, -1] | None = None
     score: float | None = None
     text: FeedbackText = ""
@@ -70,11 +73,11 @@ class FeedbackView(msgspec.Struct):
     author: str
     created_at: float
     reward: float | None = None
-    """The reward of the session or call that follows from it."""
+    """The reward of the session or call that follows from the feedback."""
     lesson: bool = False
     """True if the correction can be trained on."""
     reason: str | None = None
-    """The reason why it cannot."""
+    """Why the correction cannot be trained on."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -92,7 +95,7 @@ def _feedback_view(feedback: Feedback, reason: str | None = None) -> FeedbackVie
 
 
 def reward_value(feedback: Feedback) -> float | None:
-    """Return the score, else 1 or 0 for the thumb; None if there is only text."""
+    """Return the feedback's score, or else 1 or 0 for its thumb; None if the feedback is only text."""
     if feedback.score is not None:
         return feedback.score
     return None if feedback.thumbs is None else THUMB_REWARDS[feedback.thumbs]
@@ -150,7 +153,7 @@ class FeedbackService:
         return _feedback_view(recorded, reason), False
 
     async def list_feedback(self, session_id: str | None) -> list[FeedbackView]:
-        """Return the run's or a session's feedback, the oldest first."""
+        """Return the feedback on a session, or on all sessions of the run, oldest first."""
         rows = await self._store.feedback(self._run_id, session_id=session_id)
         return [_feedback_view(row) for row in rows]
 
@@ -181,7 +184,8 @@ class FeedbackService:
             param, calls = "response_id", await self._store.calls_by_request(body.response_id)
         else:
             return None
-        # Calls of others are treated as missing. Some providers give many responses the same id.
+        # Calls that the caller may not use are treated as missing. Some providers give many responses the
+        # same id.
         calls = [call for call in calls if await self._has_access(caller, call)]
         if body.session_id is not None and len(calls) > 1:
             calls = [call for call in calls if call.session_id == body.session_id]
@@ -206,7 +210,7 @@ class FeedbackService:
     async def _build_feedback(
         self, subject: _FeedbackSubject, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
-        """Return the feedback, and the reason if its correction cannot be trained on."""
+        """Return the feedback, and the reason if its correction cannot be trained on, else None."""
         redact = self._redactor.redact_text
         session_id = subject.session.session_id
         call, ids, reason, correction = subject.call, None, None, None
@@ -248,7 +252,8 @@ class FeedbackService:
         return complete[-1]
 
     def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
-        """Return the tokens of the correction, or the reason why there are none."""
+        """Return the tokens of the correction and None, or None and the reason if the correction cannot be
+        trained on."""
         route = match_model_route(self._models, call.model)
         if session.channel is Channel.VAL:
             return None, "sessions of the val channel are not trained on"
@@ -278,8 +283,8 @@ def _check_body(body: FeedbackBody) -> None:
 
 
 def _is_from_agent(session: Session, caller: Caller) -> bool:
-    """True if no person can have sent it: only the agent has the key of a rollout's session, and an agent
-    must not rate or teach itself."""
+    """Return True if the feedback was sent by an agent and not by a person. Only the agent has the key of a
+    rollout's session, and an agent must not rate or teach itself."""
     return caller.kind == "session" and session.channel is not Channel.LIVE
 
 
@@ -300,8 +305,8 @@ def _build_reward(feedback: Feedback, value: float, subject: _FeedbackSubject, c
 
 
 def _is_same(recorded: Feedback, feedback: Feedback, call: Call | None) -> bool:
-    """True if both are equal. A correction of the session's last reply stays the same when other replies
-    follow."""
+    """Return True if both feedbacks have the same content. A correction of the session's last reply stays the
+    same after other replies follow."""
     is_same_call = recorded.call_id == feedback.call_id or (call is None and feedback.correction is not None)
     return is_same_call and all(
         getattr(recorded, name) == getattr(feedback, name)

@@ -1,8 +1,8 @@
-"""HTTP connections with limits on request heads, which report when their client disconnects.
+"""HTTP connections that limit the head of a request and report when the client disconnects.
 
 Uvicorn reads the head of a request whatever its size and however slowly it arrives; the app limits bodies
-itself. The app gets the connection from its scope (`get_connection`): asking it costs less than a task that
-waits for the client's disconnect.
+itself. The app gets the connection from its scope (`get_connection`), because checking the connection costs
+less than a task that waits for the client to disconnect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXTENSION = "instar.connection"
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
-    """Return the connection of a request, or None if another protocol serves it."""
+    """Return the connection of a request, or None if a different protocol class serves it."""
     return scope.get("extensions", {}).get(_EXTENSION)
 
 
@@ -43,7 +43,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return not self.cycle.more_body
 
     def send_response(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Write a complete response with status 200 at once."""
+        """Write a complete response with status 200 in one piece."""
         cycle = self.cycle
         if cycle.disconnected or cycle.response_started:
             return

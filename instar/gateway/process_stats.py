@@ -10,7 +10,7 @@ from pathlib import Path
 
 _PERIOD = 0.05
 _MAX_SAMPLES = 6000
-"""The samples of five minutes."""
+"""The number of samples in five minutes."""
 
 
 class LoopLagMonitor:
@@ -27,13 +27,13 @@ class LoopLagMonitor:
             self._lags.append(max(0.0, loop.time() - due))
 
     def p99(self) -> float:
-        """Return the 99th percentile in seconds."""
+        """Return the 99th percentile of the lag in seconds."""
         lags = sorted(self._lags)
         return lags[int(0.99 * (len(lags) - 1))] if lags else 0.0
 
 
 def memory_mb() -> float:
-    """Return the resident memory of this process, or its peak on systems without /proc."""
+    """Return the resident memory of this process in MB, or its peak on systems without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize() / 2**20

@@ -1,4 +1,4 @@
-"""Replies of a provider: its response is passed on to the client, and parsed to be recorded."""
+"""Replies of a provider. The provider's response is passed on to the client, and parsed to be recorded."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class _ProviderSampling(Sampling):
         return self._build_replies(self._response.partial_choices())
 
     def _adopt_response_id(self, response_id: str | None) -> None:
-        """Use the provider's id for the response, which clients refer to, unless it was used before."""
+        """Use the provider's id for the response, because clients refer to it, unless the id was used
+        before."""
         if response_id is not None and not self._graph.has_request(response_id):
             self._call.meta.request_id = response_id
 

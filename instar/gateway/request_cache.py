@@ -1,8 +1,8 @@
 """A cache of parsed requests.
 
-An agent sends its whole history with every call. If a body starts with the same bytes as an earlier one of
-the same caller, the messages within those bytes and their hashes are reused and only the rest is parsed, so
-the cost of a call depends on its new messages.
+An agent sends its whole history with every call. If a body starts with the same bytes as an earlier body of
+the same caller, the messages within those bytes and their hashes are reused and only the rest is parsed. So
+the cost of a call depends only on its new messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.record.hashing import HashChain, MessageHasher
 
 MIN_CACHED_BODY = 8 * 1024
-"""The smallest body in bytes that is worth a lookup; smaller ones are parsed faster."""
+"""The size in bytes below which a body is not looked up, because parsing it is faster."""
 _MAX_BODIES_PER_CALLER = 4
 _WHITESPACE = b" \t\r\n"
 
@@ -73,8 +73,8 @@ class RequestCache:
     def _parse_rest(
         self, dialect: Dialect, body: bytes, cached: _ParsedBody, count: int
     ) -> _ParsedBody | None:
-        """Parse the body with its first ``count`` messages taken from ``cached``. Return None if the rest
-        must not be parsed alone, for example because an error has to name its position in the complete
+        """Return the parsed body, with its first ``count`` messages taken from ``cached``. Return None if the
+        rest must not be parsed alone, for example because an error has to give its position in the complete
         body."""
         start = cached.start
         rest_start = _next_message(body, cached.ends[count - 1])
@@ -84,7 +84,7 @@ class RequestCache:
         except ApiError:
             return None
         offsets = _message_offsets(rest) if parsed.unsupported_error is None else None
-        # A body may repeat the key "messages", and then the last one counts.
+        # If a body repeats the key "messages", the last one counts.
         if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
         request = replace(parsed, messages=cached.request.messages[:count] + parsed.messages)
@@ -98,8 +98,8 @@ class RequestCache:
         return _ParsedBody(body, ends, start, request, chain)
 
     def _find_longest(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
-        """Return the cached body that shares the most messages, and their number. The last message of
-        ``body`` is never shared."""
+        """Return the cached body that shares the most messages with ``body``, and the number of shared
+        messages. The last message of ``body`` is never shared."""
         best: _ParsedBody | None = None
         best_count = 0
         for cached in self._entries.get(key, ()):
@@ -142,8 +142,9 @@ def _next_message(body: bytes, end: int) -> int:
 
 
 def _message_offsets(body: bytes) -> tuple[int, list[int]] | None:
-    """Return the start of the first message and the end of each, or None if they cannot be determined.
-    msgspec returns views of the body itself, so their addresses are the offsets."""
+    """Return the offset of the first message and the offsets at which messages end, or None if they cannot be
+    determined. msgspec returns views of the body itself, so the offsets follow from the addresses of the
+    views."""
     try:
         raws = msgspec.json.decode(body, type=_MessagesBody).messages
     except msgspec.DecodeError:

@@ -13,7 +13,7 @@ from instar.gateway.provider_source import ProviderSource
 
 
 def match_model_route(models: Mapping[str, ModelRoute], name: str) -> ModelRoute | None:
-    """Return the first route whose pattern matches."""
+    """Return the first route whose pattern matches the model name, or None."""
     return next((route for pattern, route in models.items() if fnmatchcase(name, pattern)), None)
 
 
@@ -32,7 +32,7 @@ class ModelRouter:
         self._models = models
 
     def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
-        """Return the source, and True if its calls may be trained on."""
+        """Return the source for a model, and True if its calls may be trained on."""
         if needs_engine:
             return self.require_engine(), True
         route = match_model_route(self._models, model) if self._models else None

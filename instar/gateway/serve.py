@@ -46,8 +46,8 @@ async def serve(
 ) -> None:
     """Serve until ``stop`` or ``drain`` is set.
 
-    After ``stop``, requests in flight have ``grace`` seconds to end; after ``drain`` they have no limit.
-    Later connections wait at the socket, for another process that holds it. A connection is closed if the
+    After ``stop``, requests in flight have ``grace`` seconds to finish; after ``drain`` they have no limit.
+    Later connections wait at the socket for a different process that holds it. A connection is closed if the
     head of a request has more than ``max_head`` bytes or does not arrive within ``head_timeout`` seconds.
     """
     config = uvicorn.Config(

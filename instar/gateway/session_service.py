@@ -53,7 +53,7 @@ class SessionService:
         self._states = states
 
     async def open(self, caller: Caller, body: OpenSession) -> tuple[Session, str]:
-        """Return the new session and its key."""
+        """Open a session and return it with its key."""
         if caller.kind == "session":
             raise ApiError(403, "A session's key cannot open other sessions.", code="not_allowed")
         if caller.kind == "agent" and body.channel is not Channel.LIVE:
@@ -81,7 +81,7 @@ class SessionService:
         return session, key
 
     async def end(self, session_id: str, caller: Caller, body: CompleteSession | FailSession) -> EndedSession:
-        """End a session with its rewards. A session that has ended before is left as it is."""
+        """End a session and store its rewards. A session that has already ended is left unchanged."""
         state = await self._states.get(session_id)
         caller.check_access(state.session)
         scores = body.scores if isinstance(body, CompleteSession) else []
@@ -116,14 +116,14 @@ class SessionService:
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
     async def close_idle(self, seconds: float) -> int:
-        """Complete the live sessions without a call for that long; return their number."""
+        """Complete the live sessions that had no call for ``seconds``, and return their number."""
         closed = 0
         for session_id in await self._store.idle_sessions(self._identity.run_id, time.time() - seconds):
             state = await self._states.find_open(session_id)
             if state is None or state.in_flight or state.used_at > time.time() - seconds:
                 continue
             reason = f"silent for {seconds:g} s"
-            # Before the store is asked: a call that arrives meanwhile must open another session.
+            # Set before the store is asked, so that a call that arrives during the write opens a new session.
             state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
             if await self._store.end_session(session_id, SessionStatus.COMPLETED, reason):
                 closed += 1

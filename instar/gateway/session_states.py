@@ -15,7 +15,7 @@ from instar.record.graph import MessageGraph
 from instar.types import Channel, Session, SessionStatus, new_id
 
 _MAX_EVICTION_SCAN = 64
-"""The number of sessions that one eviction looks at."""
+"""The number of sessions that one eviction examines."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class PendingRequest:
     client_key: str | None
     done: asyncio.Future[None]
     client_gone: bool = False
-    """True once its complete reply is being recorded and its client has disconnected."""
+    """True once the complete reply is being recorded and the client has disconnected."""
 
 
 @dataclass(slots=True)
@@ -34,14 +34,14 @@ class SessionState:
 
     session: Session
     opening: Session | None = None
-    """The session while it is not stored yet; the store opens it together with its first call."""
+    """The session while it is not stored yet. The store opens it together with its first call."""
     is_unnamed: bool = False
     """True if calls are matched to the session by content alone. Named sessions are not matched by content,
-    or one that starts with the same messages could take over another's calls."""
+    because a session that starts with the same messages could take over the calls of another one."""
     graph: MessageGraph | None = None
     in_flight: int = 0
     used_at: float = 0.0
-    """The time at which its last call ended in this process."""
+    """The time at which the session's last call in this process ended."""
     pending: dict[bytes, list[PendingRequest]] = field(default_factory=dict[bytes, list[PendingRequest]])
     """Requests in progress by placement key."""
     graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -52,7 +52,8 @@ class SessionState:
 
 
 class _CallTracker:
-    """A context manager that counts a session's calls; a class, because a generator costs more per call."""
+    """A context manager that counts a session's calls. It is a class because a generator costs more per
+    call."""
 
     __slots__ = ("_state", "_states")
 
@@ -83,13 +84,14 @@ class SessionStates:
         return len(self._states)
 
     async def get(self, session_id: str) -> SessionState:
-        """Raise ApiError (404) if the run has no such session."""
+        """Return the session. Raise ApiError (404) if the run has no such session."""
         if (state := await self._find(session_id)) is None:
             raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
         return state
 
     async def get_open(self, session_id: str, caller: Caller) -> SessionState:
-        """Raise ApiError if the caller may not use the session, or if it has ended (410)."""
+        """Return an open session. Raise ApiError if the session does not exist (404), if the caller may not
+        use it (403), or if it has ended (410)."""
         state = await self.get(session_id)
         caller.check_access(state.session)
         if state.session.status is not SessionStatus.OPEN:
@@ -97,7 +99,7 @@ class SessionStates:
         return state
 
     async def find_open(self, session_id: str) -> SessionState | None:
-        """Return None if the session has ended, or was never stored because its first call failed."""
+        """Return the session, or None if it has ended or was never stored because its first call failed."""
         state = await self._find(session_id) if session_id else None
         return state if state and state.session.status is SessionStatus.OPEN else None
 
@@ -133,7 +135,8 @@ class SessionStates:
         self._states.pop(session_id, None)
 
     def track_call(self, state: SessionState) -> _CallTracker:
-        """Count a call while it is in progress; a session whose first call fails is removed afterwards."""
+        """Return a context manager that counts a call while it is in progress. A session whose first call
+        fails is removed afterwards."""
         return _CallTracker(self._states, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:
@@ -147,7 +150,8 @@ class SessionStates:
     def _evict(self) -> None:
         if len(self._states) <= self._limit:
             return
-        # Keep the newest, which its request is about to use, and those that the store cannot return yet.
+        # Keep the newest session, which its request is about to use, and sessions that the store cannot
+        # return yet.
         newest = next(reversed(self._states))
         for session_id, state in list(islice(self._states.items(), _MAX_EVICTION_SCAN)):
             if session_id != newest and not state.in_flight and state.opening is None:

@@ -1,7 +1,7 @@
 """Record calls that a program sampled elsewhere: ``POST /sessions/{id}/calls``.
 
-A submission has the exact ids with their logprobs and policy versions, like those of an engine. A logprob
-that is not known is null; such a call is recorded but not trained on.
+A submission has the exact token ids with their logprobs and policy versions, like the reply of an engine. An
+unknown logprob is null; a call with one is recorded but not trained on.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class SubmittedCall:
     prompt_ids: Ids
     reply: SampledReply
     has_message: bool
-    """False if the reply is only known as token ids; its message is empty."""
+    """False if the reply is known only as token ids; its message is then empty."""
     messages: tuple[Message, ...] | None
-    """None if the prompt is only known as token ids."""
+    """The messages of the prompt, or None if the prompt is known only as token ids."""
     tools: tuple[Tool, ...]
     model: str
     parent_id: str | None
-    """The call that this one continues, as the program claims; it may not exist."""
+    """The id of the call that this one continues, as the program claims; such a call may not exist."""
     client_key: str | None
     """An idempotency key: a call with the same key is not recorded again."""
 
@@ -101,7 +101,7 @@ class SubmissionService:
         self._renderer = renderer
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
-        """Record the calls and return their ids, those of calls that were recorded before included."""
+        """Record the calls and return their ids, including the ids of calls that were already recorded."""
         ids: list[str] = []
         with self._states.track_call(state):
             graph = await self._states.load_graph(state)
@@ -143,7 +143,7 @@ class SubmissionService:
 def parse_submission(
     body: bytes, vocab_size: int, latest_version: int, *, max_calls: int = MAX_SUBMITTED_CALLS
 ) -> list[SubmittedCall]:
-    """Raise ApiError (400) with the path of the first invalid value."""
+    """Return the calls of a submission. Raise ApiError (400) with the path of the first invalid value."""
     calls = decode_body(_decoder, body).calls
     if not calls:
         raise bad_request("'calls' is empty.", "calls", "invalid_value")
@@ -245,7 +245,7 @@ def _check_message(message: SubmittedMessage, path: str) -> None:
 
 
 def _to_floats(values: Sequence[float | None], path: str) -> list[float]:
-    """Return the values with NaN for missing ones. Raise ApiError for a value that 32 bits cannot hold."""
+    """Return the values with NaN for missing ones. Raise ApiError if a value does not fit into 32 bits."""
     floats = np.asarray([math.nan if value is None else value for value in values], np.float64)
     too_small = floats < np.finfo(np.float32).min
     if too_small.any():

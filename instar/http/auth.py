@@ -1,4 +1,4 @@
-"""API keys: kept as hashes and compared in constant time. Imports nothing but the standard library."""
+"""API keys: stored as hashes and compared in constant time. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def hash_key(key: str) -> str:
 
 
 def find_key_hash(key: str, hashes: Iterable[str]) -> str | None:
-    """Return the hash of ``key`` if it is among ``hashes``."""
+    """Return the hash of ``key`` if it is among ``hashes``, or else None."""
     # Every hash is compared, so that the time taken reveals nothing.
     hashed = hash_key(key)
     matches = [known for known in hashes if hmac.compare_digest(known, hashed)]
@@ -20,6 +20,6 @@ def find_key_hash(key: str, hashes: Iterable[str]) -> str | None:
 
 
 def has_bearer_token(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
-    """True if the ASGI headers authorize with ``Bearer token``."""
+    """Return True if the ASGI headers authorize with ``Bearer token``."""
     authorization = dict(headers).get(b"authorization", b"")
     return hmac.compare_digest(authorization, f"Bearer {token}".encode())

@@ -1,4 +1,4 @@
-"""An HTTP client for requests whose response is read as a whole. ``plain.py`` has the one that streams."""
+"""An HTTP client for requests whose response is read as a whole. ``plain.py`` has a client that streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instar.http.retry import parse_retry_after
 
 
 class NoResponse(Exception):
-    """The server could not be reached, did not answer in time, or broke off its response."""
+    """Raised when the server could not be reached, did not answer in time, or broke off its response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class HttpResponse:
     body: bytes
     content_type: str = ""
     retry_after: float | None = None
-    """Seconds from the ``Retry-After`` header."""
+    """The number of seconds in the ``Retry-After`` header."""
 
     @property
     def is_success(self) -> bool:
@@ -33,10 +33,10 @@ class HttpResponse:
 
 
 class HttpClient:
-    """An aiohttp session that opens with the first request.
+    """An HTTP client with an aiohttp session, which opens with the first request.
 
-    ``secret`` is replaced by ``***`` in the text of every error. ``keep_alive``: seconds that an idle
-    connection is kept; 0 closes each connection after its response.
+    ``secret`` is replaced with ``***`` in the text of every error. ``keep_alive`` is the number of seconds
+    for which an idle connection is kept; 0 closes each connection after its response.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class HttpClient:
         timeout: float | None = None,
         max_bytes: int | None = None,
     ) -> HttpResponse:
-        """Send a request and read its response. Redirects are not followed.
+        """Send a request and return its response. Redirects are not followed.
 
-        Raises NoResponse if none arrives within ``timeout`` seconds, or if it is longer than ``max_bytes``.
+        Raises NoResponse if no response arrives within ``timeout`` seconds, or if the response is longer than
+        ``max_bytes``.
         """
         seconds = self._timeout if timeout is None else timeout
         try:

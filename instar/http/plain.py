@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client without TLS for engines and providers on the same network, such as vLLM and Ollama.
 
-It takes a fraction of a general client's time per request, which is most of the cost of forwarding one. It
-raises aiohttp's errors, so that callers handle both clients alike.
+Most of the cost of forwarding a request is the HTTP client, and this one takes a fraction of the time of a
+general client. It raises aiohttp's errors, so that callers handle both clients in the same way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import ClientPayloadError, ServerDisconnectedError
 from multidict import CIMultiDict
 
 _HIGH_WATER = 1 << 18
-"""Unread bytes of a response at which the connection stops reading."""
+"""The number of unread bytes of a response at which the connection stops reading."""
 
 
 class PlainClient:
@@ -30,7 +30,7 @@ class PlainClient:
         self._open: set[_Connection] = set()
 
     async def post(self, target: str, headers: Mapping[str, str], body: bytes) -> PlainResponse:
-        """Send a request and return when the status and the headers have arrived."""
+        """Send a request, and return its response when the status and the headers have arrived."""
         connection = self._pop_idle() or await self._connect()
         return await connection.send(self._head(target, headers, len(body)), body)
 
@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
 
 
 class PlainResponse:
-    """The part of aiohttp's ClientResponse that callers use."""
+    """The response to a request, with the part of aiohttp's ClientResponse that callers use."""
 
     def __init__(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ class PlainResponse:
         self.closed = False
         """True once no more data will arrive."""
         self.received = 0
-        """Bytes that have arrived, read or unread."""
+        """The number of bytes that have arrived, read or unread."""
         self._connection = connection
         self._parts: list[bytes] = []
         self._size = 0
@@ -205,7 +205,8 @@ class PlainResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def readany(self) -> bytes:
-        """Return the bytes that have arrived, waiting for the first; empty at the end of the body."""
+        """Return the bytes that have arrived, after waiting for at least one; empty at the end of the
+        body."""
         while not self._parts:
             if self._error is not None:
                 raise self._error

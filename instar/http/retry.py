@@ -19,8 +19,9 @@ _MAX_DOUBLINGS = 32
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The delays between attempts: ``first_delay``, doubled after each failure up to ``max_delay``, times a
-    random factor from ``jitter`` so that many clients do not retry at the same moment."""
+    """The delays between attempts. The first is ``first_delay``; each failure doubles the delay, up to
+    ``max_delay``. Delays are multiplied by a random factor from ``jitter``, so that many clients do not retry
+    at the same moment."""
 
     first_delay: float = 0.25
     max_delay: float = 8.0
@@ -38,8 +39,9 @@ class RetryPolicy:
         retry_on: type[Exception] | tuple[type[Exception], ...],
         seconds: float,
     ) -> T:
-        """Await ``attempt()`` until it succeeds. Its last error is raised when the next attempt would begin
-        after ``seconds``. An error's ``retry_after`` attribute, if it has one, is the shortest delay."""
+        """Await ``attempt()`` until it succeeds, and return its result. The last error is raised when the
+        next attempt would begin after ``seconds``. If an error has an attribute ``retry_after``, the delay is
+        at least that long."""
         deadline = time.monotonic() + seconds
         for failures in count():
             try:

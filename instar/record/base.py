@@ -13,8 +13,8 @@ from instar.types import Ids, Link, Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call. The first piece has the id and the name; the concatenated arguments of all
-    pieces are those of the call."""
+    """A piece of a tool call. The first piece has the id and the name of the call; the arguments of all
+    pieces, concatenated, are the arguments of the call."""
 
     index: int
     """The index of the tool call in the reply."""
@@ -33,14 +33,14 @@ class ReplyDelta:
 
 
 class StreamParser(ABC):
-    """Parses sampled ids into a reply as they arrive. The sum of the deltas is exactly ``message``."""
+    """Parses sampled ids into a reply as they arrive. The deltas add up to exactly ``message``."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]: ...
 
     @abstractmethod
     def finish(self) -> list[ReplyDelta]:
-        """Emit the text that was held back. Nothing may be fed afterwards."""
+        """Return the text that was held back. Nothing may be fed afterwards."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class Renderer(ABC):
 
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
-        """Load the renderer for a model's folder. This imports transformers."""
+        """Return the renderer for the model in a folder. This imports transformers."""
         from instar.record.render import load_renderer
 
         return load_renderer(folder, model)
@@ -65,7 +65,8 @@ class Renderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the prompt for the next reply. Raise RenderError if the model's template rejects it."""
+        """Return the prompt for the next reply. Raise RenderError if the model's template rejects the
+        messages."""
 
     @abstractmethod
     def extend(
@@ -75,8 +76,9 @@ class Renderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        """Return ``prompt_ids`` + ``sampled_ids``, unchanged, followed by the new messages. A truncated reply
-        is closed first. None means that this model's format cannot be continued exactly."""
+        """Return ``prompt_ids`` and ``sampled_ids``, unchanged, followed by the new messages. A truncated
+        reply is closed first. Return None if a conversation in this model's format cannot be continued
+        exactly."""
 
     @abstractmethod
     def stream(
@@ -87,17 +89,17 @@ class Renderer(ABC):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        """Return a parser for a reply. With ``eager``, the arguments of a tool call are emitted as they are
-        written and not when the call is closed. A malformed call is plain text, unless a piece of it was
-        emitted already: then it stays a call with the arguments as written."""
+        """Return a parser for a reply. With ``eager``, the arguments of a tool call are emitted while they
+        are written, and not only when the call is closed. A malformed call becomes plain text, unless a piece
+        of it was already emitted: then it stays a call with the arguments as written."""
 
     @abstractmethod
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        """Return a parser for a prompt that is not a conversation: the reply is plain text."""
+        """Return a parser for the reply to a prompt that is not a conversation. The reply is plain text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Encode plain text without adding special tokens."""
+        """Return the tokens of plain text, without added special tokens."""
 
     def parse(
         self,
@@ -118,8 +120,8 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph, and the resulting prompt. The prompt is empty if a
-    provider renders it."""
+    """The place of a request in its session's graph, and the prompt that results from it. The prompt is empty
+    if a provider renders it."""
 
     prompt_ids: Ids
     link: Link
@@ -128,6 +130,6 @@ class Placement:
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""
-    """A hash of the messages and tools, or of the prompt: equal for equal requests."""
+    """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
-    """The index of the first message with a redaction among those shared with the base."""
+    """The index of the first redacted message among the messages shared with the base."""

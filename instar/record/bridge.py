@@ -3,8 +3,8 @@
 To find what a template writes after a reply, the new messages are rendered after a placeholder history. The
 tokens after the placeholder's reply (the end-of-turn token, the new messages, the start of the next reply)
 are appended to the real tokens. This is correct only if these tokens do not depend on the history.
-`TemplateBridge` verifies that once, with histories of different shapes, for each role that can follow a
-reply, and does not bridge a role for which it does not hold.
+`TemplateBridge` verifies this once for each role that can follow a reply, with histories of different shapes.
+A role for which the tokens depend on the history is not bridged.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TemplateBridge:
         structured_calls: bool,
         tool_formats: Sequence[Sequence[Tool]] = ((),),
     ) -> None:
-        """``structured_calls``: the template itself writes an assistant's calls. ``tool_formats``: the sets
-        of tools with which stability is verified."""
+        """``structured_calls`` is True if the template itself writes an assistant's calls. ``tool_formats``
+        are the sets of tools with which the independence of the history is verified."""
         self._render = render
         self._encode = encode
         self._stop_ids = frozenset(stop_ids)
@@ -74,8 +74,8 @@ class TemplateBridge:
         return [*prompt_ids, *sampled_ids, *(continuation[1:] if is_closed else continuation)]
 
     def _continuation(self, shape: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
-        """Return the tokens from the end-of-turn token of a placeholder history on. The list is empty if they
-        cannot be located; None means that the template rejects such a conversation."""
+        """Return the tokens that follow a placeholder reply, starting with its end-of-turn token. The list is
+        empty if these tokens cannot be located. Return None if the template rejects such a conversation."""
         history = self._history(shape, new)
         try:
             prompt_length = len(self._render(history[:-1], tools, generation=False))
@@ -116,19 +116,22 @@ class TemplateBridge:
     def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
         probes = _new_messages(role)
         outcomes = [self._is_history_independent(new, tools) for new in probes]
-        # A template may reject the longer probes (two user messages in a row, for example), not the first.
+        # A template may reject the longer probes (two user messages in a row, for example), but not the first
+        # one.
         if outcomes[0] is None or False in outcomes:
             return False
         return role == "tool" or self._matches_full_render(probes[0], tools)
 
     def _is_history_independent(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
-        """Return None if the template rejects these messages after every history."""
+        """Return True if the continuation is the same after every history, or None if the template rejects
+        these messages after every history."""
         attempts = [self._continuation(shape, new, tools) for shape in range(_SHAPES)]
         accepted = [tokens for tokens in attempts if tokens is not None]
         return all(tokens and tokens == accepted[0] for tokens in accepted) if accepted else None
 
     def _matches_full_render(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """True if prompt + reply + continuation is what the template writes for the whole conversation."""
+        """Return True if prompt + reply + continuation is what the template writes for the whole
+        conversation."""
         for shape in range(_SHAPES):
             if (continuation := self._continuation(shape, new, tools)) is None:
                 continue

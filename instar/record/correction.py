@@ -13,15 +13,16 @@ _CONVERSATION = (
     Message(role="assistant", content="Ok"),
     Message(role="user", content="Hi"),
 )
-"""The tokens after its reply show how the model's format ends one."""
+"""A conversation that continues after a reply. The tokens after the reply show how the model's format ends a
+reply."""
 _REASONING_END = "\n</think>\n\n"
 
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
     """Return the tokens of ``text`` as the reply to the call's prompt, with the token that ends a reply.
 
-    A tool call must be written as the model writes it. Raise RenderError if the model's format cannot express
-    exactly this text there.
+    A tool call in ``text`` must be written as the model writes it. Raise RenderError if the model's format
+    cannot express exactly this text as a reply to the prompt.
     """
     prompt, end = call.prompt_ids.tolist(), _end_token(renderer, call)
     # If the prompt opens the reasoning, the reply begins after the end of the reasoning.

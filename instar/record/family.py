@@ -55,7 +55,7 @@ class FamilyRenderer(Renderer):
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
     def lists_tools(self) -> bool:
-        """True if the family's format lists tools at all."""
+        """Return True if the family's format lists tools at all."""
         question = [Message(role="user", content="Hi")]
         return self._render(question, (PROBE_TOOL,)) != self._render(question, ())
 
@@ -73,7 +73,8 @@ class FamilyRenderer(Renderer):
             )
         except _RENDER_ERRORS:
             return None
-        # A bridge may trim tokens sampled after the end of a turn. Then the prefix is not the sampled one.
+        # A bridge may trim tokens sampled after the end of a turn. Then the prefix differs from the sampled
+        # tokens.
         if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
         return list(bridged.token_ids)
@@ -113,7 +114,7 @@ class FamilyRenderer(Renderer):
 
 def join_system_messages(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages with the leading system messages joined by an empty line, or the same object if
-    there is at most one."""
+    there is at most one leading system message."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages

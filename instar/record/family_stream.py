@@ -47,7 +47,8 @@ class ReplyChannel:
         return "".join(self.pieces)
 
     def rest(self, complete_text: str) -> str:
-        """Return the part that was not emitted. Emitted text that is not part of it cannot be taken back."""
+        """Return the part of the complete text that was not emitted. Emitted text that is missing from the
+        complete text cannot be taken back."""
         emitted = self.text
         if complete_text.startswith(emitted):
             return complete_text[len(emitted) :]
@@ -55,7 +56,7 @@ class ReplyChannel:
         return complete_text[next((i for i, (a, b) in pairs if a != b), len(complete_text)) :]
 
     def ends_with_run(self, now: str, run: str) -> bool:
-        """True if this channel has grown since the run began and ends with the run's text."""
+        """Return True if this channel has grown since the run began and ends with the run's text."""
         if now == self.base or not now.startswith(self.base) or not now.endswith(run):
             return False
         return self.base.startswith(now[: len(now) - len(run)].rstrip())
@@ -73,8 +74,8 @@ class FamilyStreamParser(StreamParser):
         bare_calls: bool,
         eager: bool,
     ) -> None:
-        """``boundaries``: the tokens that may have a meaning. ``bare_calls``: the format writes a call as a
-        reply that is only JSON."""
+        """``boundaries`` are the tokens that may have a meaning. ``bare_calls`` is True if the format writes
+        a call as a reply that is only JSON."""
         self._parse = parse
         self._decode = decode
         self._tools = tools
@@ -147,7 +148,8 @@ class FamilyStreamParser(StreamParser):
         return self._place_run()
 
     def _place_run(self) -> list[ReplyDelta]:
-        """Find the channel of the run's text. The library is called less and less often."""
+        """Find the channel of the run's text and return the text that can be emitted. The library is called
+        less and less often."""
         run = self._run.strip()
         self._tried += bool(run)
         if not run or self._tried < self._try_at:
@@ -164,7 +166,7 @@ class FamilyStreamParser(StreamParser):
         return []
 
     def _flow(self, channel: ReplyChannel) -> list[ReplyDelta]:
-        """Emit what cannot be the start of a stop string or of a marker."""
+        """Return the text that cannot be the start of a stop string or of a marker."""
         if self._ended:
             return []
         text = _cut(self._run, self._stop)
@@ -190,7 +192,8 @@ class FamilyStreamParser(StreamParser):
     # --- results of the library -------------------------------------------------------------------
 
     def _at_boundary(self, text: str = "") -> list[ReplyDelta]:
-        """``text`` begins the next run if the boundary was inside a token."""
+        """Return the deltas that are certain at a boundary. ``text`` begins the next run if the boundary was
+        inside a token."""
         deltas = self._close_call()
         self._begin_run(text)
         if self._ended:
@@ -203,7 +206,7 @@ class FamilyStreamParser(StreamParser):
         return deltas
 
     def _calls_are_safe(self) -> bool:
-        """True if the first call began outside of reasoning."""
+        """Return True if the first call began outside of reasoning."""
         if self._safe_calls is None:
             self._safe_calls = self._parse(self._ids[:-1]).reasoning_complete is not False
         return self._safe_calls
@@ -242,7 +245,7 @@ class FamilyStreamParser(StreamParser):
         return [*call.feed(rest), *call.finish()]
 
     def _texts(self, parsed: ParsedResponse, *, cut: bool = True) -> tuple[str, str]:
-        """Return reasoning and content. With ``cut``, they end at a stop string."""
+        """Return the reasoning and the content. With ``cut``, each ends at the first stop string."""
         texts = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
         return (_cut(texts[0], self._stop), _cut(texts[1], self._stop)) if cut else texts
 
@@ -251,7 +254,7 @@ class FamilyStreamParser(StreamParser):
         return deltas + self._emit(self._content, self._content.rest(content))
 
     def _raw_text(self, attempt: ParsedToolCall) -> str:
-        """Return an invalid call as the model wrote it."""
+        """Return the text of an invalid call as the model wrote it."""
         if attempt.token_span is None:
             return attempt.raw
         start, end = attempt.token_span
@@ -270,7 +273,7 @@ def _to_tool_call(attempt: ParsedToolCall) -> ToolCall | None:
 
 
 def _arguments(attempt: ParsedToolCall) -> str:
-    """Return the arguments as generated if the library provides them, else the parsed value as JSON."""
+    """Return the arguments as generated if the library provides them, or else the parsed value as JSON."""
     arguments: Any = attempt.arguments
     if isinstance(arguments, str):
         return arguments
@@ -286,7 +289,8 @@ def _arguments(attempt: ParsedToolCall) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """True if the text can be encoded. JSON can contain half a surrogate pair, which cannot."""
+    """Return True if the text can be encoded. JSON can contain half a surrogate pair, which cannot be
+    encoded."""
     try:
         return bool(text.encode())
     except UnicodeEncodeError:

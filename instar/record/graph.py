@@ -1,9 +1,9 @@
 """The message graph of one session, which finds the recorded call that a request continues.
 
-Requests are compared by their hash chains (`record.hashing`), prompts without messages by text or tokens.
+Requests are compared by their hash chains (`record.hashing`), and prompts without messages by text or tokens.
 
-Memory is linear in what the session recorded: a call keeps only its own tokens and hashes and refers to its
-base for the rest.
+Memory is linear in what the session recorded: a call keeps only its own tokens and hashes, and refers to its
+base call for the rest.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
 _RECENT_CALLS = 8
-"""The number of recent calls searched for a shared prefix if no message was seen before."""
+"""The number of recent calls that are searched for a shared prefix if no message was seen before."""
 _RECENT_PROMPTS = 64
 """The number of recent calls that a prompt without messages is compared with."""
 
 
 class MessageGraph:
     def __init__(self, hasher: MessageHasher, recorded: Iterable[CallDelta] = ()) -> None:
-        """``recorded`` are the calls that are in the store already, in commit order."""
+        """``recorded`` are the calls that are already in the store, in commit order."""
         self._hasher = hasher
         self._nodes: dict[str, CallNode] = {}
         self._by_request: defaultdict[bytes, list[CallNode]] = defaultdict(list)
@@ -61,7 +61,7 @@ class MessageGraph:
 
     @property
     def next_request_number(self) -> int:
-        """The number of requests that are finished or in flight."""
+        """The number of the next request: the number of requests that are finished or in flight."""
         return self.finished_requests + self._in_flight.total()
 
     @property
@@ -71,9 +71,9 @@ class MessageGraph:
     # --- placement ----------------------------------------------------------------------------------
 
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Return the chain with the digests of our replies that the agent changed replaced by the originals.
-        A reply matches if its tool call ids are ours and its arguments contain all that was generated: agents
-        fill in defaults."""
+        """Return the chain, with the original digests for those of our replies that the agent changed. A
+        reply matches if its tool call ids are ours and its arguments contain everything that was generated:
+        agents fill in defaults."""
         known = len(chain)
         while known and chain.canonical[known] not in self._by_prefix:
             known -= 1
@@ -87,14 +87,15 @@ class MessageGraph:
     def place(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
-        """Find the place of a request in the graph. Without a ``renderer`` the placement has no tokens. Each
-        placement must be released once."""
+        """Return the place of a request in the graph. Without a ``renderer``, the placement has no tokens.
+        Each placement must be released once."""
         placement = self._place_sibling(chain, messages, tools, renderer)
         placement = placement or self._place_extension(chain, messages, tools, renderer)
         return self._register(placement or self._place_branch(chain, messages, tools, renderer))
 
     def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
-        """Place a prompt without messages. It continues the call with whose prompt and reply it begins."""
+        """Return the place of a prompt without messages. The prompt continues the call whose prompt and reply
+        it begins with."""
         parent = self._find_text_parent(prompt) if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             rest = prompt[parent.prompt_and_reply[0] :] if parent and parent.prompt_and_reply else prompt
@@ -115,7 +116,7 @@ class MessageGraph:
         return self._register(Placement(ids, link, parent.call_id, parent.call_id, shared, 0, key))
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
-        """Return a placement without tokens with the prompt that a provider has returned."""
+        """Return a placement that had no tokens, with the prompt that a provider has returned."""
         base = self._nodes.get(placement.base_id or "")
         shared = _stored_prefix_length(base, prompt_ids) if base else 0
         link = placement.link
@@ -134,13 +135,14 @@ class MessageGraph:
         return placement
 
     def _link(self, key: bytes, link: Link) -> Link:
-        """Return SIBLING if the same request is in flight, else ``link``."""
+        """Return SIBLING if the same request is in flight, or else ``link``."""
         return Link.SIBLING if self._in_flight[key] else link
 
     def _place_sibling(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        """Place a request that was recorded before: it has the same prompt."""
+        """Return the place of a request that was recorded before, with the same prompt, or None if the
+        request is new."""
         if not (same := self._by_request.get(chain.key)):
             return None
         node = same[-1]
@@ -153,7 +155,8 @@ class MessageGraph:
     def _place_extension(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        """Place a request after the call whose messages and reply are its longest prefix."""
+        """Return the place of a request after the call whose messages and reply are its longest prefix, or
+        None."""
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
@@ -179,7 +182,8 @@ class MessageGraph:
     def _place_branch(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
-        """Render the request again. The prefix that it shares with a recorded call is stored only there."""
+        """Render the request again and return its place. A prefix shared with a recorded call is stored only
+        with that call."""
         key = chain.key
         prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else EMPTY_IDS
         if not self._nodes:
@@ -236,11 +240,11 @@ class MessageGraph:
         return call_id in self._nodes
 
     def has_request(self, request_id: str) -> bool:
-        """True if a request with this id is finished."""
+        """Return True if a request with this id is finished."""
         return request_id in self._finished
 
     def is_reply_unredacted(self, call: Call) -> bool:
-        """True if the reply was stored without redactions."""
+        """Return True if the reply was stored without redactions."""
         if not is_redaction_reason(call.reason):
             return True
         node = self._nodes.get(call.call_id)
@@ -251,19 +255,19 @@ class MessageGraph:
         return len(call.sampled_ids) or (len(node.sampled) if node else 0)
 
     def find_by_idempotency_key(self, key: bytes, client_key: str) -> list[str]:
-        """Return the same as ``find_recorded``, for requests with this idempotency key."""
+        """Return the call ids of the newest finished request with this key and this idempotency key."""
         nodes = self._by_request.get(key, ())
         return _newest_request(node for node in nodes if node.is_ok and node.client_key == client_key)
 
     def mark_undelivered(self, key: bytes) -> None:
-        """Record that the client of this request was gone before it received the reply."""
+        """Record that the client of this request disconnected before it received the reply."""
         self._undelivered.add(key)
 
     def is_undelivered(self, key: bytes) -> bool:
         return key in self._undelivered
 
     def take_undelivered(self, key: bytes) -> bool:
-        """Return True once if the reply to this request was not delivered."""
+        """Return True if the reply to this request was not delivered. Later calls return False."""
         if key not in self._undelivered:
             return False
         self._undelivered.discard(key)
@@ -278,12 +282,12 @@ class MessageGraph:
         sampled_ids: Ids | None = None,
         first_redacted_message: int | None = None,
     ) -> None:
-        """Add a recorded call. ``chain`` covers its messages and reply; it is None for a prompt without
-        messages. ``sampled_ids`` are set if the call was stored without its tokens."""
+        """Add a recorded call. ``chain`` covers the messages and the reply of the call; it is None for a
+        prompt without messages. ``sampled_ids`` is set if the call was stored without its tokens."""
         base = self._nodes[call.base_id] if call.base_id else None
         base_tokens = placement.base_tokens
         if sampled_ids is not None and base and base.has_tokens:
-            # The prefix is not shared in the store, but there is no need for a second copy in memory.
+            # The store does not share the prefix, but memory needs no second copy of it.
             base_tokens = common_prefix_length(base.sequence(), placement.prompt_ids)
         node = CallNode(
             call_id=call.call_id,

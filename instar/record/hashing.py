@@ -1,9 +1,9 @@
 """Hashes of every prefix of a request's messages, by which requests are compared.
 
-The canonical chain ignores what agents change when they send back a reply: white space around its content,
-the ids of its tool calls and the white space in their arguments. The exact chain covers every byte; it
-determines how many messages a call shares with its base in the store. The hashes are keyed, so that they
-reveal nothing about text that was redacted.
+The canonical chain ignores what agents change when they send back a reply: the white space around its
+content, the ids of its tool calls and the white space in their arguments. The exact chain covers every byte;
+it determines how many messages a call shares with its base call in the store. The hashes are keyed, so that
+they reveal nothing about text that was redacted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _PROMPT = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """Index k of ``canonical`` and ``exact`` is the hash of the first k messages; ``digests`` has the two
-    hashes of each single message."""
+    """The hashes of all prefixes of a request's messages.
+
+    Index k of ``canonical`` and ``exact`` is the hash of the first k messages; ``digests`` has the two hashes
+    of each single message.
+    """
 
     tools_digest: bytes
     canonical: list[bytes]
@@ -60,22 +63,22 @@ class HashChain:
 
     def pack(self, start: int) -> bytes:
         """Return the value of ``Call.digests`` for a chain that ends with the reply: the digests of the tools
-        and of the messages from index ``start``."""
+        and of the messages, starting at index ``start``."""
         return b"".join([self.tools_digest, *self.digests[start:]])
 
 
 def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
-    """Return the digest of the tools and those of the messages and the reply."""
+    """Return the digest of the tools, and the digests of the messages and the reply."""
     return packed[:DIGEST_SIZE], [packed[at : at + _PAIR] for at in range(DIGEST_SIZE, len(packed), _PAIR)]
 
 
 def is_prompt_digest(packed: bytes) -> bool:
-    """True if ``Call.digests`` belongs to a prompt that was sent as text."""
+    """Return True if ``Call.digests`` belongs to a prompt that was sent as text."""
     return len(packed) == _PROMPT.size
 
 
 def unpack_prompt_digest(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
-    """Return the digest of the prompt, and length and digest of prompt + reply."""
+    """Return the digest of the prompt, and the length and digest of prompt + reply."""
     prompt, length, both = _PROMPT.unpack(packed)
     return prompt, (length, both)
 
@@ -96,7 +99,7 @@ class MessageHasher:
         return self._hash(tools) if tools else self._no_tools
 
     def hash_message(self, message: Message) -> bytes:
-        """Return the canonical digest followed by the exact one."""
+        """Return the canonical digest of the message followed by its exact digest."""
         canonical = self._hash(canonical_content(message))
         if message["role"] == "assistant":
             return canonical + self._hash(message)
@@ -116,7 +119,7 @@ class MessageHasher:
         return blake2b(data, digest_size=DIGEST_SIZE, key=self._key).digest()
 
     def _hash(self, value: Any) -> bytes:
-        # JSON allows integers beyond 64 bits and lone surrogates, orjson does not.
+        # JSON allows integers beyond 64 bits and lone surrogates; orjson does not.
         try:
             packed = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
         except TypeError:
@@ -134,7 +137,7 @@ def canonical_content(message: Message) -> list[Any]:
 
 
 def parse_arguments(call: ToolCall) -> Any:
-    """Return the arguments as the JSON value, or as text if they are not JSON."""
+    """Return the arguments as a JSON value, or as text if they are not JSON."""
     try:
         return json.loads(call["arguments"])
     except (ValueError, RecursionError):
@@ -146,5 +149,5 @@ def _combine(before: bytes, digest: bytes) -> bytes:
 
 
 def normalize_call_id(call_id: str) -> str:
-    """Return only letters and digits: some agents drop all other characters of an id."""
+    """Return the letters and digits of an id: some agents drop all other characters."""
     return "".join(filter(str.isalnum, call_id))

@@ -14,8 +14,8 @@ from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
 _BRIDGE_TOKENS = 1024
-"""The number of tokens at the end of a prompt that a renderer gets to continue it. They include the start of
-the last turn."""
+"""The number of tokens at the end of a prompt that a renderer gets to continue the prompt. They include the
+start of the last turn."""
 
 
 @dataclass(slots=True)
@@ -33,26 +33,26 @@ class CallNode:
     base_tokens: int
     base_messages: int
     prompt: Ids
-    """The prompt after the first ``base_tokens`` of the base."""
+    """The part of the prompt after the first ``base_tokens`` tokens of the base call."""
     sampled: Ids
     tools_digest: bytes
     reply: Message | None
-    """The reply if it has tool calls: an agent may send it back changed."""
+    """The reply if it has tool calls, because an agent may send such a reply back changed."""
     reply_digest: bytes
     message_count: int
     exact: list[bytes] = field(default_factory=list[bytes])
-    """The exact chain after ``base_messages``, including the reply."""
+    """The part of the exact chain after ``base_messages``, including the reply."""
     first_redacted_message: int | None = None
-    """The index of the first message with a redaction; the reply comes after the messages."""
+    """The index of the first redacted message. The reply has the index after the last message."""
     prompt_and_reply: tuple[int, bytes] | None = None
-    """Length and digest of prompt + reply, if the prompt was sent as text."""
+    """The length and digest of prompt + reply, if the prompt was sent as text."""
 
     def prompt_ids(self) -> Ids:
         sequence = self.sequence()
         return sequence[: len(sequence) - len(self.sampled)]
 
     def sequence(self, length: int | None = None) -> Ids:
-        """Return prompt + sampled tokens, or the first ``length`` of them."""
+        """Return the prompt and the sampled tokens, or only the first ``length`` tokens."""
         # Not recursive, because sessions can be longer than the stack.
         pieces: list[Ids] = []
         node: CallNode | None = self
@@ -68,7 +68,7 @@ class CallNode:
         return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
     def shared_messages(self, exact: Sequence[bytes]) -> int:
-        """Return the number of leading messages that are identical to those of this call and its reply."""
+        """Return the number of leading messages that are identical to the messages and reply of this call."""
         node: CallNode | None = self
         limit = len(exact) - 1
         while node is not None:
@@ -81,13 +81,14 @@ class CallNode:
         return 0
 
     def redacted_within(self, count: int) -> int | None:
-        """Return the index of the first redacted message if it is among the first ``count``."""
+        """Return the index of the first redacted message if it is among the first ``count`` messages, or else
+        None."""
         first = self.first_redacted_message
         return first if first is not None and first < count else None
 
 
 def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
-    """Return the newest candidate, preferring the same tool call ids, then successful calls."""
+    """Return the newest candidate, preferring one with the same tool call ids, then one that succeeded."""
     return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].is_ok, pair[0]))[
         1
     ]
@@ -98,7 +99,7 @@ def _reply_ids(node: CallNode) -> tuple[str, ...]:
 
 
 def matches_reply(message: Message, reply: Message) -> bool:
-    """True if an agent's message is our reply, possibly with changed arguments."""
+    """Return True if an agent's message is our reply, possibly with changed arguments."""
     received, sent = message.get("tool_calls", ()), reply.get("tool_calls", ())
     return (
         message["content"].strip() == reply["content"].strip()
@@ -136,8 +137,8 @@ def extend_prompt(
     tools: Sequence[Tool],
     renderer: Renderer,
 ) -> Placement | None:
-    """Return the placement with the parent's tokens followed by the messages from index ``count``, or None if
-    the conversation cannot be continued exactly."""
+    """Return the placement with the parent's tokens followed by the messages starting at index ``count``, or
+    None if the conversation cannot be continued exactly."""
     if not parent.has_tokens:
         return None
     before = parent.sequence()
@@ -148,7 +149,7 @@ def extend_prompt(
         added = np.asarray(extended[len(end) + len(sampled) :], np.int32)
         prompt = np.concatenate([before, added])
     elif any(message["role"] == "assistant" for message in messages[count:]):
-        return None  # the agent wrote a reply itself, so this is another history
+        return None  # the agent wrote a reply itself, so this is a different history
     else:
         # The whole conversation may still begin with exactly these tokens.
         prompt = np.asarray(renderer.render(messages, tools), np.int32)

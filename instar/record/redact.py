@@ -1,7 +1,7 @@
-"""Removal of secrets from what is stored.
+"""Removal of secrets from data before it is stored.
 
-Each kind of secret has markers, one of which its text must contain. A text without any marker is not searched
-further, so that the search costs almost nothing for text without secrets.
+Every secret of a kind contains one of the kind's markers. A text without any marker is not searched further,
+so that the search costs almost nothing for text without secrets.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _REASON_PREFIX = "redacted from message "
 
 
 def redaction_reason(message_index: int, reason: str | None) -> str:
-    """Return the reason of a call that is not trainable because of a redaction, first in ``message_index``,
-    and possibly because of another ``reason``."""
+    """Return why a call is not trainable: a secret was redacted from it, first in message ``message_index``.
+    ``reason`` is an additional reason, if there is one."""
     return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
 
 
@@ -31,7 +31,7 @@ def is_redaction_reason(reason: str | None) -> bool:
 
 
 def parse_redaction_reason(reason: str | None) -> int | None:
-    """Return the index of the first redacted message."""
+    """Return the index of the first redacted message, or None if the reason is not a redaction."""
     if reason is None or not reason.startswith(_REASON_PREFIX):
         return None
     return int(reason.removeprefix(_REASON_PREFIX).partition(":")[0])
@@ -41,13 +41,13 @@ def parse_redaction_reason(reason: str | None) -> int | None:
 class SecretPattern:
     name: str
     markers: tuple[str, ...]
-    """The secret contains one of these."""
+    """Strings of which every secret of this kind contains at least one."""
     rare_character: str
-    """A rarer character that it contains, searched first; empty if there is none."""
+    """A rare character in every secret of this kind, searched first; empty if there is none."""
     pattern: re.Pattern[str]
 
     def replacement(self, match: re.Match[str]) -> str:
-        """Return the text that replaces a match, which keeps its group ``before``."""
+        """Return the text that replaces a match. The match's group ``before`` is kept."""
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
@@ -77,7 +77,7 @@ SECRET_PATTERNS: tuple[SecretPattern, ...] = (
     ),
     _secret("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
 )
-"""A private key without its end line is removed to the end of the text."""
+"""The secrets that are removed. A private key without an end line is removed up to the end of the text."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Redactor:
     secrets: Sequence[SecretPattern] = SECRET_PATTERNS
     patterns: Sequence[re.Pattern[str]] = ()
     _markers: dict[str, list[str]] = field(init=False)
-    """The markers of all secrets that contain a rare character, by that character."""
+    """The markers of all kinds of secrets by their rare character."""
 
     def __post_init__(self) -> None:
         self._markers = {}

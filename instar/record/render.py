@@ -1,5 +1,8 @@
-"""Renderers: the one that the `renderers` library has for the model's family, or else one over the model's
-own chat template, with our bridge and, if the template has no tools, our tool format."""
+"""Renderers of the model's prompts.
+
+The `renderers` library has renderers for some model families. For other models, the renderer uses the model's
+own chat template, with our bridge and, if the template has no tools, our tool format.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     from renderers.base import MODEL_RENDERER_MAP  # slow to import
 
     tokenizer = load_tokenizer(folder)
-    # The library maps only names of published models: a fine-tune may have another template than its origin.
+    # The library maps only the names of published models, because the template of a fine-tuned model may
+    # differ from the template of its base model.
     if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
         from instar.record.family import FamilyRenderer
 
@@ -59,7 +63,7 @@ def _eos_ids(folder: Path) -> list[int]:
 
 
 def to_template_message(message: Message) -> Json:
-    """Return a message in the shape that chat templates and `renderers` expect."""
+    """Return a message in the shape that chat templates and the `renderers` library expect."""
     out: Json = {"role": message["role"], "content": message["content"]}
     if reasoning := message.get("reasoning"):
         out["reasoning_content"] = reasoning
@@ -82,10 +86,10 @@ def to_template_message(message: Message) -> Json:
 class CachingEncoder:
     """Encodes text and caches the tokens of its pieces.
 
-    A tokenizer splits text at its added tokens (`<|im_start|>` and the like) first and encodes the pieces
+    A tokenizer first splits text at its added tokens (such as `<|im_start|>`) and then encodes the pieces
     between them separately. With cached pieces, the instructions and tools that open every session of an
-    agent, and the messages of a history that is rendered again, are encoded once. The constructor verifies
-    that pieces can be encoded separately; if not, whole texts are encoded.
+    agent, and the messages of a history that is rendered again, are encoded only once. The constructor
+    verifies that pieces can be encoded separately; if not, whole texts are encoded.
     """
 
     def __init__(
@@ -131,7 +135,8 @@ class CachingEncoder:
         return ids
 
     def _create_splitter(self) -> re.Pattern[str] | None:
-        """Return the pattern that splits text into pieces, or None if they cannot be encoded separately."""
+        """Return the pattern that splits text into pieces, or None if the pieces cannot be encoded
+        separately."""
         added: list[dict[str, Any]] = json.loads(self._backend.to_str())["added_tokens"]
         if not added or any(t["lstrip"] or t["rstrip"] or t["single_word"] or t["normalized"] for t in added):
             return None
@@ -145,14 +150,14 @@ class CachingEncoder:
 
 
 class TemplateRenderer(Renderer):
-    """Renders with the model's own chat template."""
+    """A renderer that uses the model's own chat template."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int] = (), tool_format: str = "auto"
     ) -> None:
         self._tokenizer = tokenizer
         self._encoder = CachingEncoder(tokenizer)
-        # The library's own fallback applies the template too; it is used for its stop tokens.
+        # The library's own fallback also applies the template; here it provides only the stop tokens.
         from renderers.configs import DefaultRendererConfig
         from renderers.default import DefaultRenderer
 
@@ -241,7 +246,7 @@ class TemplateRenderer(Renderer):
                 tokenize=False,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            # A template calls raise_exception, or fails on a role or field that it was not written for.
+            # A template may call raise_exception, or fail on a role or field that it was not written for.
             raise RenderError(f"the model's chat template rejects these messages: {error}") from error
         return self._encoder(cast(str, text))
 
@@ -255,12 +260,13 @@ class TemplateRenderer(Renderer):
         return self._decode(self._ids([Message(role="user", content="Hi")], (), generation=True))
 
     def _hidden_ids(self) -> list[int]:
-        """Return the special tokens that are not part of a reply's text. The markers that we parse stay."""
+        """Return the special tokens that are not part of a reply's text. The markers that we parse are not
+        among them."""
         special = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
         return [token_id for token_id, text in special if "think" not in text and "tool_call" not in text]
 
     def _turn_end(self) -> set[int]:
-        """Return the special token that the template writes after a reply."""
+        """Return the special token that the template writes after a reply, as a set of at most one token."""
         question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
         prompt = self._ids([question], (), generation=True)
         conversation = self._ids([question, reply], (), generation=False)
@@ -282,7 +288,7 @@ class TemplateRenderer(Renderer):
         return marker in text
 
     def _template_calls_parse(self) -> bool:
-        """True if the template lists tools and writes a call in the form that we parse."""
+        """Return True if the template lists tools and writes a call in the form that we parse."""
         question = Message(role="user", content="Hi")
         call = ToolCall(id="call-0", name=PROBE_TOOL["name"], arguments='{"q": "x"}')
         try:

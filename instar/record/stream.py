@@ -1,9 +1,9 @@
 """Parsing of sampled ids into a reply, as they arrive. Complete replies are parsed by the same code.
 
-There are three stages: ids to text that never ends inside a character; text up to a stop string; text to
-reasoning, content and tool calls. Each stage holds back what is not decided yet: the bytes of half a
-character, a possible start of a stop string, a possible tool call (or, if eager, a call without a first
-argument).
+There are three stages: ids become text that never ends inside a character; text is cut at a stop string; text
+is split into reasoning, content and tool calls. Each stage holds back what is not decided yet: the bytes of
+half a character, a possible start of a stop string, a possible tool call (or, with ``eager``, a call whose
+first argument has not begun).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _UNDECODED = "\ufffd"
 
 
 class Detokenizer:
-    """Decodes only a window of the last tokens, so that its cost does not grow with the reply."""
+    """Converts token ids to text as they arrive. Only a window of the last tokens is decoded, so that the
+    cost does not grow with the length of the reply."""
 
     _WINDOW, _KEEP = 32, 8
 
@@ -127,7 +128,7 @@ class ReplyScanner:
         return out
 
     def _advance(self) -> bool:
-        """Do one step. Return False if more text is needed."""
+        """Take one step. Return False if more text is needed."""
         if not self._buffer:
             return False
         if self._state == "start":
@@ -237,7 +238,7 @@ class ReplyScanner:
 
 
 class PlainTextScanner:
-    """Replaces ``ReplyScanner`` for replies that are only text."""
+    """A scanner for replies that are only text, used in place of ``ReplyScanner``."""
 
     def __init__(self) -> None:
         self.content: list[str] = []

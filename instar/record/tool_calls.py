@@ -36,7 +36,7 @@ _decoder = json.JSONDecoder()
 
 
 def format_tool_list(tools: Iterable[Tool]) -> str:
-    """Return the text that is appended to the system message."""
+    """Return the list of tools that is appended to the system message."""
     return "\n".join(["Tools:", *map(_tool_line, tools), HOW_TO_CALL])
 
 
@@ -76,7 +76,8 @@ def format_call(call: ToolCall) -> str:
 
 
 def parse_call(body: str) -> ToolCall | None:
-    """Parse the text between the tags, keeping the arguments as written. None means that it is not valid."""
+    """Return the call in the text between the tags, with the arguments as written, or None if it is not
+    valid."""
     try:
         members = _raw_members(body.strip())
         name = parse_call_name(members["name"])
@@ -89,7 +90,7 @@ def parse_call(body: str) -> ToolCall | None:
 
 
 def parse_call_name(text: str) -> str | None:
-    """Parse the JSON text of a tool's name. None means that it is empty or cannot be encoded."""
+    """Return the tool's name from its JSON text, or None if the name is empty or cannot be encoded."""
     try:
         name: Any = json.loads(text)
         # Half a surrogate pair is valid JSON but cannot be encoded.
@@ -101,7 +102,8 @@ def parse_call_name(text: str) -> str | None:
 def to_generic_messages(
     messages: Sequence[Message], tools: Sequence[Tool], *, tool_role: bool, list_tools: bool = True
 ) -> list[Message]:
-    """Convert messages with tools to plain text. Without ``list_tools``, the tools are not listed."""
+    """Return the messages with tool calls and tool results as plain text. The tools are listed only with
+    ``list_tools``."""
     plain = [_to_plain(message, tool_role) for message in messages]
     if not tools or not list_tools:
         return plain
@@ -130,7 +132,8 @@ def _is_object(text: str) -> bool:
 
 
 def _raw_members(text: str) -> dict[str, str]:
-    """Return the members of a JSON object with their values as text. Raise ValueError if it is not one."""
+    """Return the members of a JSON object, with their values as text. Raise ValueError if ``text`` is not a
+    JSON object."""
     if not text.startswith("{"):
         raise ValueError("not an object")
     members: dict[str, str] = {}
@@ -175,15 +178,15 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class JsonObjectTracker:
-    """Follows the text of one JSON object as it arrives, without building it.
+    """Follows the text of one JSON object as it arrives, without building the object.
 
-    A control character inside a string is invalid JSON, but it is clear where the string ends. The text is
-    followed further and ``is_flawed`` is set.
+    A control character inside a string is invalid JSON, but it is still clear where the string ends. In this
+    case ``is_flawed`` is set, and the text is followed further.
     """
 
     def __init__(self) -> None:
         self.has_value = False
-        """True once a first value has begun."""
+        """True once the first value has begun."""
         self.is_complete = False
         """True once the object is closed."""
         self.is_broken = False
@@ -196,8 +199,8 @@ class JsonObjectTracker:
         self._escaped = 0
 
     def feed(self, text: str) -> int:
-        """Return how much of ``text`` was followed. The caller passes the rest again, with more text after
-        it, unless the object is complete or broken."""
+        """Return how many characters of ``text`` were followed. The caller passes the rest again, with more
+        text after it, unless the object is complete or broken."""
         at = 0
         while at < len(text) and not (self.is_complete or self.is_broken):
             moved = self._string(text, at) if self._in_string else self._token(text, at)
@@ -223,7 +226,7 @@ class JsonObjectTracker:
         return len(match[0])
 
     def _escape(self, char: str) -> int:
-        # self._escaped is 5 after the backslash and 4 to 1 while that many hex digits are missing.
+        # self._escaped is 5 after the backslash, and 4 to 1 while that many hex digits are missing.
         if self._escaped == 5:
             self.is_flawed = self.is_flawed or char not in '"\\/bfnrtu'
             self._escaped = 4 if char == "u" else 0
@@ -284,8 +287,8 @@ class PartialToolCall:
     """A call, ``{"name": ..., "arguments": {...}}``, while it is written. Its arguments are emitted as
     generated, starting with their first value.
 
-    Once something was emitted, the call stays a call. If the arguments stop being JSON, all text after that
-    belongs to them, because their end is unknown.
+    Once something was emitted, the call stays a call. If the arguments stop being JSON, all later text
+    belongs to the arguments, because their end is unknown.
     """
 
     def __init__(self, name: str, index: int) -> None:
@@ -297,7 +300,8 @@ class PartialToolCall:
 
     @staticmethod
     def try_start(text: str, index: int) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
-        """Return None while the first value of the arguments has not begun or is not JSON."""
+        """Return the call that ``text`` begins and the first deltas, or None while the first value of the
+        arguments has not begun or is not JSON."""
         head = _HEAD.match(text)
         if head is None:
             return None

@@ -37,7 +37,8 @@ T = TypeVar("T", bound=HasSessionId)
 
 
 def get_rewards_by_session(db: Database, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
-    """Return rewards in the order in which they were added; the list is empty for a session without any."""
+    """Return the rewards of each session in the order in which they were added. The list is empty for a
+    session without rewards."""
     return _by_session(db, "rewards", "seq", session_ids, REWARD_ROWS.decode)
 
 
@@ -67,9 +68,9 @@ def get_unscored_sessions(
     limit: int = 256,
     pending_only: bool = False,
 ) -> list[UnscoredSession]:
-    """Return completed sessions after ``after`` without a score by this scorer, oldest first.
-    ``pending_only`` excludes the sessions of groups that are ready or dropped, and those that another version
-    of the scorer has scored."""
+    """Return completed sessions with a ``seq`` greater than ``after`` and without a score by this scorer,
+    oldest first. ``pending_only`` excludes the sessions of groups that are ready or dropped, and sessions
+    that another version of the scorer has scored."""
     marks = ", ".join("?" * len(channels))
     where, values = "scorer = ?", list[Any]([scorer])
     pending = ""
@@ -90,7 +91,7 @@ def get_unscored_sessions(
 
 def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
     """Return the ``seq`` up to which every session of these channels has ended."""
-    # The maximum is read first: a session that is opened between the two queries comes after it.
+    # The maximum is read first: a session opened between the two queries has a greater ``seq``.
     last = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:
         oldest = db.execute(
@@ -102,8 +103,8 @@ def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -
 
 
 def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
-    """Add scores and rewards. Return False and change nothing if one of the sessions has a score by that
-    scorer already."""
+    """Add scores and rewards and return True. If one of the sessions already has a score by the same scorer,
+    return False and change nothing."""
     for score in scores:
         existing = db.execute(
             "SELECT 1 FROM scores WHERE session_id = ? AND scorer = ?", (score.session_id, score.scorer)
@@ -124,8 +125,8 @@ def end_session(
     metadata: Json | None = None,
     scores: Sequence[Score] = (),
 ) -> bool:
-    """End an open session with its rewards and scores; ``metadata`` is merged into the session's. Return
-    False and change nothing if it has ended already."""
+    """End an open session with its rewards and scores, and return True. ``metadata`` is merged into the
+    session's metadata. If the session has already ended, return False and change nothing."""
     if status is SessionStatus.OPEN:
         raise StoreError(f"Session {session_id} cannot end with status open.")
     row = db.execute(
@@ -163,7 +164,7 @@ def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score
 
 
 def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
-    """Return the number of sessions by scorer and state."""
+    """Return the number of sessions by scorer and score state."""
     counts: dict[str, dict[str, int]] = {}
     rows = db.execute(
         "SELECT scorer, state, COUNT(*) AS n FROM scores WHERE run_id = ? GROUP BY scorer, state "
@@ -186,14 +187,14 @@ _UPSERT_TAG = (
 
 
 def add_tags(db: Database, tags: Sequence[Tag]) -> None:
-    """Insert tags, or replace those of the same session and name."""
+    """Insert tags. A tag replaces an existing tag of the same session and name."""
     for tag in tags:
         cursor = db.execute(_UPSERT_TAG, TAG_ROWS.encode(tag))
         _require_session(cursor.rowcount > 0, tag.session_id, "tag")
 
 
 def remove_tags(db: Database, session_ids: Sequence[str], name: str) -> int:
-    """Remove the tag from these sessions and return how many had it."""
+    """Remove the tag from these sessions, and return how many sessions had it."""
     return sum(
         db.execute("DELETE FROM tags WHERE session_id = ? AND name = ?", (session_id, name)).rowcount
         for session_id in session_ids
@@ -201,7 +202,7 @@ def remove_tags(db: Database, session_ids: Sequence[str], name: str) -> int:
 
 
 def get_tags(db: Database, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
-    """Return tags by name; the list is empty for a session without any."""
+    """Return the tags of each session, ordered by name. The list is empty for a session without tags."""
     return _by_session(db, "tags", "name", session_ids, TAG_ROWS.decode)
 
 
@@ -209,7 +210,8 @@ def get_tags(db: Database, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
 
 
 def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = ()) -> bool:
-    """Add feedback with the rewards that follow from it. Return False and change nothing if its id exists."""
+    """Add feedback and the rewards that follow from it, and return True. If the feedback's id exists, return
+    False and change nothing."""
     existing = db.execute("SELECT 1 FROM feedback WHERE feedback_id = ?", (feedback.feedback_id,))
     if existing.fetchone() is not None:
         return False
@@ -237,8 +239,8 @@ def get_feedback(
 
 
 def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
-    """Return corrections that can be trained on and are not claimed in that epoch, oldest first. Sessions for
-    evaluation and sessions tagged as untrainable are excluded."""
+    """Return corrections that can be trained on and are not claimed in this epoch, oldest first. Corrections
+    of evaluation sessions and of sessions tagged as untrainable are excluded."""
     rows = db.execute(
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
         "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
@@ -259,7 +261,7 @@ def get_judgment(db: Database, key: bytes) -> Json | None:
 
 
 def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
-    """Store a judge's answer, unless the question has been answered already."""
+    """Store a judge's answer, unless the question already has one."""
     db.execute(
         "INSERT INTO judgments (key, run_id, answer, cost, created_at) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (key) DO NOTHING",
@@ -268,7 +270,7 @@ def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: floa
 
 
 def get_judgment_totals(db: Database, run_id: str) -> tuple[int, float]:
-    """Return the number of paid answers and their cost."""
+    """Return the number of paid answers and their total cost."""
     row = db.execute(
         "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?", (run_id,)
     ).fetchone()

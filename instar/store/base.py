@@ -1,8 +1,9 @@
 """The store: every session, call, annotation and training step of a run.
 
-SQLite and PostgreSQL share this class and differ in the `Database` that they open. Each query is a function
-of a `Database` in a module of this package; `Store` declares how it is run. The function's docstring
-documents the method. Writes are durable when they return, and concurrent writes share a commit.
+SQLite and PostgreSQL share the class `Store` and differ in the `Database` that they open. Each query is a
+function of a `Database` in a module of this package; `Store` declares how the query is run, and the
+function's docstring documents the method. Writes are durable when they return, and concurrent writes share a
+commit.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ T = TypeVar("T")
 Query = Callable[Concatenate[Database, P], T]
 
 SESSIONS_PER_READ = 64
-"""The number of sessions whose calls are read in one snapshot, so that none is held for long."""
+"""The number of sessions whose calls are read in one snapshot, so that no snapshot is held for long."""
 
 
 class _Method(Generic[P, T]):
@@ -82,21 +83,21 @@ class _Method(Generic[P, T]):
 
 
 class _Write(_Method[P, T]):
-    """Runs the query in a transaction of the writer."""
+    """A method that runs its query in a transaction of the writer."""
 
     def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
         return store.write(work)
 
 
 class _Read(_Method[P, T]):
-    """Runs a query of any number of statements on one snapshot."""
+    """A method that runs a query of any number of statements on one snapshot."""
 
     def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
         return store.read(work)
 
 
 class _LookUp(_Method[P, T]):
-    """Runs a query of a single statement, which needs no transaction."""
+    """A method that runs a query of a single statement, which needs no transaction."""
 
     def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
         return store.look_up(work)
@@ -105,8 +106,8 @@ class _LookUp(_Method[P, T]):
 class Store:
     """A store, usable from any event loop.
 
-    If a caller is cancelled while its write is under way, the write may still be committed; if it is
-    cancelled before, the write is skipped.
+    If a caller is cancelled while its write is being executed, the write may still be committed. If the
+    caller is cancelled earlier, the write is skipped.
     """
 
     def __init__(self, name: str, writer: Writer | None, readers: ReaderPool) -> None:
@@ -122,7 +123,7 @@ class Store:
         return self._writer.commits if self._writer else 0
 
     async def close(self) -> None:
-        """Commit the queued writes and close. Closing twice is allowed."""
+        """Commit the queued writes and close the store. Closing it twice is allowed."""
         if self._writer is not None:
             await asyncio.to_thread(self._writer.close)
         await asyncio.to_thread(self._readers.close)
@@ -169,10 +170,10 @@ class Store:
         key_hash: str | None = None,
         tail_keys: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Store all of the calls or none. A call's base must be stored before it or precede it in ``calls``.
-        Calls may be added to a session that has ended, because they did happen.
+        """Store all of the calls or none. A call's base must already be stored or precede the call in
+        ``calls``. Calls may be added to a session that has ended, because they did happen.
 
-        ``opening`` is opened first, in the same transaction, with ``key_hash`` as its key; raises
+        ``opening`` is a session to open first, in the same transaction, with ``key_hash`` as its key. Raises
         ConflictError if its id is taken. ``tail_keys`` maps call ids to the keys of `session_by_tail`.
         """
         await self.write(
@@ -199,12 +200,12 @@ class Store:
         return by_session
 
     async def calls_by_request(self, request_id: str) -> list[Call]:
-        """Return the calls of a request; there are several if it asked for several replies."""
+        """Return the calls of a request. There are several calls if the request asked for several replies."""
         return await self._read_calls(lambda db: call_queries.fetch_calls(db, "request_id", request_id))
 
     async def call_deltas(self, session_id: str) -> list[CallDelta]:
-        """Return the calls of a session in commit order without shared prefixes. The cost is that of the
-        stored tokens, not of the sum of the prompts."""
+        """Return the calls of a session in commit order, without the prefixes that they share with their base
+        calls. The cost grows with the stored tokens, not with the sum of the prompts."""
 
         def read() -> list[CallDelta]:
             return self._readers.snapshot(
@@ -214,12 +215,13 @@ class Store:
         return await asyncio.wrap_future(self._readers.submit(read))
 
     async def _read_calls(self, fetch: Callable[[Database], call_queries.FetchedCalls]) -> list[Call]:
-        """Decode in the reader's thread, after the snapshot is released."""
+        """Return the fetched calls. They are decoded in the reader's thread, after the snapshot is
+        released."""
         return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.snapshot(fetch).decode()))
 
     async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-        """Store imported sessions and groups, all or none. Raises ConflictError if the id of one, or of
-        anything in it, is taken."""
+        """Store all of the imported sessions and groups, or none. Raises ConflictError if the id of a session
+        or group, or of anything in it, is taken."""
         await self.write(PutRecords(groups, records))
 
     # rewards and other annotations
@@ -271,7 +273,7 @@ class Store:
     revoke_key = _Write(key_queries.revoke_key)
 
     async def secret(self, name: str) -> bytes:
-        """Return the 32 random bytes of this name, which are created on first use."""
+        """Return the 32 random bytes with this name, which are created on first use."""
         value = await self.look_up(lambda db: key_queries.get_secret(db, name))
         return value or await self.write(lambda db: key_queries.create_secret(db, name))
 
@@ -282,8 +284,8 @@ class Store:
     remove_endpoint = _Write(session_queries.remove_endpoint)
 
     async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
-        """Write under this lease from now on: every write, and this call, raises LeaseLost once a later lease
-        was taken."""
+        """Hold this lease for all later writes. This call and every later write raise LeaseLost once a later
+        lease has been taken."""
         check = leases.make_lease_check(run_id, name, lease)
         await self.write(check)
         assert self._writer is not None

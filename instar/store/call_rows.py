@@ -1,8 +1,8 @@
-"""Conversion of calls to rows and back. A row holds only what follows its base call; reading rebuilds the
-complete call.
+"""Conversion of calls to rows and back. A row holds only the part of a call that follows its base call;
+reading the row rebuilds the complete call.
 
-The row has checksums of the complete prompt and sequence. When it is written, they reject a call that does
-not continue its base; when it is read, they prove that the call was rebuilt exactly.
+The row has checksums of the complete prompt and sequence. When the row is written, the checksums reject a
+call that does not continue its base; when it is read, they prove that the call was rebuilt exactly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EncodedCall:
     """The checksum of the prompt's first ``base_tokens`` tokens."""
     base_summary: BaseCallSummary
     tools: tuple[str, str] | None
-    """(hash, body), if the call had tools."""
+    """(hash, body) of the tools, if the call had any."""
     values: tuple[object, ...]
     """The values of the row, in the order of the table's columns."""
 
@@ -136,7 +136,7 @@ def _check_lengths(call: Call) -> None:
 
 
 def check_base(call: EncodedCall, base: BaseCallSummary | None) -> None:
-    """Raise StoreError if the call's prompt is not its base's tokens followed by its own.
+    """Raise StoreError if the call's prompt is not its base's tokens followed by its own tokens.
 
     A call that branches off inside the base's sequence can only be verified when it is read.
     """
@@ -169,8 +169,8 @@ def _encode_tools(tools: tuple[Tool, ...]) -> tuple[str, str] | None:
 
 @dataclass(slots=True)
 class _TokenSequence:
-    """The tokens shared by a chain of calls. A child that continues at its parent's end appends to it, so
-    that the chain is one array and each prompt is a view of it."""
+    """The tokens shared by a chain of calls. A call that continues at the end of its base appends to the
+    sequence, so that the whole chain is one array and each prompt is a view of it."""
 
     pieces: list[Ids] = field(default_factory=list[Ids])
     length: int = 0
@@ -203,7 +203,7 @@ class _RebuiltCall:
 def decode_calls(
     rows: Iterable[DatabaseRow], tools: Mapping[str, str], call_ids: Iterable[str]
 ) -> list[Call]:
-    """Return the complete calls of ``call_ids``, from their rows and those of all their bases.
+    """Return the complete calls with ``call_ids``, given their rows and the rows of all their base calls.
 
     A base must come before the calls built on it. The cost grows with the stored tokens, not with the sum of
     the prompts.
@@ -300,7 +300,7 @@ DELTA_COLUMNS = (
 
 
 def decode_delta(row: DatabaseRow, tools: Mapping[str, tuple[Tool, ...]]) -> CallDelta:
-    """Decode a delta; ``tools`` maps a hash to the tools of rows without digests."""
+    """Return the delta in a row. ``tools`` maps hashes to tools, for rows without digests."""
     has_messages = row["messages"] is not None
     return CallDelta(
         call_id=row["call_id"],

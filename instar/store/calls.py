@@ -59,8 +59,8 @@ _BY_TAIL = f"""
 
 
 class BaseCallCache:
-    """Summaries of the calls that this process stored last. A stored call never changes, so a summary stays
-    valid."""
+    """A cache of summaries of the calls that this process stored last. A stored call never changes, so a
+    summary stays valid."""
 
     def __init__(self, max_size: int = 4096) -> None:
         self.max_size = max_size
@@ -72,13 +72,13 @@ class BaseCallCache:
     def add(self, calls: Iterable[EncodedCall]) -> None:
         """Add calls that have been committed."""
         if len(self._summaries) > self.max_size:
-            self._summaries.clear()  # those still in use are read from the database once more
+            self._summaries.clear()  # summaries still in use are read from the database once more
         for call in calls:
             self._summaries[call.call_id] = call.base_summary
 
 
 class AddCalls(BatchableWrite):
-    """Writes calls, and the session that they open."""
+    """Writes calls, and the session that they open, if any."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class AddCalls(BatchableWrite):
         self._write(db, [self], check=True)
 
     def write_batch(self, db: Database, others: Sequence[AddCalls]) -> None:
-        # A missing session violates the foreign key of the whole batch; the single writes that follow report
-        # which.
+        # A missing session violates the foreign key of the whole batch. The single writes that follow show
+        # which session is missing.
         self._write(db, [self, *others], check=bool(db.for_update))
 
     def write_single(self, db: Database, others: Sequence[AddCalls]) -> bool:
@@ -136,7 +136,7 @@ class AddCalls(BatchableWrite):
 
 
 def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
-    """Lock the sessions, so that the calls of each are numbered in commit order."""
+    """Lock the sessions of the calls, so that the calls of each session are numbered in commit order."""
     session_ids = {call.session_id for call in calls} - opened
     if not session_ids:
         return
@@ -198,7 +198,8 @@ def fetch_call(db: Database, call_id: str) -> FetchedCalls:
 
 
 def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
-    """Return the calls with one of these values in ``column``, and their base calls."""
+    """Return the rows of the calls with one of these values in ``column``, and the rows of their base
+    calls."""
     marks = ", ".join("?" * len(values))
     own = db.execute(
         f"SELECT * FROM calls WHERE {column} IN ({marks}) ORDER BY seq",
@@ -236,7 +237,8 @@ def _add_tools(db: Database, fetched: FetchedCalls, rows: Iterable[DatabaseRow])
 
 
 def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
-    """Return the id of the open live session with the newest call of the first tail key that has any."""
+    """Return the id of an open live session, or None. The first tail key that has calls in such sessions
+    decides: the session of its newest call is returned."""
     if not keys:
         return None
     if any(len(key) != TAIL_KEY_BYTES for key in keys):

@@ -48,7 +48,7 @@ def unpack_floats(data: bytes) -> Floats:
 
 
 def pack_runs(values: Ids) -> bytes:
-    """Encode by run length: ``[4 4 4 5]`` → ``[(4, 3), (5, 1)]``."""
+    """Return the values encoded by run length: ``[4 4 4 5]`` → ``[(4, 3), (5, 1)]``."""
     values = np.asarray(values, _INT)
     if len(values) == 0:
         return b""
@@ -66,7 +66,7 @@ def unpack_runs(data: bytes) -> Ids:
 
 
 def checksum(ids: Ids, start: int = 0) -> int:
-    """Return the CRC-32 of the packed ids; ``start`` is the checksum of the ids before them."""
+    """Return the CRC-32 of the packed ids. ``start`` is the checksum of the preceding ids."""
     return zlib.crc32(np.ascontiguousarray(ids, _INT).data, start)
 
 
@@ -85,7 +85,7 @@ def dump_json(value: Any) -> str:
 
 
 def dump_message(value: Any) -> str:
-    """Return JSON, much faster than `dump_json`, of messages or tools, which contain no NaN."""
+    """Return messages or tools, which contain no NaN, as JSON. This is much faster than `dump_json`."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -97,7 +97,7 @@ def load_json(text: str) -> Any:
 
 
 def load_message(text: str) -> Any:
-    """Decode the JSON that `dump_message` wrote."""
+    """Return the value of the JSON that `dump_message` wrote."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:  # an escaped lone surrogate
@@ -105,5 +105,6 @@ def load_message(text: str) -> Any:
 
 
 def sanitize_text(text: str | None) -> str | None:
-    """Escape what a database cannot store: program output may contain invalid UTF-8 or NUL."""
+    """Return the text with escapes for what a database cannot store: program output may contain invalid UTF-8
+    or NUL."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

@@ -1,10 +1,11 @@
 """The interface between the store's SQL and a database connection.
 
-A query is written once, in the SQL that SQLite and PostgreSQL share, with parameters as ``?`` or
-``:name``. Where they differ, the query takes the text from its `Database`.
+A query is written once, in the SQL that SQLite and PostgreSQL share, with parameters as ``?`` or ``:name``.
+Where the two differ, the query takes the text from its `Database`.
 
-Transactions of several processes may run concurrently, so a write that reads what it then changes locks
-it first: rows by `for_update`, a name by `lock_name`. SQLite has one writer at a time and needs neither.
+Transactions of several processes may run concurrently. So a write that reads something and then changes it
+must lock it first: rows with `for_update`, a name with `lock_name`. SQLite has one writer at a time and needs
+neither.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class Cursor(Protocol):
 
 
 class Database(Protocol):
-    """One connection, used by one thread at a time."""
+    """A database connection, used by one thread at a time."""
 
     errors: ClassVar[tuple[type[Exception], ...]]
     """The exceptions that the driver raises."""
     for_update: ClassVar[str]
     """The suffix of a SELECT that locks its rows until this transaction ends."""
     json_rows: ClassVar[str]
-    """An aggregate that returns all rows as one JSON array of arrays of the columns at ``{}``."""
+    """An aggregate that returns all rows as one JSON array of arrays. ``{}`` stands for the columns."""
     json_texts: ClassVar[str]
-    """A query for the elements of the JSON array of texts at ``{}``."""
+    """A query for the elements of a JSON array of texts. ``{}`` stands for the array."""
 
     def execute(self, sql: str, values: Values = (), /) -> Cursor: ...
 
@@ -46,9 +47,9 @@ class Database(Protocol):
         """Insert rows whose values are in the order of `Table.insert_columns`."""
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
-        """Insert the rows in one statement that commits itself.
+        """Insert the rows in one statement that commits itself, and return True.
 
-        Return False, with nothing inserted, if that is not possible.
+        Return False, with nothing inserted, if this is not possible.
         """
         ...
 
@@ -61,35 +62,37 @@ class Database(Protocol):
         """Begin a transaction that reads one snapshot."""
 
     def is_connection_lost(self, error: Exception) -> bool:
-        """True if the connection is gone and the read should be repeated on a new one."""
+        """Return True if the connection is lost and the read should be repeated on a new one."""
         ...
 
     # For the writer. SAVEPOINT, RELEASE and ROLLBACK TO are the same in all databases.
 
     def begin(self) -> None:
-        """Begin a transaction that writes; wait for the lock or the server until a deadline."""
+        """Begin a write transaction. Wait for the lock or the server until a deadline."""
 
     def commit(self) -> None:
         """Commit to disk. If one of `errors` is raised, nothing was committed; StoreError means that the
         outcome is unknown."""
 
     def rollback(self) -> None:
-        """Roll back in any state; a lost connection is not an error."""
+        """Roll back the transaction, in any state; a lost connection is not an error."""
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """True if the error undid, or must undo, the complete transaction and not only the statement."""
+        """Return True if the error undid, or must undo, the complete transaction and not only the
+        statement."""
         ...
 
     def is_global_failure(self, error: Exception) -> bool:
-        """True if every write would fail in the same way: the database is locked or unreachable."""
+        """Return True if every write would fail in the same way, because the database is locked or
+        unreachable."""
         ...
 
     def is_transient(self, error: Exception) -> bool:
-        """True if the transaction was not committed and may be tried again."""
+        """Return True if the transaction was not committed and may be tried again."""
         ...
 
     def translate(self, error: Exception) -> StoreError:
-        """Return the error that callers of the store get."""
+        """Return the error that callers of the store see."""
         ...
 
     def close(self) -> None: ...

@@ -13,12 +13,13 @@ from instar.types import Json
 
 
 def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
-    """Add the next version of a dataset. If the newest version has the same hash, update its path instead."""
+    """Add the next version of a dataset and return it. If the newest version has the same hash, update its
+    path and return it instead."""
     newest = get_dataset(db, name)
     if newest is not None and newest.hash == hash:
         if (newest.path, newest.manifest) == (path, manifest):
             return newest
-        # The files were moved, or written again in another format.
+        # The files were moved, or written again in a different format.
         db.execute(
             "UPDATE datasets SET path = ?, manifest = ? WHERE name = ? AND version = ?",
             (path, dump_json(manifest), name, newest.version),
@@ -30,7 +31,7 @@ def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -
 
 
 def get_dataset(db: Database, name: str, version: int | None = None) -> DatasetRow | None:
-    """Return this version of the dataset, by default the newest."""
+    """Return this version of the dataset, by default the newest one."""
     if version is None:
         rows = db.execute("SELECT * FROM datasets WHERE name = ? ORDER BY version DESC LIMIT 1", (name,))
     else:
@@ -40,12 +41,13 @@ def get_dataset(db: Database, name: str, version: int | None = None) -> DatasetR
 
 
 def get_datasets(db: Database) -> list[DatasetRow]:
-    """Return all versions of all datasets, by name and version."""
+    """Return all versions of all datasets, ordered by name and version."""
     return [DATASET_ROWS.decode(row) for row in db.execute("SELECT * FROM datasets ORDER BY name, version")]
 
 
 def remove_dataset(db: Database, name: str, version: int | None = None) -> int:
-    """Remove this version, or all versions, and return their number. The files are not deleted."""
+    """Remove this version of a dataset, by default all versions, and return the number removed. The files are
+    not deleted."""
     if version is None:
         return db.execute("DELETE FROM datasets WHERE name = ?", (name,)).rowcount
     return db.execute("DELETE FROM datasets WHERE name = ? AND version = ?", (name, version)).rowcount

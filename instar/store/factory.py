@@ -10,7 +10,8 @@ from instar.store.base import Store
 
 
 def open_store(config: RunConfig, *, read_only: bool = False) -> Store:
-    """Open the run's store and create or migrate it as needed; with ``read_only`` it must exist already.
+    """Open and return the run's store. The store is created or migrated as needed; with ``read_only`` it must
+    already exist.
 
     Each store type is a `Store` with a classmethod ``from_config(config, *, read_only)``.
     """

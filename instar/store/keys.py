@@ -15,7 +15,8 @@ SECRET_BYTES = 32
 
 
 def put_key(db: Database, key: KeyRow) -> None:
-    """Insert a key. Raises ConflictError if its hash is taken, or its name by a key that is not revoked."""
+    """Insert a key. Raises ConflictError if its hash is taken, or if a key that is not revoked has the same
+    name."""
     db.execute(KEYS.insert_sql, KEY_ROWS.encode(key))
 
 
@@ -31,8 +32,8 @@ def get_keys(db: Database) -> list[KeyRow]:
 
 
 def revoke_key(db: Database, prefix_or_name: str) -> int:
-    """Revoke the keys with this name, or with a hash that begins with these eight or more digits; return how
-    many were valid before."""
+    """Revoke the keys with this name, or with a hash that begins with these eight or more digits. Return how
+    many of them were valid before."""
     where = "name = :text AND name != ''"
     if len(prefix_or_name) >= MIN_PREFIX_LENGTH:
         where = f"({where} OR substr(key_hash, 1, length(:text)) = :text)"
@@ -49,7 +50,7 @@ def get_secret(db: Database, name: str) -> bytes | None:
 
 
 def create_secret(db: Database, name: str) -> bytes:
-    """Return the secret of this name, creating it if another process has not done so yet."""
+    """Return the secret with this name. Create it unless another process has already done so."""
     value = secrets.token_bytes(SECRET_BYTES)
     db.execute("INSERT INTO secrets (name, value) VALUES (?, ?) ON CONFLICT (name) DO NOTHING", (name, value))
     return get_secret(db, name) or value

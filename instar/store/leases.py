@@ -9,7 +9,7 @@ from instar.store.database import Database
 
 
 def take_lease(db: Database, run_id: str, name: str) -> int:
-    """Take the next lease of a role; holders of earlier leases can no longer write."""
+    """Take and return the next lease of a role. Holders of earlier leases can no longer write."""
     row = db.execute(
         "INSERT INTO leases (run_id, name, lease) VALUES (?, ?, 1) "
         "ON CONFLICT (run_id, name) DO UPDATE SET lease = leases.lease + 1 RETURNING lease",
@@ -19,7 +19,8 @@ def take_lease(db: Database, run_id: str, name: str) -> int:
 
 
 def make_lease_check(run_id: str, name: str, lease: int) -> Callable[[Database], None]:
-    """Return a check to run first in each transaction. It locks the lease until the transaction ends."""
+    """Return a check to run first in each transaction. The check raises LeaseLost if a later lease was taken,
+    and locks the lease until the transaction ends."""
 
     def check(db: Database) -> None:
         row = db.execute(

@@ -1,8 +1,8 @@
 """Queries for pages of sessions.
 
 Sessions are ordered by ``seq``. A page is read from an index that has this order for each channel and status,
-so it costs the same with ten sessions as with a million. If few sessions have the requested tag, scorer, time
-or range of rewards, the search starts from those instead.
+so it costs the same with ten sessions as with a million. If only a few sessions have the requested tag,
+scorer, time or range of rewards, the search starts from those sessions instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instar.store.rows import SESSION_ROWS
 from instar.types import Channel, RewardSource, Session, SessionStatus
 
 MAX_START = 2000
-"""A search starts from the sessions that meet a condition if there are at most so many."""
+"""The largest number of sessions that meet a condition for which a search starts from these sessions."""
 
 _DETAILS = """
     SELECT s.*,
@@ -51,9 +51,9 @@ def get_sessions(
     after: int | None = None,
     limit: int | None = None,
 ) -> list[SessionRow]:
-    """Return sessions, oldest first; with ``limit``, the newest ones. ``before`` and ``after`` are the
-    ``seq`` of the rows that bound the page; with ``after`` and ``limit``, the oldest sessions after it are
-    returned."""
+    """Return the sessions that match, oldest first. ``before`` and ``after`` are values of ``seq``: only
+    sessions with a lower or a higher ``seq`` are returned. ``limit`` keeps only the newest sessions or,
+    together with ``after``, the oldest ones."""
     where = where or SessionFilter()
     where = replace(where, channel=channel or where.channel, status=status or where.status)
     query = _Query(_Page(run_id, group_id, where, before, after, limit))
@@ -90,7 +90,7 @@ class _Query:
         self.page = page
         self.values: dict[str, Any] = {}
         self.conditions: list[str] = []
-        """Conditions on the session ``x``."""
+        """SQL conditions; the sessions table has the alias ``x``."""
         self.starts: list[str] = []
         """Queries for the ids of the sessions that meet one of the conditions."""
         self._add_columns()
@@ -111,7 +111,8 @@ class _Query:
         return self._page(" UNION ALL ".join(self._slices()))
 
     def _slices(self) -> list[str]:
-        """Return a query for the page of each channel and status, which an index holds in order."""
+        """Return one query per channel and status for the sessions of the page, which an index holds in
+        order."""
         where = self.page.where
         slices: list[str] = []
         for channel in [where.channel] if where.channel else Channel:
@@ -164,7 +165,7 @@ class _Query:
             self._start(self._add_range(reward_min=low, reward_max=high))
 
     def _add_range(self, **bounds: tuple[str, float | None]) -> str:
-        """Add the bounds that are set and return them as one condition."""
+        """Add the values of the bounds that are set, and return the bounds as one SQL condition."""
         bounds = {name: bound for name, bound in bounds.items() if bound[1] is not None}
         condition = " AND ".join(f"{comparison} :{name}" for name, (comparison, _) in bounds.items())
         if condition:
@@ -196,7 +197,7 @@ class _Query:
                 values["scorer_version"] = version
         if where.source is not None:
             values["source"] = where.source.value
-        # Name every source, because the index has the source before the scorer.
+        # List every source, because the index has the source before the scorer.
         every = ", ".join(f"'{source.value}'" for source in RewardSource)
         extra = f" AND rewards.source IN ({every})" if where.source is None else ""
         for name, comparison in (("reward_min", ">="), ("reward_max", "<=")):

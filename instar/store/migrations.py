@@ -1,7 +1,7 @@
-"""Creation of a store file from `schema`, and migration of an older one to the current version.
+"""Creation of a store file from `schema`, and migration of an older file to the current version.
 
-``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. A released migration is never
-edited; tests/unit/store/fixtures has a file of every released version to test them on.
+``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. A released migration is never edited.
+tests/unit/store/fixtures has a file of every released version to test the migrations on.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def create_or_migrate(
     version: int = VERSION,
     migrations: Mapping[int, Sequence[str]] = MIGRATIONS,
 ) -> None:
-    """Create or migrate the file to ``version``, in one transaction. Several processes may do so at once.
+    """Create the store in the file or migrate it to ``version``, in one transaction. Several processes may
+    call this at the same time.
 
-    A file of another program, or of a newer Instar, is not changed.
+    A file of a different program or of a newer Instar is not changed.
     """
     _read_version(connection, path, version)
     _enable_wal(connection, path)
@@ -124,7 +125,8 @@ def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERS
 
 
 def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
-    """Return the file's schema version, 0 if it is empty; raise if it is not a store or is newer."""
+    """Return the file's schema version, or 0 if the file is empty. Raise StoreError if it is not a store or
+    is newer."""
     current = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application_id = int(connection.execute("PRAGMA application_id").fetchone()[0])
     is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
@@ -144,7 +146,8 @@ def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
 
 
 def _enable_wal(connection: SqliteDatabase, path: Path) -> None:
-    """Switch to WAL. SQLite ignores the busy timeout here, so the wait for the lock is done in Python."""
+    """Switch the file to write-ahead logging. SQLite ignores the busy timeout here, so Python waits for the
+    lock."""
     deadline = time.monotonic() + BUSY_TIMEOUT
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The rows that a store returns, besides those of `instar.types`."""
+"""The rows that a store returns, in addition to the types in `instar.types`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CORRECTION_KEY_PREFIX = "feedback:"
 
 
 def correction_key(feedback_id: str) -> str:
-    """Return the sample key of a correction."""
+    """Return the key under which a correction is claimed as a sample."""
     return CORRECTION_KEY_PREFIX + feedback_id
 
 
@@ -49,9 +49,10 @@ class Progress:
 
     groups_open: int
     groups_ready: int
-    """The groups that are ready and neither consumed by a committed step nor dropped."""
+    """The number of ready groups that are neither consumed by a committed step nor dropped."""
     groups_consumed: int
-    """The groups that were dropped, or claimed by a step that is committed or has published its version."""
+    """The number of groups that were dropped, or claimed by a step that is committed or has published its
+    version."""
     next_group_index: int
     committed_steps: int
     head_version: int
@@ -67,10 +68,10 @@ class SessionRow:
     calls: int
     sampled_tokens: int
     reward: float | None
-    """The session's latest reward; rewards of single calls do not count."""
+    """The session's latest reward; rewards of single calls are not considered."""
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     seq: int = 0
-    """The position in the order in which sessions were opened; pages are bounded by it."""
+    """The session's position in the order in which sessions were opened; the bounds of a page refer to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +82,28 @@ class SessionFilter:
     status: SessionStatus | None = None
     ids: tuple[str, ...] = ()
     tags: tuple[tuple[str, str | None], ...] = ()
-    """Required tags; the value is None where any value will do."""
+    """Required tags as (name, value); the value is None if any value matches."""
     without: tuple[str, ...] = ()
     """Names of tags that exclude a session."""
     reward_min: float | None = None
-    """Bounds the session's latest reward or, with `scorer` or `source`, any reward of theirs."""
+    """The lowest value of the session's latest reward or, with `scorer` or `source`, of any of their
+    rewards."""
     reward_max: float | None = None
     scorer: str | None = None
-    """A scorer that rewarded the session, with or without its version: ``judge:outcome@1f03``."""
+    """A scorer that rewarded the session, with or without the scorer's version: ``judge:outcome@1f03``."""
     source: RewardSource | None = None
     """The source of one of the session's rewards."""
     task: str | None = None
     agent: str | None = None
     since: float | None = None
-    """The session was opened at this time or later."""
+    """The earliest time at which the session may have been opened."""
     until: float | None = None
-    """The session was opened before this time."""
+    """The time before which the session must have been opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A call without the prefix that it shares with its base call; message graphs are built from these."""
+    """A call without the prefix that it shares with its base call. Message graphs are built from these."""
 
     call_id: str
     request_id: str
@@ -111,7 +113,7 @@ class CallDelta:
     base_tokens: int
     base_messages: int
     prompt_tail: Ids
-    """The prompt beyond ``base_tokens``. Read-only, as are the sampled ids."""
+    """The prompt after the first ``base_tokens`` tokens; read-only, like the sampled ids."""
     sampled_ids: Ids
     message_count: int
     status: CallStatus
@@ -121,7 +123,8 @@ class CallDelta:
     digests: bytes
     reply: Message
     messages: tuple[Message, ...] = ()
-    """The messages beyond ``base_messages``. Messages and tools are loaded only if there are no digests."""
+    """The messages after the first ``base_messages``. Messages and tools are loaded only if there are no
+    digests."""
     tools: tuple[Tool, ...] = ()
 
 

@@ -12,7 +12,7 @@ from instar.types import Artifact, Policy, PolicyState
 
 
 def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int:
-    """Return the next version number of the policy, which was never used before."""
+    """Reserve and return the next version number of the policy, which was never used before."""
     db.lock_name(f"versions of {policy_id}")
     row = db.execute(
         "SELECT MAX(version) AS newest FROM policies WHERE policy_id = ?", (policy_id,)
@@ -27,8 +27,8 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
 
 
 def publish(db: Database, policy: Policy) -> None:
-    """Record the artifact of a reserved version, which becomes the latest policy. Publishing it again
-    replaces the artifact: a remote sampler is exported anew before it expires."""
+    """Record the artifact of a reserved version, which becomes the latest policy. Publishing a version again
+    replaces its artifact: a remote sampler is exported again before it expires."""
     state = _state(db, policy.policy_id, policy.version)
     if state is PolicyState.TOMBSTONED:
         raise StoreError(
@@ -51,7 +51,7 @@ def publish(db: Database, policy: Policy) -> None:
 
 
 def tombstone(db: Database, policy_id: str, version: int, reason: str) -> None:
-    """Mark a version that a crash abandoned. The latest policy is then the newest published one."""
+    """Mark a version as abandoned after a crash. The latest policy is then the newest published version."""
     if _state(db, policy_id, version) is PolicyState.TOMBSTONED:
         return
     db.execute(
@@ -80,7 +80,7 @@ def get_reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]
 
 
 def get_steps_by_version(db: Database, policy_id: str) -> dict[int, int]:
-    """Return the step of each version, in whatever state it is."""
+    """Return the training step of each version, whatever the version's state."""
     rows = db.execute("SELECT version, step FROM policies WHERE policy_id = ?", (policy_id,))
     return {row["version"]: row["step"] for row in rows}
 
@@ -95,7 +95,7 @@ def get_latest_policy(db: Database, policy_id: str) -> Policy:
 
 
 def get_published_policies(db: Database, policy_id: str) -> list[tuple[Policy, int]]:
-    """Return (policy, step), oldest first."""
+    """Return (policy, step) for every published version, oldest first."""
     rows = db.execute(
         "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
         (policy_id, PolicyState.PUBLISHED.value),

@@ -1,8 +1,8 @@
 """The store on a PostgreSQL server, for runs that write from several hosts.
 
 As in the SQLite store, each process has one writer, which groups concurrent writes into one commit, and
-several readers. A lost connection is reopened: a read is repeated, and a write as well once the server has
-confirmed that it was not committed.
+several readers. A lost connection is reopened. Then a read is repeated; a write is repeated once the server
+has confirmed that the write was not committed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _open_for_reading(server: PostgresServer) -> PostgresDatabase:
 
 
 def _check_readable(server: PostgresServer) -> None:
-    """Check without retries: a store opened for reading usually has a person waiting for it."""
+    """Check that the store can be read. There are no retries: a person is usually waiting for a store that is
+    opened for reading."""
     try:
         connection = server.connect("instar", read_only=True, retry_timeout=0.0)
         try:

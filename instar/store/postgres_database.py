@@ -35,7 +35,7 @@ _PARAMETER = re.compile(r"\?|(?<!:):([a-z_][a-z_0-9]*)")
 
 
 class PostgresDatabase:
-    """A `Database` for reading."""
+    """A PostgreSQL connection for reading, and the base class of the one for writing."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error,)
     for_update: ClassVar[str] = " FOR NO KEY UPDATE"
@@ -50,7 +50,7 @@ class PostgresDatabase:
         return self._connection.execute(_to_psycopg(sql), values, binary=True)
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """Send all rows in one pipeline, so that they wait for one response."""
+        """Insert all rows in one pipeline, so that there is only one wait for a response."""
         if rows:
             self._connection.cursor().executemany(_to_psycopg(table.insert_many_sql(1)), rows)
 
@@ -96,7 +96,8 @@ class PostgresDatabase:
 
 
 class PostgresWriteDatabase(PostgresDatabase):
-    """A `Database` whose transactions are known to be committed or not, whatever the network does."""
+    """A PostgreSQL connection for writing, which always learns whether a transaction was committed, whatever
+    the network does."""
 
     def __init__(self, server: PostgresServer, connection: PostgresConnection, writer: str) -> None:
         super().__init__(server, connection)
@@ -105,7 +106,7 @@ class PostgresWriteDatabase(PostgresDatabase):
 
     @classmethod
     def open(cls, server: PostgresServer) -> PostgresWriteDatabase:
-        """Connect, then create or migrate the tables. Raises psycopg's errors."""
+        """Connect, create or migrate the tables, and return the connection. Raises psycopg's errors."""
         writer = f"instar {secrets.token_hex(8)}"
         connection = server.connect(writer)
         try:
@@ -118,9 +119,10 @@ class PostgresWriteDatabase(PostgresDatabase):
         return db
 
     def register(self) -> None:
-        """Insert this writer's row before the first transaction, because only an existing row can be locked.
+        """Insert this writer's row. This must happen before the first transaction, because only an existing
+        row can be locked.
 
-        Rows of writers that ended without `close` are removed.
+        Rows of writers that exited without `close` are removed.
         """
         self.execute(
             WRITERS.insert_sql,
@@ -171,7 +173,7 @@ class PostgresWriteDatabase(PostgresDatabase):
         )
 
     def _was_committed(self, cause: psycopg.Error) -> bool:
-        """Ask the server, and wait for a transaction that it has not ended yet."""
+        """Return True if the server committed the transaction. Wait if the server is still executing it."""
         deadline = time.monotonic() + self._server.timeout
         while True:
             try:

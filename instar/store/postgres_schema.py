@@ -40,12 +40,13 @@ _PLAIN_INDEX = re.compile(r"^CREATE INDEX (\w+) ON (\w+) \(([^)]*)\)")
 
 
 def to_postgres_ddl(ddl: str) -> str:
-    """Translate a DDL statement of SQLite."""
+    """Return a DDL statement of SQLite as one of PostgreSQL."""
     return _SQLITE_TYPE.sub(lambda match: _POSTGRES_TYPES[match[0]], _append_seq_column(ddl))
 
 
 def _append_seq_column(ddl: str) -> str:
-    """Add the row number, which ends every SQLite index, so that the newest row is found by the index."""
+    """Return the index with the row number as its last column, as in every SQLite index, so that the newest
+    row is found by the index."""
     match = _PLAIN_INDEX.match(ddl)
     if match is None or not any(table.name == match[2] and "seq" in table.columns for table in TABLES):
         return ddl
@@ -61,9 +62,10 @@ def create_or_migrate(
     version: int = VERSION,
     migrations: Mapping[int, Sequence[str]] = MIGRATIONS,
 ) -> None:
-    """Create or migrate the schema to ``version``, in one transaction. Several processes may do so at once.
+    """Create the store in the schema or migrate it to ``version``, in one transaction. Several processes may
+    call this at the same time.
 
-    A schema of another program, or of a newer Instar, is not changed.
+    A schema of a different program or of a newer Instar is not changed.
     """
     _check_server(connection, server)
     if _read_version(connection, server, version) != version:
@@ -121,7 +123,8 @@ def _check_server(connection: PostgresConnection, server: PostgresServer) -> Non
 
 
 def _read_version(connection: PostgresConnection, server: PostgresServer, version: int) -> int:
-    """Return the schema's version, 0 if it is empty or missing; raise if it is not a store or is newer."""
+    """Return the schema's version, or 0 if the schema is empty or missing. Raise StoreError if it is not a
+    store or is newer."""
     tables = _table_names(connection, server)
     if not tables:
         return 0
@@ -176,7 +179,7 @@ def _create_statements() -> list[str]:
 
 
 def _count_by_backend(counts: Table) -> Table:
-    """Add a counter row per server process; readers use the sum.
+    """Return the table of counts with one counter row per server process. Readers use the sum of the rows.
 
     Writers that share one counter row would wait for each other, and with two such rows they would deadlock.
     """

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 MIN_SERVER_VERSION = 13
 RESPONSE_TIMEOUT_FACTOR = 1.25
-"""A server that does not respond for this many statement timeouts is treated as lost."""
+"""The number of statement timeouts after which a server that does not respond is treated as lost."""
 
 # Failures that a retry cannot fix. They are recognized by the server's message, because libpq gives no code
 # for a refused connection; a message in another language is retried until the timeout.
@@ -52,7 +52,7 @@ class ServerTimeout(psycopg.OperationalError):
 
 
 class TransactionNotCommitted(psycopg.OperationalError):
-    """The connection was lost, and the server has not committed the transaction."""
+    """Raised when the connection was lost and the server has not committed the transaction."""
 
 
 class PostgresConnection(psycopg.Connection[DictRow]):
@@ -69,7 +69,7 @@ class PostgresConnection(psycopg.Connection[DictRow]):
 
 
 def _wait_until(gen: PQGen[T], deadline: float) -> PQGen[T]:
-    """psycopg's wait generator, which polls the socket, with a deadline."""
+    """Run psycopg's wait generator, which polls the socket, with a deadline."""
     steps = cast(Generator[Any, Any, T], gen)
     try:
         wait_for = next(steps)
@@ -99,9 +99,10 @@ class PostgresServer:
     def connect(
         self, label: str, *, read_only: bool = False, retry_timeout: float | None = None
     ) -> PostgresConnection:
-        """Connect in autocommit mode.
+        """Return a new connection in autocommit mode.
 
-        Retry for ``retry_timeout`` seconds, by default the timeout, then raise psycopg's error.
+        Failures are retried for ``retry_timeout`` seconds, by default the store's timeout; then psycopg's
+        error is raised.
         """
         deadline = time.monotonic() + (self.timeout if retry_timeout is None else retry_timeout)
         pause, has_warned = 0.05, False
@@ -144,10 +145,10 @@ class PostgresServer:
         return connection
 
     def _configure(self, connection: PostgresConnection, read_only: bool) -> None:
-        """Configure the session.
+        """Set the options of the database session.
 
-        A commit waits for the disk even if the server's own setting says otherwise, and the locks of a host
-        that vanishes are released after the timeout.
+        A commit waits for the disk even if the server's own setting says otherwise. The locks of a host that
+        vanishes are released after the timeout.
         """
         milliseconds = str(round(self.timeout * 1000))
         connection.execute(
@@ -166,7 +167,7 @@ class PostgresServer:
         )
 
     def translate(self, error: Exception) -> StoreError:
-        """Return the error that callers of the store get for an error of PostgreSQL."""
+        """Return the error that callers of the store see for an error of PostgreSQL."""
         code, text = _sqlstate(error), error_text(error)
         if code == "23505":
             return ConflictError(f"the row exists already: {text}")
@@ -228,5 +229,5 @@ def is_connection_lost(error: Exception) -> bool:
 
 
 def is_transient(error: Exception) -> bool:
-    """True if the transaction was rolled back because of a deadlock or serialization failure."""
+    """Return True if the transaction was rolled back because of a deadlock or serialization failure."""
     return _sqlstate(error) in _TRANSIENT_CODES

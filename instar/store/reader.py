@@ -1,4 +1,4 @@
-"""Reads run next to the writer, in a few threads with one connection each.
+"""Runs reads concurrently with the writer, in a few threads that have one connection each.
 
 A read sees one snapshot and ends with its last row. Rows are decoded into objects afterwards, so that no
 snapshot is held for long.
@@ -22,8 +22,8 @@ class ReaderPool:
     def __init__(
         self, connect: Callable[[], Database], name: str, *, threads: int, retry_timeout: float = 0.0
     ) -> None:
-        """``name`` is the store's name in errors; a read that loses its connection is retried on a new one
-        for ``retry_timeout`` seconds."""
+        """``name`` is the store's name in errors. A read that loses its connection is retried on a new
+        connection for ``retry_timeout`` seconds."""
         self._connect = connect
         self._name = name
         self._retry_timeout = retry_timeout
@@ -48,11 +48,13 @@ class ReaderPool:
         self._connections.clear()
 
     def look_up(self, fetch: Callable[[Database], T]) -> T:
-        """Read with one statement, which is a snapshot by itself. Call it in a thread of `submit`."""
+        """Return the result of a read with a single statement, which needs no snapshot. Call this in a thread
+        of `submit`."""
         return self._fetch(fetch)
 
     def snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """Read with any number of statements in one snapshot. Call it in a thread of `submit`."""
+        """Return the result of a read with any number of statements in one snapshot. Call this in a thread of
+        `submit`."""
 
         def read(db: Database) -> T:
             db.begin_read()

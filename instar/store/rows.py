@@ -38,11 +38,11 @@ Convert = Callable[[Any], Any]
 
 
 class RowMapping(Generic[T]):
-    """Converts a dataclass to a row of columns with the fields' names, and back.
+    """Converts a dataclass to a database row and back. The columns have the names of the fields.
 
-    Enums, JSON objects and arrays are converted by the type of their field. ``text`` names the fields with
-    text that may not be valid UTF-8; ``default_now`` names the timestamp that becomes the current time if it
-    is 0.
+    Enums, JSON objects and arrays are converted according to the type of their field. ``text`` lists the
+    fields with text that may not be valid UTF-8. ``default_now`` is the timestamp field in which 0 is
+    replaced with the current time.
     """
 
     def __init__(self, cls: type[T], *, text: Sequence[str] = (), default_now: str | None = None) -> None:
@@ -139,7 +139,7 @@ def encode_session(session: Session, key_hash: str | None) -> dict[str, Any]:
 
 
 def encode_reward(reward: Reward) -> dict[str, Any]:
-    """Return a row without run, agent and policy, which are those of the session."""
+    """Return the row of a reward without run, agent and policy, which are taken from its session."""
     if not math.isfinite(reward.value):
         raise StoreError(f"Session {reward.session_id}: the reward is {reward.value}; it must be finite.")
     return REWARD_ROWS.encode(reward) | {"value": float(reward.value), "cost": float(reward.cost)}

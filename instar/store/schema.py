@@ -1,7 +1,7 @@
 """The tables of the SQLite store, with each column declared once. `migrations` updates older files.
 
-Wide blobs come after the narrow columns, so that reading those does not touch the blobs. Columns added by a
-later version come last, where a migration adds them.
+Wide blobs come after the narrow columns, so that reading the narrow columns does not touch the blobs. Columns
+added by a later version come last, where a migration adds them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from functools import cache
 
 VERSION = 4
-"""Written to ``PRAGMA user_version``; increment it with every change to the declarations here."""
+"""The schema's version, stored in ``PRAGMA user_version``. Increment it with every change to the declarations
+here."""
 
 APPLICATION_ID = 0x494E5354
-"""``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
+"""The text ``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     name: str
     columns: dict[str, str]
-    """Name → SQL type and constraints, in order."""
+    """SQL type and constraints by column name, in order."""
     constraints: tuple[str, ...] = ()
     generated: tuple[str, ...] = ()
-    """Columns that the database fills in; they are not inserted."""
+    """Columns that the database fills in, so that no values are inserted."""
 
     @property
     def create_sql(self) -> str:
@@ -56,7 +57,7 @@ def _insert_many_sql(table: str, names: tuple[str, ...], count: int) -> str:
 
 
 ROW_NUMBER = "INTEGER PRIMARY KEY"
-"""The row number, which gives the order in which rows were committed."""
+"""The type of a row number, which gives the order in which rows were committed."""
 
 TEXT = "TEXT NOT NULL"
 INTEGER = "INTEGER NOT NULL"
@@ -144,7 +145,7 @@ CALLS = Table(
         "base_id": "TEXT",
         "base_tokens": INTEGER,
         "base_messages": INTEGER,
-        # Of the complete prompt and of prompt + sampled tokens: a rebuilt call is verified against these.
+        # Checksums of the prompt and of prompt + sampled tokens; a rebuilt call is verified against them.
         "prompt_tokens": INTEGER,
         "prompt_crc": INTEGER,
         "sampled_tokens": INTEGER,
@@ -170,7 +171,7 @@ CALLS = Table(
         "model": "TEXT NOT NULL DEFAULT ''",
         "client_key": "TEXT",
         "digests": "BLOB NOT NULL DEFAULT x''",
-        # A request that continues this call is found by this key; only calls of live sessions have one.
+        # The key by which a request that continues this call is found; only calls of live sessions have one.
         "tail_key": "BLOB",
     },
     generated=("seq",),

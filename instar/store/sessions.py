@@ -43,7 +43,7 @@ _INSERT_REWARD = (
 
 
 def put_run(db: Database, run: Run) -> None:
-    """Insert a run, or replace the one with the same id."""
+    """Insert a run, or replace the run with the same id."""
     row = RUN_ROWS.encode(run)
     if not run.created_at:
         existing = get_run(db, run.run_id)
@@ -88,13 +88,14 @@ def get_groups(
     *,
     unclaimed_in_epoch: int | None = None,
 ) -> list[Group]:
-    """Return groups by index. ``unclaimed_in_epoch`` excludes those with a claim in that epoch."""
+    """Return groups, ordered by index. ``unclaimed_in_epoch`` excludes groups with a claim in that epoch."""
     where, values = "run_id = ? AND channel = ?", list[Any]([run_id, channel.value])
     if status is not None:
         where += " AND status = ?"
         values.append(status.value)
     if unclaimed_in_epoch is not None:
-        # Two index ranges: the groups claimed in that very epoch, which are nearly all, are never visited.
+        # Two index ranges: groups claimed in exactly that epoch, which are nearly all groups, are never
+        # visited.
         where = (
             f"seq IN (SELECT seq FROM groups WHERE {where} AND claimed_epoch < ? UNION ALL "
             f"SELECT seq FROM groups WHERE {where} AND claimed_epoch > ? AND NOT EXISTS ("
@@ -135,8 +136,8 @@ def get_session_by_external_id(db: Database, run_id: str, agent_id: str, externa
 
 
 def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
-    """Return the open live sessions whose last call ended before that time, or that were created before it
-    and have no calls."""
+    """Return the ids of open live sessions whose last call ended before the time ``before``, and of those
+    without calls that were created before it."""
     rows = db.execute(
         """
         SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
@@ -149,7 +150,7 @@ def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
 
 
 def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
-    """Add rewards. A reward whose ``reward_id`` exists already is skipped."""
+    """Add rewards. A reward whose ``reward_id`` already exists is skipped."""
     for reward in rewards:
         if reward_exists(db, reward.reward_id):
             continue

@@ -1,7 +1,7 @@
 """The embedded store: one SQLite file, shared by all processes of a run.
 
-Write-ahead log with ``synchronous=FULL``: a write that returned is on disk. Each process has one
-writer, which groups concurrent writes into one commit, and readers that never wait for it.
+The file uses a write-ahead log with ``synchronous=FULL``: a write that returned is on disk. Each process has
+one writer, which groups concurrent writes into one commit, and readers that never wait for the writer.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
 from instar.store.schema import Table
 
 BUSY_TIMEOUT = 30.0
-"""Seconds to wait for another process's write."""
+"""The number of seconds to wait for another process's write."""
 
 MAX_INSERT_ROWS = 32
 
@@ -25,7 +25,8 @@ _DISK_FULL_CODES = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sq
 
 
 class SqliteDatabase(sqlite3.Connection):
-    """A `Database`. A write transaction locks the complete file, so nothing else has to be locked."""
+    """A connection to an SQLite file. A write transaction locks the complete file, so nothing else has to be
+    locked."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
     for_update: ClassVar[str] = ""
@@ -35,7 +36,7 @@ class SqliteDatabase(sqlite3.Connection):
     busy_timeout = BUSY_TIMEOUT
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT) -> None:
-        """Make `begin` wait for the lock instead of SQLite.
+        """Make `begin` wait for the lock, in place of SQLite.
 
         SQLite sleeps up to 100 ms at a time, so a process that writes without pause would starve the others.
         """
@@ -43,7 +44,8 @@ class SqliteDatabase(sqlite3.Connection):
         self.busy_timeout = busy_timeout
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """Insert in statements of 32, 16, 8, … rows, so that only a few are ever compiled."""
+        """Insert the rows in statements of 32, 16, 8, … rows, so that only a few statements are ever
+        compiled."""
         start, size = 0, MAX_INSERT_ROWS
         while start < len(rows):
             while size > len(rows) - start:
@@ -88,7 +90,7 @@ class SqliteDatabase(sqlite3.Connection):
             self.execute("ROLLBACK")
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """True if SQLite undid the transaction, which it does when the disk is full."""
+        """Return True if SQLite undid the transaction, which it does when the disk is full."""
         return not self.in_transaction
 
     def is_global_failure(self, error: Exception) -> bool:
@@ -102,7 +104,7 @@ class SqliteDatabase(sqlite3.Connection):
 
 
 def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
-    """Open an existing file in autocommit mode, for any thread, one at a time."""
+    """Return a connection to an existing file, in autocommit mode. Any thread may use it, one at a time."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
     if read_only and _is_archived(path):
         uri += "&immutable=1"
@@ -126,12 +128,13 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
 
 
 def _is_archived(path: Path) -> bool:
-    """True if no log is left, in a folder where SQLite cannot create the shared-memory file it needs."""
+    """Return True if the file has no log and is in a folder where SQLite cannot create the shared-memory file
+    that it needs."""
     return not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
 
 
 def primary_code(error: Exception) -> int:
-    """Return SQLite's error code without its extension; 0 for an error of the Python module itself."""
+    """Return SQLite's error code without its extension, or 0 for an error of the Python module itself."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -140,7 +143,7 @@ def is_busy(error: Exception) -> bool:
 
 
 def translate_error(error: Exception, path: Path) -> StoreError:
-    """Return the error that callers of the store get for an error of SQLite."""
+    """Return the error that callers of the store see for an error of SQLite."""
     code, primary = getattr(error, "sqlite_errorcode", 0), primary_code(error)
     if code in _UNIQUE_CODES:
         return ConflictError(f"the row exists already: {error}")

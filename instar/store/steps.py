@@ -21,9 +21,9 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 
 
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
-    """Insert a step in state ``claimed`` with the claims of every group that it consumes, all or none:
-    trained samples, and those dropped with it because their group has no signal. Raises ConflictError if a
-    sample is claimed already in that run and epoch."""
+    """Insert a step in state ``claimed``, with all claims of the groups that it consumes. The claims cover
+    trained samples, and samples that are dropped because their group has no signal. Everything is inserted or
+    nothing. Raises ConflictError if a sample is already claimed in the same run and epoch."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(f"The claim of {claim.sample_key} is not for step {step} of run {run_id}.")
@@ -36,8 +36,8 @@ def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) ->
 
 
 def drop_samples(db: Database, claims: Sequence[Claim]) -> None:
-    """Record samples as dropped (stale, late), each with its reason. A drop that names a step is released
-    with it."""
+    """Record samples as dropped (stale, late), each with its reason. A drop that belongs to a step is
+    released together with the step."""
     for claim in claims:
         if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
             raise StoreError(f"The claim of {claim.sample_key} must be a drop with a reason.")
@@ -75,8 +75,8 @@ def advance_step(
     version: int | None = None,
     metrics: Json | None = None,
 ) -> None:
-    """Move a step to a later state, or add to what is known of it in the same state: a commit whose outcome
-    was unknown is retried. Raises StoreError on a move backwards."""
+    """Move a step to a later state, or update it within its current state, because a commit whose outcome was
+    unknown is retried. Raises StoreError if the state is earlier than the current one."""
     current = _lock_step(db, run_id, step)
     if current is None or current.state is StepState.RELEASED:
         raise StoreError(f"Step {step} of run {run_id} is not claimed.")
@@ -100,8 +100,8 @@ def advance_step(
 
 
 def release_steps(db: Database, run_id: str, after: int) -> list[int]:
-    """Release every unsaved step later than ``after``, with its claims, and return the steps. Used in
-    recovery."""
+    """Release every unsaved step later than ``after``, with its claims, and return the numbers of these
+    steps. Recovery uses this."""
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step"
         f"{db.for_update}",
@@ -120,7 +120,7 @@ def release_steps(db: Database, run_id: str, after: int) -> list[int]:
 
 
 def _lock_step(db: Database, run_id: str, step: int) -> Step | None:
-    """Return a step and lock its row."""
+    """Lock the row of a step and return the step, or None if there is none."""
     row = db.execute(
         f"SELECT * FROM steps WHERE run_id = ? AND step = ?{db.for_update}", (run_id, step)
     ).fetchone()
@@ -133,7 +133,7 @@ def _groups_of_step(db: Database, run_id: str, step: int) -> list[str | None]:
 
 
 def get_steps(db: Database, run_id: str) -> list[Step]:
-    """Return the steps by number, without the released ones."""
+    """Return the steps that are not released, ordered by number."""
     rows = db.execute(
         "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step",
         (run_id, StepState.RELEASED.value),
@@ -153,8 +153,8 @@ def get_claims(
 
 
 def get_recent_claims(db: Database, run_id: str, epoch: int, groups: int) -> list[Claim]:
-    """Return the claims in that epoch of the last ``groups`` groups of the train channel that have any, in
-    the order in which they were made."""
+    """Return claims in this epoch, in the order in which they were made: those of the last ``groups`` groups
+    of the train channel that have any."""
     rows = db.execute(
         "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "
         "WHERE run_id = ? AND channel = ? AND claimed_epoch >= ? ORDER BY idx DESC LIMIT ?) ORDER BY seq",
@@ -164,16 +164,16 @@ def get_recent_claims(db: Database, run_id: str, epoch: int, groups: int) -> lis
 
 
 def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
-    """Update ``consumed`` and ``claimed_epoch`` of these groups.
+    """Update the columns ``consumed`` and ``claimed_epoch`` of these groups.
 
     A group is consumed if it was dropped, or if it has claims and each of them belongs to no step or to a
-    step that is committed or has published its version. Claims of another run that trains on the same groups
-    do not count.
+    step that is committed or has published its version. Claims of a different run that trains on the same
+    groups do not count.
     """
     ids = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
     among = f"group_id IN ({db.json_texts.format(':groups')})"
     if db.for_update:
-        # Lock first: an UPDATE that waits for a lock would evaluate the claims as they were before it waited.
+        # Lock first: an UPDATE that waits for a lock would evaluate the claims as they were before the wait.
         db.execute(f"SELECT 1 FROM groups WHERE {among} ORDER BY group_id{db.for_update}", {"groups": ids})
     db.execute(
         f"""

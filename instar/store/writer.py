@@ -1,12 +1,12 @@
-"""The single writer of a process: queued writes share a transaction, and so one wait for the disk.
+"""The single writer of a process. Queued writes share a transaction, and therefore one wait for the disk.
 
-Each write is a function of the connection and runs in its own savepoint: one that fails is undone
-alone, and only its caller gets the error. If the shared transaction cannot be committed, a write may
-run a second time by itself, so it must depend on nothing but the database.
+Each write is a function of the connection and runs in its own savepoint: a write that fails is undone alone,
+and only its caller gets the error. If the shared transaction cannot be committed, a write may run a second
+time by itself, so it must depend on nothing but the database.
 
-Every statement releases the interpreter lock, and a busy event loop is slow to give it back. So
-consecutive writes of the same type are combined into few statements (`BatchableWrite`), into a single
-one if nothing has to be looked up first, and all callers of a commit are woken at once.
+Every statement releases the interpreter lock, and a busy event loop is slow to give it back. So consecutive
+writes of the same type are combined into few statements (`BatchableWrite`), or into a single statement if
+nothing has to be looked up first, and all callers of a commit are woken together.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WriteFunction = Callable[[Database], T]
 
 MAX_BATCH = 256
 GROUPING_WAIT = 0.0005
-"""Seconds to wait for more writes while they arrive in groups: a commit costs about the same for one write as
-for ten, so waiting pays under load. A write that arrives alone does not wait, nor does a group that has
-reached the size of the previous one."""
+"""The number of seconds to wait for more writes while they arrive in groups. A commit costs about the same
+for one write as for ten, so waiting pays under load. A write that arrives alone does not wait, nor does a
+group that has reached the size of the previous group."""
 
 
 class BatchableWrite(ABC):
@@ -38,28 +38,28 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do the work that needs no database, before the transaction begins."""
+        """Do the work that needs no database. This is called before the transaction begins."""
 
     @abstractmethod
     def __call__(self, db: Database) -> None: ...
 
     @abstractmethod
     def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """Write this one and then ``others`` of the same type.
+        """Write this one and then ``others``, which have the same type.
 
-        Raise if any of them fails; each is then written by itself.
+        Raise an error if any of them fails; each is then written by itself.
         """
 
     @abstractmethod
     def write_single(self, db: Database, others: Sequence[Any]) -> bool:
-        """Write like `write_batch`, in one autocommitted statement.
+        """Write like `write_batch`, but in one autocommitted statement, and return True.
 
-        Return False, with nothing written, if one statement is not enough. Raise if any of them fails.
+        Return False, with nothing written, if one statement is not enough. Raise an error if any write fails.
         """
 
     @abstractmethod
     def on_committed(self) -> None:
-        """The writer calls this once the write is on disk."""
+        """Called by the writer once the write is on disk."""
 
 
 class _WriteJob:
@@ -73,7 +73,7 @@ class _WriteJob:
         self.error: Exception | None = None
 
     def resolve(self) -> None:
-        """Set the result of the future; must run on the caller's event loop."""
+        """Set the result of the future. This must run on the caller's event loop."""
         if self.future.done():
             return
         if self.error is None:
@@ -83,15 +83,16 @@ class _WriteJob:
 
 
 class Writer:
-    """A thread that owns its connection. `commits` and `writes` show how well writes are grouped."""
+    """A thread that executes writes on its own connection. `commits` and `writes` show how well writes are
+    grouped."""
 
     def __init__(self, db: Database, name: str, *, retry_timeout: float = 0.0) -> None:
-        """``name`` is the store's name in errors; a transient failure is retried for ``retry_timeout``
+        """``name`` is the store's name in errors. A transient failure is retried for ``retry_timeout``
         seconds."""
         self.commits = 0
         self.writes = 0
         self.lease_check: WriteFunction[None] | None = None
-        """Runs first in every transaction; if it raises StoreError, nothing is written."""
+        """A check that runs first in every transaction. If it raises StoreError, nothing is written."""
         self._db = db
         self._name = name
         self._retry_timeout = retry_timeout
@@ -99,12 +100,13 @@ class Writer:
         self._closed = False
         self._previous_batch_size = 0
         self._lock = threading.Lock()
-        # A daemon thread: in a process that ends without `close`, no queued write has been acknowledged.
+        # A daemon thread: if the process exits without `close`, no queued write has been acknowledged.
         self._thread = threading.Thread(target=self._run, name="instar-store-writer", daemon=True)
         self._thread.start()
 
     def submit(self, work: WriteFunction[T]) -> asyncio.Future[T]:
-        """Queue a write and return a future of the running event loop, which resolves once it is on disk.
+        """Queue a write and return a future of the running event loop, which resolves once the write is on
+        disk.
 
         Cancelling the future before the write starts prevents the write.
         """
@@ -134,16 +136,16 @@ class Writer:
                 self._db.rollback()
                 _fail(jobs, error)
             _wake_callers(jobs)
-            # Callers are already awake: anything slow here must not delay them.
+            # Callers are already awake: nothing slow here may delay them.
             self._previous_batch_size = len(jobs)
             _notify_committed(jobs)
             jobs.clear()
         self._db.close()
 
     def _next_batch(self) -> tuple[list[_WriteJob], bool]:
-        """Wait for a write and return it with all others that are queued, and True if the writer must stop.
+        """Wait for a write. Return it with all other queued writes, and True if the writer must stop.
 
-        Each is prepared while more may arrive.
+        Each write is prepared while more writes may arrive.
         """
         jobs: list[_WriteJob] = []
         job = self._queue.get()
@@ -160,7 +162,7 @@ class Writer:
         return jobs, True
 
     def _next_job(self, deadline: float) -> _WriteJob | None:
-        """Return the next queued write; raise Empty if there is none by the deadline."""
+        """Return the next queued write. Raise Empty if there is none by the deadline."""
         try:
             return self._queue.get_nowait()
         except Empty:
@@ -185,7 +187,7 @@ class Writer:
             _fail(jobs, error)
 
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
-        """Commit one transaction; retry transient failures, each after a rollback."""
+        """Commit the jobs in one transaction. Transient failures are retried, each after a rollback."""
         deadline: float | None = None
         while True:
             try:
@@ -207,7 +209,8 @@ class Writer:
         self.writes += len(jobs)
 
     def _write_single(self, jobs: Sequence[_WriteJob]) -> bool:
-        """Return True if one statement was enough; errors are left to `_write_transaction` to report."""
+        """Return True if the jobs were written in one statement. Errors are left to `_write_transaction` to
+        report."""
         first = jobs[0].batchable
         if first is None or self.lease_check is not None:
             return False
@@ -230,7 +233,7 @@ class Writer:
         self._db.commit()
 
     def _write_batch(self, jobs: Sequence[_WriteJob]) -> bool:
-        """Return False if the jobs must be written one by one."""
+        """Return True if the jobs were written together, or False if they must be written one by one."""
         first = jobs[0].batchable
         if len(jobs) == 1 or first is None:
             return False
@@ -245,7 +248,7 @@ class Writer:
         job.error = self._db.translate(error) if isinstance(error, self._db.errors) else error
 
     def _run_in_savepoint(self, work: WriteFunction[None]) -> Exception | None:
-        """Run the function; if it raises, undo it and return the error."""
+        """Run the function and return None. If it raises an error, undo its changes and return the error."""
         self._db.execute("SAVEPOINT job")
         try:
             work(self._db)
@@ -279,7 +282,7 @@ def _fail(jobs: Sequence[_WriteJob], error: Exception) -> None:
 
 
 def _group_by_type(jobs: Sequence[_WriteJob]) -> Iterator[list[_WriteJob]]:
-    """Yield runs of consecutive writes of the same type, in the order they were queued."""
+    """Yield runs of consecutive writes of the same type, in the order in which they were queued."""
     for _, batch in groupby(jobs, key=lambda job: type(job.work)):
         yield list(batch)
 

@@ -25,7 +25,7 @@ class MessagesContentBlock(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[MessagesContentBlock] | dict[str, Any] | None = None
-    """A provider's own tool returns an object."""
+    """The content of a tool result. A provider's own tool returns an object."""
     is_error: bool | None = None
     tool_name: str = ""
     # Images, documents and other media use these.
@@ -41,9 +41,9 @@ class MessagesRequestMessage(msgspec.Struct):
 
 
 class MessagesTool(msgspec.Struct):
-    """Fields about how a provider runs the tool (``cache_control``, ``strict``, ``eager_input_streaming``,
-    ``input_examples``, ``allowed_callers``) are ignored. A tool with ``defer_loading`` is
-    offered to the model from the start."""
+    """A tool that an agent offers. Fields about how a provider runs the tool (``cache_control``, ``strict``,
+    ``eager_input_streaming``, ``input_examples``, ``allowed_callers``) are ignored. A tool with
+    ``defer_loading`` is offered to the model from the start."""
 
     name: str = ""
     type: str | None = None

@@ -34,7 +34,8 @@ class ChatContentPart(msgspec.Struct):
 
 
 class ChatRequestMessage(msgspec.Struct):
-    """Other fields (``annotations``, ...) are ignored: agents echo them from replies of ours."""
+    """A message of a chat request. Other fields (``annotations``, ...) are ignored, because agents copy them
+    from our replies."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatContentPart] | None = None
@@ -182,14 +183,15 @@ class ChatTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """A chat completion has ``content``, a completion ``token_logprobs``."""
+    """The logprobs of a choice. A chat completion has ``content``, a completion has ``token_logprobs``."""
 
     content: list[ChatTokenLogprob] | None = None
     token_logprobs: list[float | None] | None = None
 
 
 class ChatResponseChoice(msgspec.Struct):
-    """A chat has a ``message``, or a ``delta`` where it is streamed; a completion has ``text``."""
+    """One choice of a response. A chat completion has a ``message``, or a ``delta`` if it is streamed; a
+    completion has ``text``."""
 
     index: int = 0
     message: ChatReplyMessage | None = None
@@ -197,14 +199,14 @@ class ChatResponseChoice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """vLLM sends the stop string that ended the reply."""
+    """The stop string that ended the reply, as vLLM sends it."""
 
 
 class ChatResponseChoiceWithTokens(ChatResponseChoice):
     token_ids: list[int] | None = None
     logprobs: ChatLogprobs | None = None
     prompt_token_ids: list[int] | None = None
-    """A completion has them here, a chat completion beside its choices."""
+    """The prompt's tokens. A completion has them here; a chat completion has them next to its choices."""
 
 
 class CachedTokens(msgspec.Struct):
@@ -249,8 +251,8 @@ class ResponsesContentPart(msgspec.Struct):
 
 
 class ResponsesInputItem(msgspec.Struct):
-    """An item of any type. Other fields (``status``, ``phase``, ``annotations``, ``encrypted_content``, ...)
-    are ignored: agents echo them from responses of ours."""
+    """An input item of any type. Other fields (``status``, ``phase``, ``annotations``, ``encrypted_content``,
+    ...) are ignored, because agents copy them from our responses."""
 
     type: str | None = None
     id: str | None = None

@@ -22,7 +22,8 @@ class ModelRequest:
     prompt: str | tuple[int, ...] | None = None
     """A prompt to continue, as text or token ids, instead of messages."""
     previous_response_id: str | None = None
-    """The earlier response that these messages continue; its messages and reply come before them."""
+    """The earlier response that this request continues. Its messages and its reply come before
+    ``messages``."""
     instruction_count: int = 0
     """The number of leading messages that are this request's own instructions. They stay in front of the
     messages of ``previous_response_id``, and later requests do not inherit them."""
@@ -36,14 +37,14 @@ class ModelRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a reply besides the model's own."""
+    """Tokens that end a reply, in addition to the model's own stop tokens."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
     score_prompt: bool = False
-    """Return the logprobs of the prompt's own tokens and sample nothing."""
+    """True to return the logprobs of the prompt's own tokens and sample nothing."""
     unsupported_error: ApiError | None = None
-    """Set if only a provider can answer the request; our own engines respond with this error."""
+    """The error with which our own engines respond; set if only a provider can answer the request."""
     parsed_body: Any = None
     """The decoded body, for dialects that repeat parts of it in the response."""
 
@@ -52,7 +53,7 @@ class ModelRequest:
 class TokenLogprob:
     text: str
     logprob: float
-    """NaN when it is missing."""
+    """The logprob, or NaN if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ class ReplyChoice:
     stop_string: str | None = None
     """The stop string that ended the reply."""
     cached_tokens: int | None = None
-    """Prompt tokens that were in a cache; None when unknown."""
+    """The number of prompt tokens that were in a cache; None if unknown."""
     prompt_ids: Ids | None = None
     sampled_ids: Ids | None = None
-    """The exact tokens; None when unknown."""
+    """The exact sampled tokens; None if unknown."""
     sampled_logprobs: Floats | None = None
     tokens: TokenChunk | None = None
     """All sampled tokens with logprobs and versions, for token-level dialects."""
@@ -88,16 +89,17 @@ class StreamWriter(ABC):
     ) -> bytes: ...
 
     def write_tokens(self, index: int, chunk: TokenChunk) -> bytes:
-        """Write sampled tokens, in token-level dialects."""
+        """Return the bytes for sampled tokens, in token-level dialects."""
         raise NotImplementedError
 
     @abstractmethod
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        """Return everything that tells the client that the replies have ended."""
+        """Return the last bytes of the stream: everything that tells the client that the replies have
+        ended."""
 
     @abstractmethod
     def write_error(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream which has begun and cannot go on."""
+        """Return the event that ends a stream which has begun and cannot continue."""
 
 
 class Dialect(ABC):
@@ -109,19 +111,19 @@ class Dialect(ABC):
     messages_param: str = "messages"
     """The name of the messages in a request body."""
     prompt_param: str = "prompt"
-    """The name of a prompt of token ids in its body."""
+    """The name of a prompt of token ids in a request body."""
     stream_content_type: str = "text/event-stream"
     is_token_level: bool = False
-    """True if clients exchange token ids: their calls always go to the engine, and are not matched to
-    sessions by content."""
+    """True if clients exchange token ids. Such calls always go to the engine and are not matched to sessions
+    by content."""
     count_path: str | None = None
     """The route that counts the tokens of a prompt, if the API has one."""
     parses_messages_independently: bool = False
-    """True if each item of the body's ``messages`` becomes one message, whatever comes before it."""
+    """True if each item of the body's ``messages`` becomes one message, whatever the items before it are."""
 
     @abstractmethod
     def parse_request(self, body: bytes) -> ModelRequest:
-        """Raise ApiError (4xx) with the path of the invalid field."""
+        """Return the parsed request. Raise ApiError (4xx) with the path of the first invalid field."""
 
     @abstractmethod
     def format_response(
@@ -139,7 +141,7 @@ class Dialect(ABC):
         raise NotImplementedError
 
     def parse_count_request(self, body: bytes) -> ModelRequest:
-        """Parse a request to ``count_path``."""
+        """Return the parsed request to ``count_path``."""
         raise NotImplementedError
 
     def format_count(self, tokens: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Checks that several dialects share, and what OpenAI's APIs have in common."""
+"""Checks that several dialects share, and the parts that OpenAI's APIs have in common."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
 SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
-"""Keys of ``metadata`` by which agents name their session."""
+"""Keys of ``metadata`` in which agents send the id of their session."""
 
 # --- requests -----------------------------------------------------------------------------------
 
@@ -91,8 +91,8 @@ def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[s
 
 
 def placeholder(value: msgspec.Struct, kind: str) -> str:
-    """Return the text that stands for an image or the like. It includes a hash of the content, so that
-    messages with different images differ."""
+    """Return a text that stands for content other than text, such as an image. The text includes a hash of
+    the content, so that messages with different images differ."""
     return f"[{kind} {blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()}]"
 
 
@@ -112,8 +112,8 @@ def format_openai_error(error: ApiError) -> Json:
 
 
 def format_usage(choices: Sequence[ReplyChoice]) -> Json:
-    """The prompt is counted once, whatever ``n`` is. The number of reasoning tokens is known, and included,
-    only if no reply has reasoning."""
+    """Return the ``usage`` object of a response. The prompt is counted once, whatever ``n`` is. The number of
+    reasoning tokens is included only if no reply has reasoning, because otherwise it is unknown."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
     usage: Json = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if choices[0].cached_tokens is not None:
@@ -149,7 +149,7 @@ def format_named_event(value: Json, data: bytes) -> bytes:
 
 
 def format_stream_end(head: Json, request: ModelRequest, choices: Sequence[ReplyChoice]) -> bytes:
-    """Return what follows the finish reasons of a stream."""
+    """Return the events that follow the finish reasons at the end of a stream."""
     done = b"data: [DONE]\n\n"
     if not request.include_usage:
         return done

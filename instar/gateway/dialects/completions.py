@@ -76,7 +76,8 @@ def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
 
 
 def _scores_prompt(body: CompletionsRequestBody) -> bool:
-    """True if nothing is to be sampled. A prompt is not echoed together with a reply."""
+    """Return True if the request asks for the logprobs of its prompt and for no reply. A prompt is never
+    echoed together with a reply."""
     return bool(body.echo) and body.max_tokens == 0 and body.logprobs == 0 and not body.stream
 
 

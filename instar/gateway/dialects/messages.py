@@ -17,7 +17,8 @@ from instar.types import Json, ToolCall
 from instar.wire.anthropic import MessagesRequestBody
 
 SIGNATURE = "instar"
-"""Clients send back only thinking that has a signature. It is not verified."""
+"""The signature of thinking blocks. It is not verified; it exists because clients send back only thinking
+that has one."""
 
 ThinkingDisplay = Literal["full", "omitted", "none"]
 BlockType = Literal["text", "thinking", "tool_use"]
@@ -105,7 +106,8 @@ def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
 
 
 def _format_usage(choice: ReplyChoice | None) -> Json:
-    """The prompt is the sum of its uncached and cached tokens. All counts are 0 before the reply is known."""
+    """Return the ``usage`` object of a response. The prompt's tokens are split into uncached and cached ones.
+    Before the reply is known, all counts are 0."""
     cached = choice.cached_tokens or 0 if choice else 0
     return {
         "input_tokens": choice.prompt_tokens - cached if choice else 0,
@@ -127,10 +129,10 @@ def _format_event(value: Json) -> bytes:
 
 
 class MessagesStreamWriter(StreamWriter):
-    """Writes the events of a message, in which one content block is open at a time.
+    """Writes the events of one streamed message, in which one content block is open at a time.
 
-    Trailing white space is held back until more text comes, because clients drop or reject blocks of white
-    space alone.
+    Trailing white space is held back until more text arrives, because clients drop or reject blocks that are
+    only white space.
     """
 
     def __init__(self, request_id: str, request: ModelRequest) -> None:

@@ -61,11 +61,11 @@ from instar.wire.anthropic import (
 
 BLOCK_SEPARATOR = "\n\n"
 BILLING_LINE = "x-anthropic-billing-header:"
-"""Claude Code puts a line that begins so in front of its system prompt. It differs in each request and is not
-meant for the model; with it, no request would continue another."""
+"""The beginning of a line that Claude Code puts in front of its system prompt. The line is removed: it
+differs in each request, so no request would continue another, and it is not meant for the model."""
 IGNORED_TOOL_TYPES = ("tool_search_tool_",)
-"""Prefixes of the types of provider-run tools that are not needed: the tools that this one would find are
-offered to the model from the start. Other unknown types are rejected by name."""
+"""Prefixes of the types of provider-run tools that are ignored. A tool search is not needed, because the
+tools that it would find are offered to the model from the start. Other unknown types are rejected by name."""
 
 _decoder = msgspec.json.Decoder(MessagesRequestBody)
 _encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # with the spaces that models write

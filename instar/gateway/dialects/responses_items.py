@@ -27,25 +27,27 @@ IGNORED_TOOLS = {
     "image_generation": "runs at OpenAI; Codex lists it where it may draw",
     "tool_search": "finds tools that are not in the request; Codex lists it when it has many",
 }
-"""Tools that agents list by default and that the model is not offered, so that it never calls them and the
-agent runs unchanged. The response lists only the tools that were offered. Other hosted tools are rejected."""
+"""Tools that agents list by default and that are not offered to the model, so that the model never calls them
+and the agent runs unchanged. The response lists only the tools that were offered. Other hosted tools are
+rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool as the client names it."""
+    """A tool under the name that the client uses."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """True if it takes text instead of JSON. The model is offered a function of one string, ``input``."""
+    """True if the tool takes text instead of JSON. The model is offered a function with one string,
+    ``input``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTools:
     offered: tuple[Tool, ...]
     by_name: dict[str, ClientTool]
-    """The tools by the name that the model is shown."""
+    """The client's tools by the name that the model sees."""
     echo: list[Json]
     """The offered tools as the response lists them."""
 
@@ -77,7 +79,7 @@ def model_tool_name(name: str, namespace: str | None) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """Return a custom tool's input as the arguments of the function that the model is offered."""
+    """Return the input of a custom tool as the arguments of the function that the model is offered."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
@@ -145,7 +147,7 @@ class _ItemParser:
         self._turn: Message | None = None
         """The turn of the model that is being assembled."""
         self._response = ""
-        """The id of our response that the turn came from, if the item ids contain one."""
+        """The id of our response that the turn came from, if the ids of its items contain one."""
         self._previous_type = ""
 
     def parse(self, item: ResponsesInputItem, path: str) -> None:

@@ -47,7 +47,7 @@ class ResponseOutput:
         return events
 
     def close(self, status: str = "completed") -> Events:
-        """End the reply. An empty reply becomes an empty message."""
+        """End the reply and return the last events. An empty reply becomes an empty message."""
         events: Events = []
         if not self.items and self._open is None:
             events += self._begin(_TextItem(self._id("msg"), len(self.items), "message"))
@@ -200,10 +200,11 @@ class _CallItem:
 
 
 class _CustomCallItem(_CallItem):
-    """A call of a custom tool: streams the string in ``{"input": "..."}``.
+    """A call of a custom tool, which streams the string in ``{"input": "..."}``.
 
-    Arguments of any other shape become a function call with the arguments as they are, so that an agent's
-    echo has what the model wrote. If that shows after a part of the input was sent, the call stays custom.
+    Arguments of any other shape become a function call with the arguments unchanged, so that the agent sends
+    back what the model wrote. If the shape turns out to be different after a part of the input was sent, the
+    call stays custom.
     """
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
@@ -250,7 +251,7 @@ _HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 
 
 def _has_other_shape(arguments: str) -> bool:
-    """True if ``arguments`` is complete JSON and not an object with only ``input``."""
+    """Return True if ``arguments`` is complete JSON but not an object with ``input`` as its only key."""
     try:
         value = json.loads(arguments)
         orjson.dumps(value)
@@ -262,7 +263,7 @@ def _has_other_shape(arguments: str) -> bool:
 
 
 class JsonStringReader:
-    """Decodes a JSON string incrementally, from after its opening quote."""
+    """Decodes a JSON string incrementally, starting after its opening quote."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -270,7 +271,7 @@ class JsonStringReader:
         self._ended = False
 
     def feed(self, piece: str) -> str:
-        """Return the text that is certain now, up to the closing quote."""
+        """Return the decoded text that later pieces cannot change, up to the closing quote."""
         if self._ended:
             return ""
         self._rest += piece
@@ -302,7 +303,8 @@ def reply_deltas(message: Message) -> list[ReplyDelta]:
 
 
 def _logprobs_of_text(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the logprobs of the tokens that make up ``text``, or all if the tokens do not contain it."""
+    """Return the logprobs of the tokens that make up ``text``, or all logprobs if ``text`` is not in the
+    tokens."""
     start = "".join(token.text for token in logprobs).find(text)
     if start < 0:
         return logprobs

@@ -65,7 +65,7 @@ _decoder = msgspec.json.Decoder(GenerateBody)
 
 
 def check_token_params(params: TokenParams, prefix: str = "") -> None:
-    """Raise ApiError (400) with the path of the first invalid setting, after ``prefix``."""
+    """Raise ApiError (400) with the path of the first invalid setting. The path begins with ``prefix``."""
     try:
         check_ranges(params, {name: span for name, span in RANGES.items() if name != "n"})
         parse_stop(params.stop)

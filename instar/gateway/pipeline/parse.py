@@ -1,4 +1,4 @@
-"""Read HTTP requests: limits, the caller, the body, and the request that the body holds."""
+"""Read HTTP requests: check limits, identify the caller, read the body and parse it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ SESSION_HEADERS = {
     "x-litellm-session-id": "session",
     "helicone-session-id": "session",
 }
-"""Lower-case headers in which known agents send their session id, the most specific first → kind of id."""
+"""The headers, in lower case, in which known agents send their session id, each with the kind of the id; the
+most specific header first."""
 MAX_EXTERNAL_ID_LENGTH = 512
-"""Longer ids are shortened to a prefix and a digest."""
+"""The maximum length of a session id. Longer ids are shortened to a prefix and a digest."""
 
 
 class RequestReader:
@@ -44,7 +45,8 @@ class RequestReader:
         self.in_flight = 0
 
     def admit(self) -> None:
-        """Count a request until `release`. Raise ApiError (429) if too many are in flight."""
+        """Count a request as in flight until `release` is called. Raise ApiError (429) if too many are in
+        flight."""
         if self.in_flight >= self._config.max_in_flight:
             raise ApiError(429, "Too many concurrent requests.", code="too_many_requests", retry_after=1)
         self.in_flight += 1
@@ -69,7 +71,7 @@ class RequestReader:
             )
         limit = self._config.max_body
         if (connection := get_connection(scope)) is not None and connection.has_body:
-            return await _receive_body(receive, limit)  # It needs no deadline.
+            return await _receive_body(receive, limit)  # The body is already here, so no deadline is needed.
         try:
             async with asyncio.timeout(self._config.read_timeout):
                 return await _receive_body(receive, limit)
@@ -131,7 +133,7 @@ def _too_many(name: str, count: int, limit: int) -> ApiError:
 
 
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
-    """Return the agent's own id for its session: from a known header, else the first id in the body."""
+    """Return the agent's own id for its session: from a known header, or else the first id in the body."""
     if not SESSION_HEADERS.keys().isdisjoint(headers):
         for name, kind in SESSION_HEADERS.items():
             if value := headers.get(name):
@@ -151,7 +153,7 @@ class RetryEvidence:
     """Signs that a client retries an earlier request and does not want another reply."""
 
     client_key: str | None = None
-    """The idempotency key. A different key means a new request, whatever the other signs."""
+    """The idempotency key. A different key means a new request, whatever the other signs say."""
     is_retry: bool = False
     """True if the client counts this request as a retry."""
 
@@ -159,7 +161,7 @@ class RetryEvidence:
         return self.is_retry or self.client_key is not None
 
     def matches(self, client_key: str | None) -> bool:
-        """True if this retries the same request with the given idempotency key."""
+        """Return True if this request retries the one that was sent with the given idempotency key."""
         return self.is_retry if self.client_key is None else self.client_key == client_key
 
 

@@ -34,7 +34,7 @@ from instar.types import Message, new_id
 
 @dataclass(frozen=True, slots=True)
 class RouteMatch:
-    """The dialect and the session that a path names."""
+    """The dialect and the session that a URL path selects."""
 
     dialect: Dialect
     session_id: str | None
@@ -158,13 +158,12 @@ class CallPipeline:
         pending: PendingRequest,
         responder: Responder,
     ) -> None:
-        """Sample, record and send the replies. A call that fails is recorded with the tokens it has so
-        far."""
+        """Sample, record and send the replies. If a call fails, the tokens sampled so far are recorded."""
         sampling = call.source.start(call, graph, placement)
         is_committing = False
 
         async def record_aborted(reason: str) -> None:
-            # Once the commit of the complete replies has begun, that one is valid.
+            # Once the commit of the complete replies has begun, the complete replies are the record.
             if not is_committing and (replies := sampling.partial_replies()):
                 await self._recorder.record(
                     call.state, graph, call.meta, sampling.placement, replies, aborted=reason
@@ -178,7 +177,7 @@ class CallPipeline:
             await responder.finish(result)
         except asyncio.CancelledError:
             if is_committing:
-                # The replies are complete, and the client may come back for them.
+                # The replies are complete, and the client may ask for them again.
                 pending.client_gone = True
                 await self._recorder.drain()
                 graph.mark_undelivered(placement.key)
@@ -198,5 +197,5 @@ def _new_request_id(dialect: Dialect) -> str:
 
 
 def _prompt_message(prompt: str | tuple[int, ...]) -> Message:
-    """Return a prompt as the message under which it is recorded if a provider tokenizes it."""
+    """Return the message under which a prompt is recorded if a provider tokenizes it."""
     return Message(role="user", content=prompt if isinstance(prompt, str) else str(list(prompt)))

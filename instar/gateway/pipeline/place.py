@@ -15,10 +15,10 @@ from instar.types import Call
 
 
 def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Return the call's place, which must be released. It decides the prompt's tokens and the call's
-    number."""
+    """Return the call's place in the graph, which determines the prompt's tokens, and set the call's number.
+    The caller must release the placement."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
-    # Taken together with the place: concurrent requests must not get the same number, nor the same seed.
+    # The number is taken together with the place: concurrent requests must not share a number or a seed.
     call.number = graph.next_request_number
     if request.prompt is not None and renderer is not None:
         meta.chain = None
@@ -30,12 +30,13 @@ def place(call: ModelCall, graph: MessageGraph) -> Placement:
 
 
 class ReplayLookup:
-    """Finds the recorded calls that one request asks for again, and lets such requests wait for this one."""
+    """Finds the recorded calls that one request asks for again, and makes later requests for the same replies
+    wait for this request."""
 
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
     ) -> None:
-        """``key`` is that of the request's placement. ``timeout`` limits the wait for a request in
+        """``key`` is the key of the request's placement. ``timeout`` limits the wait for a request in
         progress."""
         self._store = store
         self._pending = call.state.pending
@@ -45,7 +46,7 @@ class ReplayLookup:
         self._timeout = timeout
 
     async def find_calls(self, n: int) -> list[Call]:
-        """Return the ``n`` recorded calls to replay; none if the request is new or nothing is recorded."""
+        """Return the ``n`` recorded calls to replay, or an empty list if the request must be sampled."""
         while (original := self._find_pending()) is not None:
             await asyncio.wait([original.done], timeout=self._timeout)
             if not original.done.done():
@@ -56,7 +57,7 @@ class ReplayLookup:
 
     @contextmanager
     def register(self) -> Generator[PendingRequest]:
-        """Make requests that ask for the same replies wait for this one."""
+        """Make requests that ask for the same replies wait until the ``with`` block ends."""
         pending = PendingRequest(self._evidence.client_key, asyncio.get_running_loop().create_future())
         same_key = self._pending.setdefault(self._key, [])
         same_key.append(pending)

@@ -1,4 +1,4 @@
-"""Record replies: what is stored of a call, what is redacted, and whether it is trainable."""
+"""Record replies: decide what is stored of a call, what is redacted, and whether the call is trainable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from instar.types import (
 
 _MAX_CACHED_TOOLS = 256
 _REDACTION_OVERLAP = 128
-"""The number of tokens before a prompt's new ones that are searched too, because a secret may start there."""
+"""The number of tokens before a prompt's new tokens that are also searched, because a secret may start
+there."""
 _NO_IDS: Ids = np.empty(0, np.int32)
 
 
@@ -53,7 +54,7 @@ class SampledReply:
     first_token_at: float | None = None
     ended_at: float = 0.0
     untrainable: str | None = None
-    """The reason why the reply must not be trained on, if its numbers do not show one."""
+    """Why the reply must not be trained on, if its tokens and logprobs do not show it."""
 
     def append(self, chunk: TokenChunk) -> None:
         if chunk.token_ids and self.first_token_at is None:
@@ -110,7 +111,7 @@ class RequestMeta:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedReply:
-    """A call as it is stored, and the values that the graph needs beside it."""
+    """A call as it is stored, together with the values that the graph needs in addition."""
 
     call: Call
     chain: HashChain | None
@@ -150,7 +151,8 @@ class Recorder:
         *,
         aborted: str | None = None,
     ) -> list[str]:
-        """Return the ids of the recorded calls once they are durable. Cancelling does not stop the commit."""
+        """Record the replies and return the ids of their calls once the calls are durable. Cancelling does
+        not stop the commit."""
         rows: list[_RecordedReply] = []
         for reply in replies:
             rows.append(self._build_row(state, meta, placement, reply, rows[0] if rows else None, aborted))
@@ -161,7 +163,7 @@ class Recorder:
         return [row.call.call_id for row in rows]
 
     async def drain(self) -> None:
-        """Wait until all commits in progress have ended; their callers handle the errors."""
+        """Wait until all commits in progress have finished. Errors are left to the callers of the commits."""
         await asyncio.gather(*self._commits, return_exceptions=True)
 
     async def _commit(
@@ -214,7 +216,7 @@ class Recorder:
             reason = redaction_reason(content.first_redacted_message, reason)
         chain = meta.chain.extend([self._hasher.hash_message(reply.message)]) if meta.chain else None
         sampled_ids = np.asarray(reply.ids, np.int32)
-        # A further reply is based on the first one, as far as that was stored.
+        # A further reply is based on the first one, as far as the first one was stored.
         base_tokens = len(first.call.prompt_ids) if first else placement.base_tokens
         behavior_logprobs = None
         if params.modifies_distribution:
@@ -288,7 +290,7 @@ class Recorder:
         return self._hasher.pack_prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
 
     def _has_secret_prompt_ids(self, meta: RequestMeta, placement: Placement) -> bool:
-        """True if the new tokens of a prompt of token ids hold a secret."""
+        """Return True if the new tokens of a prompt of token ids contain a secret."""
         prompt = meta.request.prompt
         if prompt is None or isinstance(prompt, str) or self._renderer is None:
             return False
@@ -299,7 +301,8 @@ class Recorder:
         return self._redactor.redact_text(text) != text
 
     def _redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
-        """Return the tools without secrets; cached, because agents send the same tools with every call."""
+        """Return the tools without secrets. The result is cached, because agents send the same tools with
+        every call."""
         tools = meta.request.tools
         if not tools or meta.chain is None:
             return tools

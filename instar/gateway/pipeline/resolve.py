@@ -23,7 +23,7 @@ _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
 _MAX_SEARCHED_CHARS = 4096
 """The number of characters of a message that are searched for tool call ids."""
 _MAX_TEXT_LENGTHS = 64
-"""The number of different text lengths per agent that a longer prompt is compared with."""
+"""The number of different text lengths per agent at which a longer prompt is compared with recorded texts."""
 _MAX_TAILS = 64
 """The number of prefixes of the messages, longest first, that are looked up in the store."""
 
@@ -64,8 +64,9 @@ class SessionResolver:
     async def resolve(
         self, caller: Caller, hints: SessionHints, chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState:
-        """Return the session that the URL, key or header names, else that of the response that the request
-        continues, that with the agent's own id, that with matching content, or a new one."""
+        """Return the session of a request. The first match wins: the session named by the URL, key or header;
+        the session of the response that the request continues; the session with the agent's own id; a session
+        with matching content; or a new session."""
         agent_id = caller.agent_id or self._identity.agent_id
         session_id = _explicit_session_id(caller, hints)
         if session_id is not None:
@@ -90,10 +91,11 @@ class SessionResolver:
     async def expand_previous(
         self, caller: Caller, request: ModelRequest, chain: HashChain, *, allow_unknown: bool
     ) -> tuple[ModelRequest, HashChain, str | None]:
-        """Put the messages of the response that the request continues before its own; return its session too.
+        """Return the request with the messages of the response that it continues put before its own messages,
+        the hash chain of all messages, and the id of that response's session.
 
-        With ``allow_unknown`` a response that is not recorded here is left to the provider, which may know
-        it.
+        With ``allow_unknown``, a request that continues a response not recorded here is returned unchanged,
+        because the provider may know the response.
         """
         if request.previous_response_id is None:
             return request, chain, None
@@ -129,7 +131,7 @@ class SessionResolver:
     def index_call(
         self, state: SessionState, call: Call, chain: HashChain | None, prompt: str | None
     ) -> None:
-        """Make later requests find the session by a recorded call. ``chain`` includes the reply."""
+        """Make the session findable by a recorded call. ``chain`` includes the reply."""
         agent_id, session_id = state.session.agent_id, state.session.session_id
         if chain is not None and state.is_unnamed:
             self._index.add_tail(agent_id, chain.canonical[-1], session_id)
@@ -140,7 +142,8 @@ class SessionResolver:
             self._index.add_text(agent_id, prompt + call.reply["content"], session_id)
 
     def _redact_external_id(self, external_id: str) -> str:
-        """Replace an id that holds a secret by its hash, which keeps the ids of two sessions different."""
+        """Return the agent's id, or a hash of it if it contains a secret. The hash keeps the ids of two
+        sessions different."""
         if self._redactor.redact_text(external_id) == external_id:
             return external_id
         kind, _, value = external_id.partition(":")
@@ -152,7 +155,7 @@ class SessionResolver:
         if session_id is None:
             run_id = self._identity.run_id
             session = await self._store.session_by_external_id(run_id, agent_id, external_id)
-            # Another request may have opened it during the query.
+            # A concurrent request may have opened the session during the query.
             session_id = self._external_ids.get(key) or (session.session_id if session else None)
         state = await self._states.find_open(session_id) if session_id else None
         while state is None and self._external_ids.get(key, session_id) != session_id:
@@ -165,7 +168,7 @@ class SessionResolver:
     async def _find_by_opening(
         self, agent_id: str, chain: HashChain, retry: RetryEvidence | None
     ) -> SessionState | None:
-        """Return the session that started with this very request, if its client retries the request."""
+        """Return the session that began with exactly this request, if the client is retrying the request."""
         key = (agent_id, chain.key, retry.client_key if retry else None)
         state = await self._states.find_open(self._openings.get(key, ""))
         if state is None or retry:
@@ -177,9 +180,12 @@ class SessionResolver:
     async def _find_by_content(
         self, agent_id: str, chain: HashChain | None, messages: Sequence[Message], prompt: str | None
     ) -> SessionState | None:
-        """Return the live session with a call whose messages (or prompt) and reply this request starts with,
-        or which made a tool call that the messages mention. The latter finds agents that hand over to another
-        agent, with other instructions and tools."""
+        """Return a live session that this request continues, or None.
+
+        A session matches if the request starts with the messages (or the prompt) and the reply of one of its
+        calls, or if the messages mention one of its tool calls. The second rule finds agents that hand over
+        to another agent, which has different instructions and tools.
+        """
         tails = list(reversed(chain.canonical[2:-1])) if chain is not None else []
         candidates = [self._index.find_by_tails(agent_id, tails)]
         if prompt is not None:
@@ -212,7 +218,7 @@ def _conflict(message: str) -> ApiError:
 
 
 class SessionIndex:
-    """Finds live sessions by the content of their calls. All tables are bounded, and agents are kept
+    """Finds live sessions by the content of their calls. All tables have a size limit, and agents are kept
     apart."""
 
     def __init__(self, hasher: MessageHasher, limit: int) -> None:
@@ -237,20 +243,20 @@ class SessionIndex:
             put_bounded(self._tool_calls, (agent_id, normalize_call_id(call["id"])), session_id, self._limit)
 
     def find_by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[str]:
-        """Yield the sessions that made a tool call which the messages mention, the latest call first."""
+        """Yield the sessions that made a tool call mentioned in the messages, the latest call first."""
         for call_id in _mentioned_call_ids(messages):
             if session_id := self._tool_calls.get((agent_id, call_id)):
                 yield session_id
 
     def add_reply(self, agent_id: str, key: bytes, reply: Message, session_id: str) -> None:
-        """Add a reply by the hash of the messages before it."""
+        """Add a reply by the hash of the messages that precede it."""
         if text := reply["content"].strip():
             entry = (session_id, len(text), self._hasher.hash_text(text))
             put_bounded(self._replies, (agent_id, key), entry, self._limit)
 
     def find_by_replies(self, agent_id: str, chain: HashChain, messages: Sequence[Message]) -> Iterator[str]:
-        """Yield the sessions whose reply one of the messages starts with, after the same messages: some
-        agents append to a reply before they send it back."""
+        """Yield the sessions in which, after the same messages, a reply is the beginning of one of these
+        messages: some agents append to a reply before they send it back."""
         for count in range(len(messages) - 1, 0, -1):
             entry = self._replies.get((agent_id, chain.canonical[count]))
             if entry is None or messages[count]["role"] != "assistant":
@@ -268,7 +274,7 @@ class SessionIndex:
         put_bounded(lengths, len(text), None, _MAX_TEXT_LENGTHS)
 
     def find_by_text(self, agent_id: str, prompt: str) -> Iterator[str]:
-        """Yield the sessions with a prompt and reply that this prompt starts with, the longest first."""
+        """Yield the sessions with a prompt and reply that ``prompt`` starts with, the longest first."""
         for length in sorted(self._text_lengths.get(agent_id, ()), reverse=True):
             if length <= len(prompt):
                 key = (agent_id, length, self._hasher.hash_text(prompt[:length]))
@@ -277,7 +283,7 @@ class SessionIndex:
 
 
 def put_bounded(table: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
-    """Put an entry last, and drop the first entries beyond ``limit``."""
+    """Put an entry at the end of the table, and drop the oldest entries beyond ``limit``."""
     table[key] = value
     table.move_to_end(key)
     while len(table) > limit:
@@ -285,7 +291,8 @@ def put_bounded(table: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
 
 
 def _mentioned_call_ids(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the ids of tool calls in the messages, the latest first. Some agents write them into the text."""
+    """Yield the ids of tool calls that the messages mention, the latest first. Some agents write the ids into
+    the text."""
     for message in reversed(messages):
         for call in message.get("tool_calls", ()):
             yield normalize_call_id(call["id"])

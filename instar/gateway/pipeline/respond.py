@@ -60,7 +60,7 @@ def error_response(dialect: Dialect, failure: Exception) -> Response:
 class Responder(ReplyStream):
     """Sends the response of one call, and cancels the call when the client disconnects.
 
-    The headers of a stream are sent with its first part, so a failure before that has its own status.
+    The headers of a stream are sent with its first part, so an earlier failure still has its own status.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Responder(ReplyStream):
         self._has_started = False
 
     async def run(self, execute: Callable[[ModelCall, Responder], Awaitable[None]]) -> None:
-        """Execute the call, which ends with `finish`; send an error if it fails."""
+        """Execute the call, which must end with `finish`. Send an error response if it fails."""
         watcher = DisconnectWatcher(self._scope, self._receive)
         try:
             await execute(self._call, self)
         except asyncio.CancelledError:
-            # A disconnect ends the request without an error; any other cancellation is the server's.
+            # A disconnect ends the request without an error; any other cancellation comes from the server.
             if not watcher.has_cancelled():
                 raise
         except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
@@ -90,7 +90,7 @@ class Responder(ReplyStream):
             await watcher.close()
 
     async def finish(self, result: SampledResult) -> None:
-        """Send the rest of the response. The call must have been recorded."""
+        """Send the rest of the response. The call must already be recorded."""
         call = self._call
         if not call.request.stream:
             if result.raw:
@@ -197,7 +197,7 @@ class DisconnectWatcher:
         self._is_disconnected = False
         self._receive_task: asyncio.Task[None] | None = None
         self._connection: LimitedHttpProtocol | None = get_connection(scope)
-        if self._connection is None:  # Another ASGI server runs the app.
+        if self._connection is None:  # A different ASGI server runs the app.
             self._receive_task = asyncio.create_task(self._wait_for_disconnect(receive))
         elif self._connection.transport.is_closing():
             self._cancel()
@@ -205,7 +205,7 @@ class DisconnectWatcher:
             self._connection.on_disconnect = self._cancel
 
     def has_cancelled(self) -> bool:
-        """True if the task was cancelled by the disconnect alone; uncancels the task."""
+        """Return True if only the disconnect cancelled the task; if so, undo the cancellation."""
         return self._is_disconnected and self._task.uncancel() == 0
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ class ModelCall:
     headers: Mapping[str, str]
     is_trainable: bool = True
     number: int = 0
-    """The position among the session's requests, set when the call is placed."""
+    """The position of the call among the session's requests, set when the call is placed."""
     request: ModelRequest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class SampledResult:
     replies: Sequence[SampledReply]
     choices: Sequence[ReplyChoice]
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
-    """The last deltas that were not streamed yet."""
+    """The last deltas, which have not been streamed yet."""
     raw: bytes = b""
     """The last bytes of a provider's response that is passed on unchanged."""
     content_type: str | None = None
@@ -66,23 +66,23 @@ class ReplyStream(ABC):
 
     @abstractmethod
     async def send_raw(self, raw: bytes, content_type: str | None) -> None:
-        """Pass bytes of a provider on, if it speaks the client's dialect."""
+        """Pass on the bytes of a provider that speaks the client's dialect."""
 
 
 class Sampling(ABC):
     """The replies of one call while they are sampled."""
 
     placement: Placement
-    """The call's place; the source completes it if only the source knows the prompt's tokens."""
+    """The call's place. The source completes it if only the source knows the prompt's tokens."""
 
     @abstractmethod
     async def run(self, stream: ReplyStream | None) -> SampledResult:
-        """Sample all replies and pass their parts to ``stream``. What tells the client that they have ended
-        is only in the result."""
+        """Sample all replies, pass their parts to ``stream``, and return the result. Only the result contains
+        what tells the client that the replies have ended."""
 
     @abstractmethod
     def partial_replies(self) -> Sequence[SampledReply]:
-        """Return the replies that have begun, after `run` failed or was cancelled."""
+        """Return the replies that have begun; for use after `run` failed or was cancelled."""
 
 
 class Source(ABC):
@@ -106,7 +106,7 @@ class Source(ABC):
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
     ) -> list[ReplyChoice]:
-        """Return the replies of recorded calls."""
+        """Return the replies of recorded calls, as they are sent to the client again."""
 
     @abstractmethod
     async def count_tokens(
@@ -116,8 +116,8 @@ class Source(ABC):
 
 
 class Deadline:
-    """``with Deadline(seconds):`` raises TimeoutError if the block takes longer, at a third of the cost of
-    asyncio.timeout."""
+    """A context manager that raises TimeoutError if its block takes longer than ``seconds``. It costs a third
+    of asyncio.timeout."""
 
     __slots__ = ("_cancelling", "_expired", "_handle", "_seconds", "_task")
 
@@ -139,7 +139,7 @@ class Deadline:
         trace: TracebackType | None,
     ) -> None:
         self._handle.cancel()
-        # Another cancellation beside this one must be passed on.
+        # If the task was also cancelled for a different reason, that cancellation must be passed on.
         is_only_cancellation = self._expired and self._task.uncancel() <= self._cancelling
         if is_only_cancellation and kind is asyncio.CancelledError:
             raise TimeoutError from error

@@ -1,7 +1,8 @@
-"""The interface of an upstream: a model that someone else serves, behind an API of their own.
+"""The interface of an upstream: a model that someone else serves behind their own API.
 
-Calls to it are recorded like any others. They are trainable if the provider returns the token ids and
-logprobs that it sampled, and marked as not trainable if it does not: no text is tokenized again.
+Calls to an upstream are recorded like all other calls. They are trainable if the provider returns the token
+ids and logprobs that it sampled. Otherwise they are marked as not trainable, because text is never tokenized
+again.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ class UpstreamChunk:
     raw: bytes = b""
     """The bytes to pass on if the provider speaks the agent's dialect; otherwise empty."""
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
-    """Pairs of choice index and delta, if the provider speaks another dialect."""
+    """Pairs of choice index and delta, if the provider speaks a different dialect from the agent."""
     choices: Sequence[ReplyChoice] | None = None
     """The complete replies, set on the last chunk only. The call is recorded before ``raw`` is passed on, so
     everything that tells the agent that the response has ended is in this chunk."""
     content_type: str | None = None
     """The content type of ``raw``, set on the first chunk."""
     response_id: str | None = None
-    """The provider's id of the response, set on the last chunk if the agent sees it. The agent may continue
-    from it (``previous_response_id``), and people give feedback by it."""
+    """The provider's id of the response, set on the last chunk if the agent sees the id. The agent may
+    continue from it (``previous_response_id``), and people may give feedback on it."""
 
 
 class UpstreamError(ApiError):
-    """The provider responded with an error, possibly in the middle of a stream. ``raw`` is its body (usually
-    JSON, never an event of a stream) if the provider speaks the agent's dialect."""
+    """An error response of a provider, possibly in the middle of a stream. ``raw`` is the body of the error
+    (usually JSON, never an event of a stream) if the provider speaks the agent's dialect."""
 
     def __init__(
         self,
@@ -55,21 +56,22 @@ class UpstreamError(ApiError):
 
 
 class UpstreamResponse(ABC):
-    """Iterates over the chunks of one response. It must be closed with ``aclose``."""
+    """One response of a provider: an iterator over its chunks, which must be closed with ``aclose``."""
 
     def __aiter__(self) -> UpstreamResponse:
         return self
 
     @abstractmethod
     async def __anext__(self) -> UpstreamChunk:
-        """Raise UpstreamError, or EngineUnavailable if the provider cannot be reached or breaks off."""
+        """Return the next chunk. Raise UpstreamError if the provider responds with an error, or
+        EngineUnavailable if it cannot be reached or breaks off."""
 
     @abstractmethod
     async def aclose(self) -> None: ...
 
     @abstractmethod
     def partial_choices(self) -> list[ReplyChoice]:
-        """Return what was received of the replies, with the finish reason ``aborted``, after the response
+        """Return the received parts of the replies, with the finish reason ``aborted``, after the response
         broke off or was closed. The list is empty if nothing of a reply was received."""
 
 
@@ -83,7 +85,7 @@ class Upstream(ABC):
         headers: Mapping[str, str],
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> UpstreamResponse:
-        """Send one call.
+        """Send one call and return its response.
 
         ``body`` and ``headers`` (names in lower case, without our own keys) are the agent's. The messages of
         ``request`` are complete, with ``previous_response_id`` resolved. ``sampling_overrides`` replace the
@@ -92,7 +94,8 @@ class Upstream(ABC):
 
     @abstractmethod
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Forward a request to Anthropic's token counter. Raise ApiError if the provider has none."""
+        """Forward a request to Anthropic's token counter and return the response. Raise ApiError if the
+        provider has no token counter."""
 
     @abstractmethod
     async def close(self) -> None: ...

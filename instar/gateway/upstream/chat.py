@@ -51,7 +51,7 @@ def _add_message(draft: ReplyDraft, message: ChatReplyMessage) -> None:
 
 
 def _add_call(draft: ReplyDraft, call: ChatReplyToolCall) -> None:
-    # Some providers omit the index. Then a piece with an id begins a call and one without continues the last.
+    # Some providers omit the index. Then a piece with an id begins a call, and one without continues it.
     index = call.index
     if index is None:
         index = len(draft.calls) if call.id or not draft.calls else len(draft.calls) - 1
@@ -130,7 +130,8 @@ class ChatReader(ReplyReader):
 
 
 def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
-    """Translate a request of another dialect. ``limit_name`` is the provider's name of its token limit."""
+    """Return a request of a different dialect as a chat completions body. ``limit_name`` is the provider's
+    name for its token limit."""
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]

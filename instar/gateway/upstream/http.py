@@ -1,5 +1,5 @@
-"""A provider behind HTTP. Requests and responses in its own dialect pass through unchanged and are parsed on
-the side; others are translated."""
+"""A provider behind HTTP. Requests and responses in the provider's own dialect pass through unchanged and are
+parsed on the side; others are translated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ _MAX_BYTES_BODY = 1 << 20
 
 
 class HttpUpstream(Upstream):
-    """``path`` is that of the configuration section, for error messages."""
+    """An upstream that a provider serves over HTTP. ``path`` is the path of its configuration section, for
+    error messages."""
 
     def __init__(self, config: UpstreamEngineConfig, path: str = "engine") -> None:
         self._config = config
@@ -250,7 +251,7 @@ def _auth_header(dialect: str, key: str) -> tuple[str, str]:
 
 def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMultiDict[str]) -> None:
     """Forward the agent's own key in the header that the provider reads. A client of Anthropic's API may send
-    a Bearer token, which stands for a subscription and not for a key, so it is forwarded unchanged."""
+    a Bearer token, which stands for a subscription and not for a key. That token is forwarded unchanged."""
     bearer, key = client_headers.get("authorization"), client_headers.get("x-api-key")
     speaks_anthropic = "anthropic-version" in client_headers
     if key is not None and dialect != "messages":

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 HttpResponse: TypeAlias = "aiohttp.ClientResponse | PlainResponse"
 SendRequest = Callable[[], Awaitable["HttpResponse"]]
 
-# The time from a stream's last event to its end. Waiting for the end allows the connection to be reused.
+# The time to wait for a stream's end after its last event. Only a stream that was read to its end allows its
+# connection to be reused.
 _STREAM_END_SECONDS = 1.0
 
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class HttpUpstreamResponse(UpstreamResponse):
-    """``dialect`` is the provider's. ``added_fields`` is set if token ids were requested."""
+    """A response of a provider over HTTP. ``dialect`` is the provider's. ``added_fields`` is set if token ids
+    were requested."""
 
     def __init__(
         self,
@@ -132,8 +134,8 @@ class HttpUpstreamResponse(UpstreamResponse):
                 return UpstreamChunk(raw, deltas, content_type=content_type)
 
     def _read_events(self, events: Iterable[ServerSentEvent], reader: ReplyReader) -> bytes:
-        """Read the events and return those that may be passed on: the ones before the first that announces
-        the end of the response. The others are held until the call is recorded."""
+        """Read the events, and return the bytes that may be passed on: those before the first event that
+        announces the end of the response. The other events are held until the call is recorded."""
         passed: list[bytes] = []
         try:
             for event in events:
@@ -165,8 +167,8 @@ class HttpUpstreamResponse(UpstreamResponse):
 
 
 async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
-    """Return the bytes that have arrived, or none after the end. A provider may send its last event and keep
-    the connection open, so after that event the end is not awaited for long."""
+    """Return the bytes that have arrived, or no bytes after the end. A provider may send its last event and
+    keep the connection open, so after that event the wait for the end is short."""
     try:
         if not reader.is_done:
             return await response.content.readany()

@@ -21,7 +21,7 @@ from instar.wire.anthropic import (
 )
 
 DEFAULT_MAX_TOKENS = 8192
-"""The API requires a limit; this one is used if the agent set none."""
+"""The token limit of a reply if the agent set none: the API requires one."""
 
 _LENGTH_REASONS = ("max_tokens", "model_context_window_exceeded")
 _decode = msgspec.json.Decoder(MessagesResponse).decode
@@ -113,7 +113,7 @@ class MessagesReader(ReplyReader):
 
 
 def build_messages_request(request: ModelRequest, model: str) -> Json:
-    """Translate a request of another dialect."""
+    """Return a request of a different dialect as a Messages API body."""
     _check_supported(request)
     instructions, rest = _split_system(request.messages)
     body: Json = {
@@ -159,7 +159,7 @@ def _split_system(messages: Sequence[Message]) -> tuple[list[str], Sequence[Mess
 
 
 def _turns(messages: Sequence[Message]) -> list[Json]:
-    """Return the messages as turns. Adjacent tool results and user messages are one turn of the user."""
+    """Return the messages as turns. Adjacent tool results and user messages become one turn of the user."""
     turns: list[Json] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"

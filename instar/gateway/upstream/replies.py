@@ -29,7 +29,7 @@ class ToolCallDraft:
 
 @dataclass(slots=True)
 class ReplyDraft:
-    """One reply as received so far. Every addition is also appended to ``deltas``, if that is set."""
+    """One reply as received so far. Every addition is also appended to ``deltas`` if it is set."""
 
     index: int = 0
     deltas: IndexedDeltas | None = None
@@ -65,7 +65,8 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. Without one logprob per token, all of them are missing."""
+        """Add sampled tokens. If the number of logprobs differs from the number of tokens, all logprobs are
+        missing."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids
@@ -90,7 +91,7 @@ class ReplyDraft:
 class TokenUsage:
     prompt: int = 0
     sampled: int = 0
-    """The sum over all replies: providers do not count them separately."""
+    """The number of sampled tokens of all replies together: providers do not count replies separately."""
     cached: int | None = None
 
 
@@ -127,8 +128,8 @@ def build_choices(
 class ReplyReader(ABC):
     """Reads one response: all of it with ``read``, or event by event with ``feed`` if it is streamed.
 
-    Both raise UpstreamError for a response or event that is an error, and msgspec.DecodeError for one that is
-    not JSON of this API.
+    Both methods raise UpstreamError for a response or event that is an error, and msgspec.DecodeError for one
+    that is not JSON of this API.
     """
 
     def __init__(self, *, emit_deltas: bool) -> None:
@@ -142,7 +143,7 @@ class ReplyReader(ABC):
         """The provider's id of the response."""
 
     def set_response_id(self, response_id: Any) -> None:
-        """Keep the provider's id, unless it is unusable."""
+        """Keep the provider's id of the response, unless the id is unusable."""
         if isinstance(response_id, str) and 0 < len(response_id) <= MAX_RESPONSE_ID_LENGTH:
             self.response_id = response_id
 
@@ -154,7 +155,7 @@ class ReplyReader(ABC):
 
     @property
     def is_complete(self) -> bool:
-        """True if the stream may end here."""
+        """True if the stream may end at this point."""
         return self.has_ended
 
     @property
@@ -165,7 +166,7 @@ class ReplyReader(ABC):
         return build_choices(self.drafts, self.usage)
 
     def take_deltas(self) -> IndexedDeltas:
-        """Return the deltas since the last call."""
+        """Return the deltas that were added since the previous call, and forget them."""
         if not self.deltas:
             return []
         deltas = self.deltas.copy()
@@ -196,7 +197,8 @@ _STATUS = {
 def parse_error(
     raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
 ) -> UpstreamError:
-    """``status`` is None for an error inside a response that began with a success."""
+    """Return the error that a provider's response body describes. ``status`` is None for an error inside a
+    response that began with a success status."""
     try:
         body: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -61,7 +61,8 @@ def _to_usage(usage: ResponsesUsage | None) -> TokenUsage:
 
 
 class ResponsesReader(ReplyReader):
-    """The last event repeats the complete output; until it arrives, the reply is built from the deltas."""
+    """Reads a response of the Responses API. The last event repeats the complete output; until it arrives,
+    the reply is built from the deltas."""
 
     def __init__(self, *, emit_deltas: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)

@@ -45,7 +45,7 @@ def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
 
 
 def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
-    """Set sampling settings under the names that the dialect has for them."""
+    """Return the body with the sampling settings replaced, under the dialect's names for them."""
     changes = dict(settings)
     if (limit := changes.pop("max_tokens", None)) is not None:
         name = "max_output_tokens" if dialect == "responses" else "max_tokens"
@@ -56,7 +56,8 @@ def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) ->
 
 
 def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
-    """Add the fields that make vLLM return token ids and logprobs for a chat completion or a completion."""
+    """Return the body with the fields that make vLLM return token ids and logprobs, and the fields that were
+    added."""
     fields = _decode(body)
     set_names = {name for name, value in fields.items() if bytes(value) != b"null"}
     wants_logprobs = "logprobs" in set_names and bytes(fields["logprobs"]) != b"false"

@@ -13,9 +13,10 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 class ServerSentEvent(NamedTuple):
     raw: bytes
-    """All bytes of the event, including its blank line. The raw bytes of all events add up to the stream."""
+    """All bytes of the event, including its blank line. The raw bytes of all events together are the
+    stream."""
     data: bytes
-    """The data, empty for a comment."""
+    """The data of the event; empty for a comment."""
 
 
 class EventSplitter:
@@ -35,7 +36,8 @@ class EventSplitter:
         self._searched = max(0, len(self._rest) - 3)
 
     def flush(self) -> ServerSentEvent | None:
-        """Return what is left at the end of the stream. Some servers omit the last blank line."""
+        """Return the event that is left at the end of the stream, if any. Some servers omit the last blank
+        line."""
         raw, self._rest, self._searched = self._rest, b"", 0
         return ServerSentEvent(raw, _data(raw)) if raw else None
 
