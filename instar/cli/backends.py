@@ -49,8 +49,8 @@ app.command()(serve)
 
 @app.callback(invoke_without_command=True)
 def backends(context: typer.Context, as_json: AsJson = False) -> None:
-    """Without a subcommand, show which backends are installed, which one `backend: auto` would choose and
-    why, and what each of them supports."""
+    """Show which backends are installed, which one `backend: auto` would choose and why, and what each
+    backend supports, unless a subcommand is given."""
     if context.invoked_subcommand is None:
         _print_backends(as_json=as_json)
 

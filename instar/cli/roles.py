@@ -37,7 +37,8 @@ def roles(
     ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Without an action, list the processes. The others keep running while one of them is controlled."""
+    """List the processes if no action is given. The other processes keep running while one of them is
+    controlled."""
     if action is not None and name is None:
         raise InstarError(f"Name the role to {action}; `instar roles {run_dir}` lists them.")
     _list_or_control(run_dir, action.value if action else "list", name or "", timeout, as_json=as_json)

@@ -50,7 +50,7 @@ class Detokenizer:
 
 
 class StopStringFilter:
-    """Passes text up to the first stop string."""
+    """Passes on text up to the first stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -128,7 +128,7 @@ class ReplyScanner:
         return out
 
     def _advance(self) -> bool:
-        """Take one step. Return False if more text is needed."""
+        """Process the next part of the text and return True, or return False if more text is needed."""
         if not self._buffer:
             return False
         if self._state == "start":
