@@ -37,7 +37,7 @@ ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_cl
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """The features of a backend. A run that needs others is rejected at start."""
+    """The features of a backend. A run that needs other features is rejected at start."""
 
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
@@ -59,8 +59,8 @@ def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
 
 
 def is_mergeable(lora: LoraConfig | None) -> bool:
-    """True if the adapter can be merged into the weights. One on an output layer that is tied to the input
-    embedding cannot."""
+    """Return True if the adapter can be merged into the weights. An adapter on an output layer that is tied
+    to the input embedding cannot."""
     return lora is None or "lm_head" not in lora.targets
 
 
@@ -80,7 +80,7 @@ class ForwardBackwardResult:
     loss: float
     """The sum over trained tokens."""
     logprobs: list[Floats]
-    """Per sample, the new logprob of every trained token, and NaN elsewhere."""
+    """The new logprobs, one array per sample; NaN for tokens that are not trained."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -101,64 +101,65 @@ class OptimStepResult:
 
 
 class Backend(ABC):
-    """Calls may be pipelined: they take effect in the order in which they were made, also if earlier ones
-    were not awaited. Any of them may raise BackendUnavailable after its retries, and BackendLost if the
-    session is gone; `load_state`, or `start` if nothing was saved, then starts another one."""
+    """A model in training. Calls may be pipelined: they take effect in the order in which they were made,
+    even if earlier ones were not awaited. Any call may raise BackendUnavailable after its retries, or
+    BackendLost if the session is gone; `load_state`, or `start` if nothing was saved, then starts a new
+    session."""
 
     @property
     @abstractmethod
     def capabilities(self) -> BackendCapabilities: ...
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
-        """Start a session on the base model with a new adapter, initialized from the seed, and abandon the
-        current session. Called before anything else, and after BackendLost."""
+        """Abandon the current session and start one on the base model with a new adapter, initialized from
+        the seed. Called before any other method, and after BackendLost."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprobs under the base model, without the adapter or with the initial weights."""
+        """Return the logprobs under the base model: without the adapter, or with the initial weights."""
         raise BackendError("this backend does not compute the base model's logprobs")
 
     @abstractmethod
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return per sample the logprob of every token given those before, and NaN at index 0."""
+        """Return the logprob of every token of each sample, given the preceding tokens (NaN at index 0)."""
 
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        """Add the gradient of the loss to the accumulated one. Raise NonFiniteError, without adding anything,
-        if the loss is not finite, and BackendError if a trained token lacks an advantage or a logprob that
-        the loss needs."""
+        """Accumulate the gradient of the loss. Raises NonFiniteError, without changing the gradient, if the
+        loss is not finite, and BackendError if a trained token lacks an advantage or a logprob that the loss
+        needs."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         """Apply the accumulated gradient and clear it. ``adam.lr`` is the learning rate of this step. If the
-        gradient is not finite, raise NonFiniteError with the gradient cleared, and weights and moments
-        unchanged."""
+        gradient is not finite, raise NonFiniteError; the gradient is then cleared, and weights and moments
+        are unchanged."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:
-        """Export the current weights for engines: as an adapter folder or full weights at ``path``, or as a
-        sampler at a service, named after it."""
+        """Export the current weights for engines: to an adapter folder or a folder with full weights at
+        ``path``, or to a sampler on a service, with a name derived from ``path``."""
 
     def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """Yield the weights that an engine would serve, named and shaped as in the model's files, with an
-        adapter merged in full precision, in the model's dtype and gathered if they are sharded. Each is valid
-        until the next one is requested. No other call may run meanwhile."""
+        """Yield the weights that an engine would serve, with the names, shapes and dtype of the model's
+        files. An adapter is merged in full precision, and sharded weights are gathered. Each tensor is valid
+        until the next one is requested. No other call may run during the iteration."""
         raise BackendError("this backend does not export its weights as tensors")
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:
         """Write weights, optimizer and RNG so that ``load_state`` continues bit for bit. ``path`` exists only
-        when it is complete and on disk. A service keeps the state itself, and ``path`` refers to it."""
+        when it is complete and on disk. A service stores the state itself, and ``path`` refers to it."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        """Continue from a saved state, without gradients that were not yet applied. At a service this starts
-        a new session, so that what an earlier process left in the old one has no effect."""
+        """Continue from a saved state. Gradients that were not yet applied are dropped. On a service this
+        starts a new session, so that whatever an earlier process left in the old one has no effect."""
 
     async def discard_state(self, path: Path) -> None:  # noqa: B027 - most store nothing elsewhere
-        """Delete what a saved state stores outside of its folder, which the caller removes."""
+        """Delete what a saved state stores outside its folder. The caller removes the folder."""
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
-        """Use this many CPU cores from the next call on. Remote backends ignore it."""
+        """Use this many CPU cores, starting with the next call. Remote backends ignore this."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of samples before anything is computed, and the selection of those that are."""
+"""Checks samples before anything is computed, and selects the samples to compute."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def check_samples(
     max_tokens: int | None,
     loss: LossConfig | None = None,
 ) -> None:
-    """Raise BackendError naming the sample and the index. A limit of None is unknown; without a loss, the
-    fields for training are not checked."""
+    """Raise BackendError, naming the sample and the index, if a sample is invalid. A limit of None is
+    unknown. Without a loss, the fields for training are not checked."""
     for sample in samples:
         _check_tokens(sample, vocab_size, max_tokens)
         if loss is not None:

@@ -1,5 +1,5 @@
-"""Resolves `backend: auto`: the service that the settings name, else the one that the environment names, else
-`local`. Two services at once are an error."""
+"""Resolves `backend: auto` to the service in the settings, else the service in the environment, else `local`.
+Two services at once are an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instar.errors import ConfigError
 
 ENVIRONMENT_ORDER = ("weaver", "mint", "tinker")
 Evidence = dict[str, list[str]]
-"""The reasons for each service, by its name."""
+"""The reasons to choose each service, by the service's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ def detect_backend(
     env: Mapping[str, str],
     installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
-    """Return the backend and the reason for it. ``installed`` returns the services whose SDK is installed; by
-    default, those in the backend's environment. It is called only if nothing else decides."""
+    """Return the backend and the reason for it. ``installed`` returns the services whose SDK is installed, by
+    default in the backend's environment. It is called only if nothing else decides."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "backend.type names it")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
@@ -50,7 +50,7 @@ def detect_backend(
 
 
 def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
-    """Return the services whose variables are set."""
+    """Return the services whose environment variables are set."""
     evidence: Evidence = {}
     for name in ENVIRONMENT_ORDER:
         service = SERVICES[name]
@@ -61,7 +61,7 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
 
 
 def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
-    """True if Tinker's variables are copies, which MinT's package makes of its own."""
+    """Return True if Tinker's variables are copies that MinT's package made of its own variables."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
     return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
@@ -83,8 +83,8 @@ def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str
 
 
 def _named_by_url(url: str) -> list[CloudService]:
-    """Return the services that the host names, else those that the path does: a service may serve the
-    protocol of another one under a path with its name."""
+    """Return the services whose words occur in the URL's host, else those whose words occur in its path. A
+    service may serve another service's protocol under a path with that service's name."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     for text in (parts.hostname or "", parts.path):
         words = set(re.split(r"[^a-z0-9]+", text.lower()))

@@ -1,8 +1,8 @@
 """Creates the backend of a run, and rejects settings that it does not support.
 
-A loss or setting that a backend does not support is an error and not a warning, because a run that trains
-something else than configured is noticed late, if at all. With `trainer.loss_fallback`, a user accepts
-another loss.
+A loss or setting that a backend does not support is an error and not a warning, because a run that does not
+train what was configured is noticed late, if at all. With `trainer.loss_fallback`, a user accepts another
+loss.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from instar.errors import ConfigError
 from instar.registry import resolve_section
 
 NEUTRAL_VALUES = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
-"""Optimizer settings without effect. The neutral value of any other setting is its default."""
+"""Values that turn an optimizer setting off. The neutral value of any other setting is its default."""
 
 
 def create_backend(config: RunConfig) -> Backend:
-    """Create the backend, which may load the model. Train with the settings that `apply_capabilities` returns
-    for it."""
+    """Return a new backend. This may load the model. Train with the settings that `apply_capabilities`
+    returns for the backend."""
     backend_class = resolve_section("backends", config.backend)
     backend = cast(Backend, backend_class(config.model, config.backend, seed=config.seed))
     apply_capabilities(config, backend.capabilities)
@@ -49,8 +49,8 @@ def create_backend(config: RunConfig) -> Backend:
 
 
 def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
-    """Return the settings that the backend will use, and a warning for each that differs from the config.
-    Raise ConfigError for one that it does not support."""
+    """Return the settings that the backend will use, and a warning for each setting that differs from the
+    config. Raises ConfigError for a setting that the backend does not support."""
     loss, warnings = _choose_loss(config.trainer, capabilities)
     _check_optimizer(config.trainer.adam, capabilities)
     reference = config.trainer.reference
@@ -73,8 +73,8 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
 
 
 def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the run as it will be trained, and notes for the user. Raise ConfigError for all problems that
-    are known before anything starts."""
+    """Return the config that will be trained, and notes for the user. Raises ConfigError for every problem
+    that is known before anything starts."""
     config, notes = resolve_run(config, env)
     if not config.trains:
         return config, notes  # recorded, not trained
@@ -86,7 +86,7 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
 
 
 def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
-    """Return the capabilities without creating the backend, or None if that is not possible."""
+    """Return the backend's capabilities without creating the backend, or None if that is not possible."""
     if isinstance(section, LocalBackendConfig):
         return torch_capabilities(section.lora, reference=True, live=is_mergeable(section.lora))
     if isinstance(section, VerlBackendConfig):
@@ -148,8 +148,8 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
 
 
 def _check_sampling(config: RunConfig) -> None:
-    """Raise ConfigError unless sampling is greedy or from the full softmax. A service returns logprobs of the
-    full softmax only, so that other samples cannot be trained."""
+    """Raise ConfigError unless sampling is greedy or from the full softmax. A service returns only logprobs
+    of the full softmax, so other samples cannot be trained on."""
     if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling = config.rollout.sampling

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Make ``path`` a folder with the content that ``fill`` writes, replacing an existing one. The folder is
-    filled under another name, flushed to disk and renamed."""
+    """Create the folder ``path`` with the content that ``fill`` writes, replacing an existing folder. The
+    content is written under a temporary name, flushed to disk and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         complete = Path(scratch) / "complete"

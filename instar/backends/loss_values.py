@@ -20,8 +20,8 @@ Doubles = NDArray[np.float64]
 def compute_loss(
     loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> tuple[float, dict[str, float]]:
-    """Return the sum over trained tokens, and the metrics of the local backend. ``logprobs`` are aligned with
-    the samples' tokens; those under mask 0 are ignored."""
+    """Return the loss, summed over trained tokens, and the same metrics as the local backend. ``logprobs``
+    are aligned with the samples' tokens; values under mask 0 are ignored."""
     new = _trained(samples, logprobs)
     old = _trained(samples, [sample.logprobs for sample in samples])
     advantages = _trained(samples, [sample.advantages for sample in samples])

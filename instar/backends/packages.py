@@ -1,4 +1,4 @@
-"""Checks which backends can run in an environment, and how to install the missing ones.
+"""Checks which backends can run in an environment, and tells how to install the missing ones.
 
 ``python -m instar.backends.packages`` prints this as JSON for the environment it runs in, so that the
 interpreter of `backend.python` can be inspected without importing any SDK.
@@ -19,23 +19,23 @@ from instar.config import BackendConfig, PluginConfig
 from instar.errors import ConfigError
 
 TIMEOUT = 30.0
-"""Seconds for another interpreter to respond."""
+"""Seconds that another interpreter has to respond."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackageRequirement:
     package: str
-    """The distribution on PyPI."""
+    """The package's name on PyPI."""
     install: str
     """The arguments of pip install."""
     conflicts_with: str | None = None
     """A package that cannot be in the same environment."""
     needs_own_environment: bool = False
-    """True if it has so many dependencies that it should have its own environment."""
+    """True if the package has so many dependencies that it should have its own environment."""
 
 
 CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
-"""MinT pins an older tinker than ours."""
+"""MinT pins an older version of tinker than Instar does."""
 REQUIREMENTS: dict[str, PackageRequirement] = {
     "local": PackageRequirement("torch", "'instar[local]'"),
     **{
@@ -52,16 +52,17 @@ class InstalledPackage:
 
     version: str | None
     problem: str | None
-    """The reason why the backend cannot run there, or None."""
+    """Why the backend cannot run there; None if it can."""
 
 
 def inspect_packages() -> dict[str, InstalledPackage]:
-    """Inspect the packages of all built-in backends in this environment."""
+    """Return the installed package of each built-in backend in this environment."""
     return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
 
 
 def inspect_packages_of(python: str | None) -> dict[str, InstalledPackage]:
-    """Inspect the packages of another interpreter. Raise ConfigError if it cannot be run."""
+    """Return the installed package of each built-in backend for a different interpreter. Raises ConfigError
+    if the interpreter cannot be run."""
     if python is None:
         return inspect_packages()
     command = [python, "-m", "instar.backends.packages"]
@@ -119,7 +120,7 @@ def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPack
 
 
 def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
-    """Yield the requirements of Instar's extra and, for MinT, that of the tinker package."""
+    """Yield the requirements of Instar's extra and, for MinT, its package's requirement of tinker."""
     from packaging.requirements import Requirement
 
     # A checkout that is only on the path has no metadata and thus no requirements.
@@ -135,7 +136,7 @@ def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[A
 
 
 def _install_advice(requirement: PackageRequirement) -> str:
-    """Return the install command, with a separate environment if this one is not suitable."""
+    """Return the install command. It creates a separate environment if this one is not suitable."""
     other = requirement.conflicts_with
     version = installed_version(other) if other else None
     conflict = f" (not beside {other} {version})" if version else ""

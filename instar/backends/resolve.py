@@ -33,13 +33,13 @@ SECTIONS: dict[str, type[CloudConfig]] = {
     "weaver": WeaverBackendConfig,
 }
 UNUSED_LOCALLY = frozenset({"deadline", "sampler_ttl"})
-"""Settings of a service that have no effect on a local backend."""
+"""Settings of a service that have no effect on the local backend."""
 
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     """Return the run with `auto` resolved and the engine that fits its backend, and notes for the user. The
-    function is idempotent. Raise ConfigError for a backend and engine that do not fit and, if the engine
-    samples at a service, for a missing package or key."""
+    function is idempotent. Raises ConfigError if backend and engine do not fit together and, if the engine
+    samples from a service, if the package or key is missing."""
     backend, notes = _resolve_backend(config.backend, env)
     if isinstance(backend, CloudConfig):
         _check_url(backend.base_url)
@@ -69,7 +69,8 @@ def _resolve_backend(section: BackendConfig, env: Mapping[str, str]) -> tuple[Ba
 
 
 def _local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Translate the settings of a service. Raise ConfigError for those that have no local equivalent."""
+    """Return the settings of a service as settings of the local backend. Raises ConfigError for settings that
+    have no local equivalent."""
     local: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rank":
@@ -123,17 +124,17 @@ def _check_url(url: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunSecrets:
-    """The secrets of the trainer and the sampler, which no file and no agent may contain."""
+    """The secrets of the trainer and the sampler. They must not be written to files or visible to agents."""
 
     env: dict[str, str] = field(repr=False)
-    """Key and URL, under the names of the service's own variables."""
+    """The key and URL, under the names of the service's own variables."""
     withheld: frozenset[str]
-    """The variables that roles do not inherit: those that contain a key, and those that could redirect the
-    service's SDK to another address."""
+    """The variables that roles do not inherit, because they contain a key or could redirect the service's SDK
+    to a different address."""
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:
-    """Return a resolved run without its keys, which may be stored, and the keys."""
+    """Return the resolved run without its keys, so that it may be stored, and the keys."""
     passed: dict[str, str] = {}
     withheld: set[str] = set()
     backend = config.backend
@@ -154,7 +155,7 @@ def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfi
 
 
 def without_api_key(config: RunConfig) -> RunConfig:
-    """Return the settings for display."""
+    """Return the config without its API key, for display."""
     if not isinstance(config.backend, CloudSection):
         return config
     return config.model_copy(update={"backend": config.backend.model_copy(update={"api_key": None})})

@@ -1,4 +1,4 @@
-"""The parts that backends of training services share: session starts, gradients and saved states."""
+"""Code that backends of training services share: session starts, gradient counts and saved states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ T = TypeVar("T")
 STATE_FILE = "state.json"
 NO_SESSION = "there is no training session: start one, or load a state"
 NOT_FINITE = re.compile(r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE)
-"""The wording of errors about losses and gradients that are not finite, which have no code of their own."""
+"""A pattern for errors about losses and gradients that are not finite. Services have no error code for
+them."""
 
 
 class GradientCounter:
@@ -30,14 +31,16 @@ class GradientCounter:
         self.calls = 0
 
     def require_gradient(self) -> None:
-        """Raise BackendError if there is none: a service would apply an empty step with weight decay."""
+        """Raise BackendError if there is no gradient: a service would apply an empty step with weight
+        decay."""
         if not self.calls:
             raise BackendError(NO_GRADIENT)
 
 
 async def start_session(create: Callable[[], Awaitable[T]]) -> T:
-    """Create a session, and again if the service loses it meanwhile, as it does during a restart. If that
-    happens every time, the service does not have what was requested: raise BackendError."""
+    """Return a new session. If the service loses the session while it starts, as happens during a restart,
+    create another one. Raises BackendError if that happens every time, because the service then does not have
+    what was requested."""
     message = ""
     for _ in range(MAX_SESSION_STARTS):
         try:
@@ -54,7 +57,7 @@ def translate_error(error: CloudError) -> InstarError:
 
 
 async def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a folder that refers to a state which the service keeps."""
+    """Write a folder that refers to a state stored by the service."""
     text = json.dumps(state, indent=1) + "\n"
 
     def fill(folder: Path) -> None:
@@ -64,8 +67,8 @@ async def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path, key: str, expected: Mapping[str, Any]) -> str:
-    """Return the service's name for a saved state, which the folder has under ``key``. Raise BackendError if
-    the state's other fields are not as expected."""
+    """Return the service's name for a saved state, which is stored in the folder under ``key``. Raises
+    BackendError if the state's other fields are not as expected."""
     try:
         state: dict[str, Any] = dict(json.loads((path / STATE_FILE).read_text()))
         name = str(state[key])

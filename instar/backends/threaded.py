@@ -1,5 +1,5 @@
-"""A backend whose work runs in one thread, in the order of the calls, so that the event loop stays free and
-calls may be pipelined."""
+"""A backend whose work runs in one thread, in the order of the calls. The event loop stays free, and calls
+may be pipelined."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Trains at Tinker or MinT, through their SDKs.
+"""Trains on Tinker or MinT through their SDKs.
 
 Calls are sent in the order in which they are made, and their results are awaited concurrently. If it is
-unknown what a call did at the service (no response, no session), the session is abandoned: every later call
-raises BackendLost, and `load_state` or `start` starts another one.
+unknown what effect a call had on the service (no response, no session), the session is abandoned: every later
+call raises BackendLost, and `load_state` or `start` starts another one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TinkerBackend(Backend):
         self._seed = seed
         self._vocab_size: int | None = None
         self._submission_lock = asyncio.Lock()
-        """Waiters are served in turn, so that calls are sent in the order in which they were made."""
+        """Serves waiters in turn, so that calls are sent in the order in which they were made."""
         self._session: TinkerTrainingSession | None = None
         self._gradient = GradientCounter()
         self._closed = False
@@ -115,7 +115,7 @@ class TinkerBackend(Backend):
             try:
                 # In a thread, because the SDK blocks while it creates a client.
                 client = await connection.run_in_thread(what, lambda: create(connection))
-            except BaseException:  # cancellation too: the connection must not stay open
+            except BaseException:  # also when cancelled: the connection must not stay open
                 await connection.close(finish=False)
                 raise
         except CloudError as error:
@@ -203,8 +203,8 @@ class TinkerBackend(Backend):
         self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
         """Return old logprobs for the tokens that are not trained, because a service has no mask. They are
-        zeros unless the loss is dro, which would move such tokens towards them: then they are the current
-        ones."""
+        zeros, except for the dro loss: dro would move these tokens towards zero, so they are the current
+        logprobs."""
         if loss.name != "dro":
             return [np.zeros(len(sample), np.float32) for sample in samples]
         for sample in samples:
@@ -256,7 +256,7 @@ class TinkerBackend(Backend):
             raise BackendError(str(error)) from None
 
     async def _save(self, what: str, submit: Callable[[Any], Any]) -> str:
-        """Return the service's path of what was saved."""
+        """Save something on the service and return its path there."""
         async with self._submission_lock:
             result = self._live_session().send(what, submit)
         return str((await _await_result(result)).path)
@@ -265,7 +265,7 @@ class TinkerBackend(Backend):
         return read_state(path, "state", self._state_settings())
 
     def _state_settings(self) -> dict[str, Any]:
-        """The settings that a state must share with the run that loads it."""
+        """Return the settings that must be equal in a saved state and in the run that loads it."""
         config = self._config
         return {
             "service": config.type,
@@ -277,7 +277,7 @@ class TinkerBackend(Backend):
 
 
 class MintBackend(TinkerBackend):
-    """Trains at MinT, through its SDK."""
+    """Trains on MinT through its SDK."""
 
 
 async def _await_result(result: Awaitable[T]) -> T:
@@ -288,7 +288,7 @@ async def _await_result(result: Awaitable[T]) -> T:
 
 
 def _loss_inputs(sample: Sample, loss: LossConfig, filler: Floats) -> LossInputs:
-    """Return the inputs of the loss without NaN; tokens under mask 0 have no weight."""
+    """Return the inputs of the loss without NaN. Tokens under mask 0 have a weight of 0."""
     trained = sample.mask > 0
     weights = np.where(trained, sample.mask * sample.advantages, 0)
     if loss.name == "cross_entropy":
@@ -308,8 +308,8 @@ def _loss_config(loss: LossConfig) -> dict[str, float] | None:
 def _check_finite(
     session: TinkerTrainingSession, loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> None:
-    """Raise NonFiniteError for a loss that is not finite. The service has already added its gradient and
-    cannot remove it, so that the session is unusable."""
+    """Raise NonFiniteError if a sample's loss is not finite. The service has already added the gradient and
+    cannot remove it, so the session becomes unusable."""
     for sample, new in zip(samples, logprobs, strict=True):
         with np.errstate(over="ignore", invalid="ignore"):
             value, _ = compute_loss(loss, [sample], [new])
@@ -319,7 +319,8 @@ def _check_finite(
 
 
 def _unique_name(path: Path) -> str:
-    """Return a unique name, because a path may be saved again, also by another session."""
+    """Return a unique name for a saved path: the same path may be saved again, even by a different
+    session."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', path.name)}-{uuid.uuid4().hex[:8]}"
 
 

@@ -1,4 +1,4 @@
-"""Trains at Weaver, or at another server of its protocol. Every session there has one model."""
+"""Trains on Weaver, or on a different server with the same protocol. Every session has one model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WeaverBackend(Backend):
         self._access: CloudAccess = resolve_access(section, model)
         self._call_policy = WeaverCallPolicy(self._access)
         self._session_lock = asyncio.Lock()
-        """Held while one session replaces another; calls wait for it in their order."""
+        """Held while one session replaces another. Calls that wait for it keep their order."""
         self._model: WeaverModel | None = None
         self._reference: AsyncSamplingClient | None = None
         self._closed = False
@@ -66,7 +66,7 @@ class WeaverBackend(Backend):
 
     @property
     def model_id(self) -> str | None:
-        """The service's id of the trained model."""
+        """Return the trained model's id on the service."""
         return None if self._model is None else self._model.client.model_id
 
     async def start(self) -> None:
@@ -158,7 +158,7 @@ class WeaverBackend(Backend):
             model = await self._replace_model()
             try:
                 await model.load(saved, optimizer=optimizer)
-            except BaseException:  # cancellation too: the service should not keep the model
+            except BaseException:  # also when cancelled: the service should not keep the model
                 await _end_model(model)
                 raise
             self._model = model
@@ -228,19 +228,20 @@ class WeaverBackend(Backend):
 
         async def create() -> AsyncTrainingClient:
             await service.connect()
-            # The id is always the first of the session, so that a repeated request creates no second model.
+            # The id is always the first of the session, so that a repeated request does not create a second
+            # model.
             return await service.create_model(
                 base_model=self._access.base_model, model_seq_id=1, lora_config=lora
             )
 
         try:
             return WeaverModel(service, await self._call("start", create), self._call_policy)
-        except BaseException:  # cancellation too: the connection must not stay open
+        except BaseException:  # also when cancelled: the connection must not stay open
             await service.aclose()
             raise
 
     def _state_settings(self) -> dict[str, Any]:
-        """The settings that a state must share with the run that loads it."""
+        """Return the settings that must be equal in a saved state and in the run that loads it."""
         return {
             "format": STATE_FORMAT,
             "service": "weaver",
@@ -256,7 +257,7 @@ class WeaverBackend(Backend):
 
 
 async def _end_model(model: WeaverModel) -> None:
-    """Let the service delete a model that is no longer used."""
+    """Tell the service to delete a model that is no longer used."""
     try:
         async with asyncio.timeout(END_TIMEOUT):
             await model.service.end_training(model.client.model_id)

@@ -1,4 +1,4 @@
-"""A trained model at Weaver, and the order of its calls.
+"""A trained model on Weaver, and the order of its calls.
 
 Calls are submitted one after the other, in the order in which they were made, and their results are awaited
 concurrently. If it is unknown what the service did, the session ends: every later call raises BackendLost.
@@ -30,7 +30,7 @@ class WeaverModel:
         self._call_policy = call_policy
         self._submission_lock = asyncio.Lock()
         self._results_received = asyncio.Event()
-        """Set when the last submitted call and all before it have their results."""
+        """Set when the last submitted call and all earlier calls have their results."""
         self._results_received.set()
         self._end_reason: str | None = None
         self._gradient = GradientCounter()
@@ -41,7 +41,8 @@ class WeaverModel:
         return f"{word}-{self._names}"
 
     async def call(self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
-        """Submit a call in turn and return its result. Its deadline starts with the previous result."""
+        """Submit a call when its turn comes and return its result. The deadline starts when the previous
+        result arrives."""
         async with self._submission_lock:
             self._check_open()
             handle = await self._submit(what, submit)
@@ -56,7 +57,8 @@ class WeaverModel:
             received.set()
 
     async def call_exclusively(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Run a call that has no sequence id after all earlier calls and before all later ones."""
+        """Run a call that has no sequence id, after all earlier calls and before all later ones. Returns its
+        result."""
         async with self._submission_lock:
             await self._results_received.wait()
             self._check_open()
@@ -82,7 +84,7 @@ class WeaverModel:
         return True
 
     def parse_result(self, read: Callable[[], T]) -> T:
-        """Return what ``read`` does. A malformed result ends the session."""
+        """Return the result of ``read``. A malformed result ends the session."""
         try:
             return read()
         except CloudError as error:
@@ -90,12 +92,12 @@ class WeaverModel:
 
     @contextmanager
     def count_gradient(self) -> Generator[None]:
-        """Count a call that adds to the gradient unless it fails."""
+        """Count a call that adds to the gradient, unless the block raises."""
         gradient = self._gradient
         gradient.calls += 1
         try:
             yield
-        except BaseException:  # cancellation too
+        except BaseException:  # also when cancelled
             gradient.calls -= 1
             raise
 
@@ -112,7 +114,7 @@ class WeaverModel:
         self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
     ) -> AsyncOperationHandle:
         async def submit_once() -> AsyncOperationHandle:
-            # A repeated call is the same operation to the service, and a refused one had no effect.
+            # The service treats a repeated call as the same operation, and a refused call had no effect.
             with self.service.reuse_sequence_id_on_error():
                 return await submit()
 

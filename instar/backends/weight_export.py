@@ -1,5 +1,5 @@
-"""Exports the weights that an engine would serve from a module in training, which may be sharded or have an
-adapter."""
+"""Exports the weights that an engine would serve from a module in training. The module may be sharded or have
+an adapter."""
 
 # torch has no public API for the buffers that are saved.
 # pyright: reportPrivateUsage=false
@@ -19,10 +19,10 @@ BASE = ".base_layer"
 
 @torch.no_grad()
 def iterate_served_weights(causal: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, named and shaped as in the model's files, tied weights once. An adapter is merged in
-    fp32, because small updates would be lost to rounding. If the parameters are sharded, every rank must
-    iterate over all of them: each is gathered in turn, and available on every rank until the next.
-    """
+    """Yield the weights with the names and shapes of the model's files, tied weights once. An adapter is
+    merged in fp32, because small updates would be lost to rounding. If the parameters are sharded, every rank
+    must iterate over all weights: each weight is gathered in turn, and is valid on every rank until the next
+    one."""
     for name, tensor, layer in _iterate_saved(causal):
         weight = _gather(tensor)
         if layer is not None:
@@ -31,8 +31,8 @@ def iterate_served_weights(causal: nn.Module, dtype: torch.dtype) -> Iterator[tu
 
 
 def has_adapter_on_tied_head(causal: nn.Module) -> bool:
-    """True if an adapter changes an output layer that shares its weights with the input embedding. Such a
-    model cannot be merged, because both are one weight in its files."""
+    """Return True if an adapter changes an output layer that shares its weights with the input embedding.
+    Such a model cannot be merged, because its files contain the two as one weight."""
     names: dict[int, list[str]] = {}
     for name, tensor in causal.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
@@ -41,7 +41,7 @@ def has_adapter_on_tied_head(causal: nn.Module) -> bool:
 
 def _iterate_saved(causal: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
     """Yield the weights that the model's files contain, each with the layer that adapts it. The modules are
-    traversed once, because on a GPU that takes longer than merging."""
+    traversed only once, because on a GPU a traversal takes longer than merging."""
     adapters: dict[str, LoraLayer] = {}
     seen: set[int] = set()
     for path, module in causal.named_modules():
@@ -57,7 +57,7 @@ def _iterate_saved(causal: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer |
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's parameters, and its buffers that are saved with it."""
+    """Yield the module's own parameters, and the buffers that are saved with it."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter

@@ -1,1 +1,1 @@
-"""The SDKs of training services, which backends train through and engines sample from."""
+"""Clients for the SDKs of training services. Backends train and engines sample through them."""

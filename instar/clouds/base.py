@@ -1,4 +1,4 @@
-"""The known training services and the access to them. Imports no SDK."""
+"""The known training services, and their addresses and keys. Does not import any SDK."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from instar.config import CloudConfig, CloudSection, ModelConfig
 from instar.errors import ConfigError
 
 MAX_SESSION_STARTS = 5
-"""Attempts to start a session that the service loses before its first call."""
+"""The number of attempts to start a session that the service loses before its first call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloudService:
     name: str
     package: str
-    """The distribution on PyPI."""
+    """The package's name on PyPI."""
     module: str
     extra: str
-    """Our optional dependency that installs it."""
+    """The optional dependency of Instar that installs the package."""
     key_env: str
     url_env: str
     key_prefixes: tuple[str, ...]
-    """Prefixes of its keys that no other service uses."""
+    """Prefixes that only this service's keys have."""
     url_words: tuple[str, ...]
-    """Words that its addresses contain in the host or the path."""
+    """Words that occur in the host or the path of the service's addresses."""
     losses: frozenset[str]
 
     @property
@@ -76,7 +76,7 @@ SERVICES: dict[str, CloudService] = {
 
 @dataclass(frozen=True, slots=True)
 class CloudAccess:
-    """The address, key and model that an SDK's client is created with."""
+    """The address, key and model that a client of the SDK is created with."""
 
     base_url: str | None
     """None for the SDK's default."""
@@ -88,8 +88,8 @@ class CloudAccess:
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """Return the access from the settings or the service's environment variables, in this order. Raises
-    ConfigError if there is no key."""
+    """Return the access to a service, from the settings or else from the service's environment variables.
+    Raises ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = configured_key(section, env) or env.get(service.key_env)
     if not key:
@@ -105,7 +105,8 @@ def resolve_access(
 
 
 def configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the key from the settings or from the variable that they name; None if they have neither."""
+    """Return the key from the settings, or from the variable that the settings refer to; None if there is
+    neither."""
     if section.api_key is not None:
         return section.api_key.get_secret_value()
     if section.api_key_env is None:

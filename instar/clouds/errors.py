@@ -1,5 +1,5 @@
 """Errors of calls to a service, classified by what the caller can do. Backends and engines handle these
-instead of each SDK's own errors."""
+errors instead of the errors of each SDK."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ class CloudError(Exception):
                 return BackendError(str(self))
 
     def to_engine_error(self) -> InstarError:
-        """Return the engine's error. A lost sampler can be opened again, so it may be retried."""
+        """Return the error for callers of an engine. A lost sampler can be opened again, so the error allows
+        a retry."""
         if self.kind in ("unavailable", "lost"):
             return EngineUnavailable(str(self))
         return EngineError(str(self))
 
 
 def redact_key(text: str, secret: str) -> str:
-    """Return the text without the key, which a service may quote in its response."""
+    """Return the text without the key. A service may quote the key in its response."""
     return text.replace(secret, "***") if secret else text

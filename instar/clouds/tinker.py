@@ -1,8 +1,9 @@
 """A connection to Tinker or MinT, with deadlines and classified errors.
 
-MinT is an older tinker under another module name. The SDK itself retries transient errors (no connection,
-408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without end when it waits for a
-result, and for two hours when it samples. So every wait here has the deadline of the config section.
+MinT is an older version of tinker under a different module name. The SDK itself retries transient errors (no
+connection, 408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without end when it
+waits for a result, and for two hours when it samples. So every wait here has the deadline of the config
+section.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _TRANSIENT = frozenset({408, 409, 425, 429})
 
 
 def load_sdk(service: CloudService) -> tuple[Any, str | None]:
-    """Return the SDK's module, and its default address if it must be passed on. Raises ConfigError if the SDK
-    is not installed, or if that of the other service is."""
+    """Return the SDK's module, and the default address if the caller must pass it to the client. Raises
+    ConfigError if the SDK is not installed, or if the other service's SDK conflicts with it."""
     mint, tinker = SERVICES["mint"].package, SERVICES["tinker"].package
     if service.name == "tinker" and _version(mint):
         raise ConfigError(_environment_conflict(service, f"{mint}, which pins tinker {_version(tinker)}"))
@@ -59,8 +60,9 @@ def load_sdk(service: CloudService) -> tuple[Any, str | None]:
 
 @cache
 def _import_mint(module: str) -> tuple[Any, str]:
-    """Import MinT, which overwrites TINKER_API_KEY and TINKER_BASE_URL, and restore them for child processes.
-    The overwritten TINKER_BASE_URL is the only place that has MinT's default address."""
+    """Return MinT's module and its default address. The import overwrites TINKER_API_KEY and TINKER_BASE_URL,
+    which are restored afterwards for child processes. The overwritten TINKER_BASE_URL is the only place that
+    has MinT's default address."""
     before = {name: os.environ.pop(name, None) for name in ("TINKER_API_KEY", "TINKER_BASE_URL")}
     try:
         return import_module(module), os.environ["TINKER_BASE_URL"]
@@ -90,7 +92,8 @@ def _version(package: str) -> str | None:
 
 
 class TinkerConnection:
-    """A session at the service. It keeps the service client, because the SDK ends the session without it."""
+    """A session on the service. It holds the SDK's service client, because the SDK ends the session without
+    it."""
 
     def __init__(self, sdk: Any, service: CloudService, access: CloudAccess) -> None:
         self.sdk = sdk
@@ -101,7 +104,7 @@ class TinkerConnection:
 
     @classmethod
     async def connect(cls, section: CloudConfig, model: ModelConfig) -> TinkerConnection:
-        """Open a session. Raises CloudError, and ConfigError for invalid settings."""
+        """Return a connection with a new session. Raises CloudError, or ConfigError for invalid settings."""
         service = SERVICES[section.type]
         access = resolve_access(section, model)
         sdk, default = await asyncio.to_thread(load_sdk, service)
@@ -118,7 +121,7 @@ class TinkerConnection:
         return client
 
     async def await_result(self, what: str, response: Awaitable[T]) -> T:
-        """Return the SDK's response within the deadline. Raises CloudError."""
+        """Wait for the SDK's response within the deadline and return it. Raises CloudError."""
         try:
             async with asyncio.timeout(self.access.deadline):
                 return await response
@@ -128,8 +131,9 @@ class TinkerConnection:
     async def run_in_thread(
         self, what: str, work: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
-        """Run a blocking call of the SDK within the deadline; ``discard`` gets a result that arrives later.
-        The thread does not keep the process alive, because the SDK may retry for minutes."""
+        """Return the result of a blocking SDK call, run in a thread with the deadline. ``discard`` gets a
+        result that arrives too late. The thread does not keep the process alive, because the SDK may retry
+        for minutes."""
         done: Future[T] = Future()
         done.set_running_or_notify_cancel()
         abandoned = threading.Event()
@@ -147,22 +151,22 @@ class TinkerConnection:
         threading.Thread(target=run, name=f"instar-{self.service.name}", daemon=True).start()
         try:
             return await self.await_result(what, asyncio.wrap_future(done))
-        except BaseException:  # cancellation included: a late result is discarded
+        except BaseException:  # also when cancelled: a late result is discarded
             abandoned.set()
             raise
 
     def rest_client(self) -> Any:
-        """Return the SDK's client for stored checkpoints on this connection; MinT uses Tinker's."""
+        """Return the SDK's client for stored checkpoints on this connection. MinT uses Tinker's client."""
         return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 
     async def close(self, *, finish: bool) -> None:
-        """Close the connection without raising. ``finish`` tells the service that the session has ended;
-        otherwise the session expires for lack of heartbeats. Saved and published weights are kept."""
+        """Close the connection without raising. With ``finish``, the service is told that the session has
+        ended; otherwise the session expires when heartbeats stop. Saved and published weights are kept."""
         client, self.client = self.client, None
         if client is None:
             return
         if finish and hasattr(client, "close"):
-            # Whatever fails here, the session expires at the service.
+            # If anything fails here, the session expires on the service.
             with suppress(Exception):
                 async with asyncio.timeout(FINISH_SECONDS):
                     await client.close("success")
@@ -199,7 +203,7 @@ class TinkerConnection:
         )
 
     def _request_failed_error(self, what: str, error: Any, text: str) -> CloudError:
-        """Return the error of a request that the service accepted and that failed there."""
+        """Return the error for a request that the service accepted but failed to execute."""
         text = re.sub(r" for self\.request_id=.*", "", text, flags=re.S)
         message = f"{self.service.name}: {what} failed: {text}"
         if str(getattr(error.category, "value", error.category)).lower() != "user":
@@ -227,7 +231,7 @@ def build_model_input(sdk: Any, ids: Ids) -> Any:
 
 
 def align_prompt_logprobs(values: Sequence[float | None] | None, length: int) -> Floats:
-    """Return one logprob per token. A service may omit the first token, which has none."""
+    """Return one logprob per token. A service may omit the first token, because it has no logprob."""
     logprobs = np.asarray([np.nan if value is None else value for value in values or []], np.float32)
     if len(logprobs) == length - 1:
         logprobs = np.concatenate([np.full(1, np.nan, np.float32), logprobs])

@@ -1,4 +1,5 @@
-"""A model in training at Tinker or MinT: calls are sent in order, and their responses awaited separately."""
+"""A model in training on Tinker or MinT. Calls are sent in order, and their responses are awaited
+separately."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from instar.config import AdamConfig
 from instar.types import Floats, Ids
 
 LossInputs = Mapping[str, Floats]
-"""The inputs of a loss by the service's names, one value per token."""
+"""The inputs of a loss by the names that the service uses, one value per token."""
 MAX_CONCURRENT_SCORES = 16
-"""Concurrent requests for the base model's logprobs."""
+"""The number of concurrent requests for the base model's logprobs."""
 GRADIENT_NORMS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
-"""The services' names of the gradient's norm."""
+"""The names under which services report the gradient norm."""
 
 
 class TinkerTrainingSession:
-    """Every method raises CloudError. After an error of another kind than ``refused`` the effect of the call
-    is unknown, and ``lost_reason`` tells why the session can no longer be used."""
+    """A training session on the service. Every method raises CloudError. After an error of any kind other
+    than ``refused``, the effect of the call is unknown, and ``lost_reason`` says why the session can no
+    longer be used."""
 
     def __init__(self, cloud: TinkerConnection, client: Any) -> None:
         self.connection = cloud
@@ -41,8 +43,8 @@ class TinkerTrainingSession:
     # --- calls that the service executes in order -------------------------------------------------
 
     def send(self, what: str, submit: Callable[[Any], Any]) -> asyncio.Task[Any]:
-        """Send a call after all earlier ones. ``submit`` receives the SDK's client and returns its future
-        without waiting."""
+        """Send a call after all earlier ones and return the task that awaits its response. ``submit``
+        receives the SDK's client and returns the SDK's future without waiting."""
         sent = submit(self._client)
         before, done = self._last, asyncio.get_running_loop().create_future()
         self._last = done
@@ -72,7 +74,8 @@ class TinkerTrainingSession:
         done.set_result(None)
 
     async def send_forward(self, sequences: Sequence[Ids]) -> Awaitable[list[Floats]]:
-        """Request the logprob of every token; NaN at index 0. Sequences have two tokens or more."""
+        """Request the logprob of every token (NaN at index 0). Each sequence must have at least two
+        tokens."""
         data = [(ids, {"weights": np.ones(len(ids), np.float32)}) for ids in sequences]
         return await self._send_pass("forward", data, "cross_entropy", None)
 
@@ -112,7 +115,7 @@ class TinkerTrainingSession:
         return CloudError("lost", message)
 
     async def send_optim_step(self, adam: AdamConfig) -> Awaitable[dict[str, float]]:
-        """Run an optimizer step. The metrics contain ``grad_norm`` if the service reports it."""
+        """Request an optimizer step. The returned metrics contain ``grad_norm`` if the service reports it."""
         params = self.connection.sdk.types.AdamParams(
             learning_rate=adam.lr,
             beta1=adam.beta1,
@@ -124,7 +127,7 @@ class TinkerTrainingSession:
         return self._metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
     async def _metrics(self, sent: Awaitable[Any]) -> dict[str, float]:
-        """Return the metrics by name without the reduction, which the service appends: `name:mean`."""
+        """Return the metrics by name, without the reduction that the service appends (`name:mean`)."""
         metrics: dict[str, float] = (await sent).metrics or {}
         plain = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
         norm = next((plain.pop(name) for name in GRADIENT_NORMS if name in plain), None)
@@ -133,8 +136,8 @@ class TinkerTrainingSession:
     # --- the base model ---------------------------------------------------------------------------
 
     async def base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return the base model's logprob of every token; NaN at index 0. It is not ordered with other
-        calls."""
+        """Return the base model's logprob of every token (NaN at index 0). This call has no defined order
+        relative to other calls."""
         slots = asyncio.Semaphore(MAX_CONCURRENT_SCORES)
 
         async def score(ids: Ids) -> Floats:
@@ -155,7 +158,7 @@ class TinkerTrainingSession:
 
 
 async def _gather(work: Sequence[Coroutine[Any, Any, Floats]]) -> list[Floats]:
-    """Return the results; the first error cancels the other calls."""
+    """Return the results of all calls. The first error cancels the other calls."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -165,7 +168,8 @@ async def _gather(work: Sequence[Coroutine[Any, Any, Floats]]) -> list[Floats]:
 
 
 def _datum(sdk: Any, ids: Ids, inputs: LossInputs) -> Any:
-    """Return a datum: all tokens but the last are the input, all but the first the targets."""
+    """Return a datum for the tokens. All tokens but the last are the input, and all but the first are the
+    targets."""
     types = sdk.types
     tensors = {"target_tokens": _tensor(types, ids[1:].astype(np.int64), "int64")}
     for name, values in inputs.items():

@@ -42,21 +42,22 @@ T = TypeVar("T")
 RETRIES = RetryPolicy(first_delay=0.25, max_delay=10.0, jitter=(0.5, 1.5))
 FIRST_POLL, LONGEST_POLL = 0.02, 2.0
 LONG_POLL_SECONDS = 0.2
-"""A service that took longer than this over a poll held the request open, so it is polled again at once."""
+"""If a poll takes longer than this, the service held the request open, and the next poll follows at once."""
 MAX_MALFORMED = 3
-"""Attempts after malformed responses, which may have been truncated on the way."""
+"""The number of attempts after malformed responses, which may have been truncated in transit."""
 TRANSIENT = frozenset({408, 425, 429})
 LOST = frozenset({404, 409, 410})
-"""The session is unknown, gone, or in conflict with the service's record of it."""
+"""Status codes that mean that the session is unknown, gone, or in conflict with the service's record of
+it."""
 LOST_WORDS = ("not_found", "expired", "terminated", "gone")
 TRANSPORT_ENV = "WEAVER_TENSOR_TRANSPORT"
 """The SDK's setting: tensors are sent as JSON (`default`) or as bytes (`http-binary`)."""
 
 
 class WeaverClient(AsyncServiceClient):
-    """The SDK's client with three changes: closing it, or ending the process, does not terminate its models;
-    the sequence id of a failed submission is used again, so that there is no gap; and tensors are sent as
-    bytes, in a third of the time, if the service offers that."""
+    """The SDK's client with three changes. Closing the client or exiting the process does not terminate its
+    models. The sequence id of a failed submission is used again, so that there is no gap. Tensors are sent as
+    bytes, in a third of the time, if the service supports that."""
 
     def __init__(self, access: CloudAccess) -> None:
         try:
@@ -74,7 +75,7 @@ class WeaverClient(AsyncServiceClient):
 
     @property
     def tensor_transport(self) -> TensorTransport:
-        """The transport from the environment; by default bytes if the service offers them."""
+        """Return the transport from the environment, by default bytes if the service supports them."""
         if not os.environ.get(TRANSPORT_ENV) and "http-binary" in self._transports:
             return "http-binary"
         return super().tensor_transport
@@ -84,7 +85,7 @@ class WeaverClient(AsyncServiceClient):
         return {}
 
     async def end_training(self, model_id: str) -> None:
-        """Free the resources that train a model. Its saved and exported weights are kept."""
+        """Free the resources that the service uses to train a model. Saved and exported weights are kept."""
         await super().terminate_model(model_id, ["trainer"])
 
     def next_operation_seq(self, model_id: str) -> int:
@@ -94,18 +95,19 @@ class WeaverClient(AsyncServiceClient):
 
     @contextmanager
     def reuse_sequence_id_on_error(self) -> Generator[None]:
-        """Use the sequence id drawn in the block for the next call if the block raises."""
+        """If the block raises, use the sequence id that it drew for the next call."""
         self._last_seq = None
         try:
             yield
-        except BaseException:  # cancellation included: the service did not accept the call
+        except BaseException:  # also when cancelled: the service did not accept the call
             if self._last_seq is not None:
                 self._unused_seq = self._last_seq
             raise
 
 
 class WeaverError(CloudError):
-    """``code`` is the service's error code; ``retry_after`` the seconds that it asks to wait."""
+    """An error from Weaver. ``code`` is the service's error code, ``retry_after`` the seconds that the
+    service asks to wait."""
 
     def __init__(self, kind: CloudErrorKind, text: str, *, code: str = "", retry_after: float = 0.0) -> None:
         super().__init__(kind, text)
@@ -118,13 +120,13 @@ def malformed_response(what: str) -> WeaverError:
 
 
 class WeaverCallPolicy:
-    """Makes calls to the service, each with its retries within the deadline."""
+    """Makes calls to the service. Each call is retried within the deadline."""
 
     def __init__(self, access: CloudAccess) -> None:
         self._access = access
 
     async def call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``work``, which may run several times. Raises WeaverError."""
+        """Return the result of ``work``, which may be called several times. Raises WeaverError."""
         deadline = self._deadline()
         for attempt in count(1):
             try:
@@ -140,8 +142,8 @@ class WeaverCallPolicy:
         raise AssertionError("unreachable: the loop has no end")
 
     async def await_operation(self, what: str, handle: AsyncOperationHandle) -> Any:
-        """Return the operation's result. The polling interval doubles, unless the service holds the request
-        open until the operation is done. Raises WeaverError."""
+        """Wait for the operation and return its result. The polling interval doubles, unless the service
+        holds the request open until the operation is done. Raises WeaverError."""
         deadline, interval = self._deadline(), FIRST_POLL
         while not handle.done():
             await asyncio.sleep(interval)
@@ -169,7 +171,7 @@ class WeaverCallPolicy:
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             # The SDK raises these for a response that is not JSON or lacks a field.
             failure = malformed_response(self._redact(f"{what}: {type(error).__name__}: {error}"))
-        # Raised outside the except clause, so without the cause: its text may contain the key.
+        # Raised outside the except clause to omit the cause: its text may contain the key.
         raise failure
 
     def _deadline(self) -> float:
@@ -207,19 +209,20 @@ def _classify(error: Exception, text: str) -> WeaverError:
 
 
 def build_model_input(ids: Ids) -> ModelInput:
-    """Return the model input. Its tokens are set afterwards, because the constructor checks each one."""
+    """Return the model input for the ids. The tokens are set afterwards, because the constructor checks each
+    one."""
     chunk = ModelInputChunk("encoded_text", [])
     chunk.tokens = ids.tolist()
     return ModelInput([chunk])
 
 
 def build_forward_datum(sample: Sample) -> Datum:
-    """Return a datum for `forward`: every token but the first is a target."""
+    """Return a datum for `forward`. Every token but the first is a target."""
     return _datum(sample, {})
 
 
 def build_training_datum(sample: Sample, loss: LossConfig) -> Datum:
-    """Return a datum for `forward_backward`. Numbers under mask 0 are 0, because NaN cannot be sent."""
+    """Return a datum for `forward_backward`. Values under mask 0 are 0, because NaN cannot be sent."""
     is_trained = sample.mask > 0
     weights = np.where(is_trained, sample.mask * sample.advantages, 0)[1:]
     if loss.name == "cross_entropy":
@@ -238,7 +241,8 @@ def _datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
 
 
 def extract_logprobs(data: Sequence[Datum], result: Any) -> list[Floats]:
-    """Return the logprobs of each datum's targets. Raises WeaverError if the response does not match."""
+    """Return the logprobs of each datum's targets. Raises WeaverError if the response does not match the
+    data."""
     try:
         outputs = [cast(Mapping[str, Any], output) for output in align_training_outputs(data, result)]
         rows = [_row(output) for output in outputs]
@@ -259,7 +263,7 @@ def _row(output: Mapping[str, Any]) -> Floats:
 
 
 async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats:
-    """Return the logprob of every token; NaN for the first. Raises the SDK's errors."""
+    """Return the logprob of every token (NaN at index 0). Raises the SDK's errors."""
     logprobs = cast(Sequence[float | None], await client.compute_logprobs(prompt=build_model_input(ids)))
     values = np.array([math.nan if value is None else value for value in logprobs], np.float32)
     if len(values) != len(ids):
@@ -269,7 +273,7 @@ async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats
 
 
 def extract_metrics(result: Any) -> dict[str, float]:
-    """Return the metrics of a response, which are at its top level or in its result."""
+    """Return the metrics of a response. They are at the top level or in the result."""
     for fields in (result, result.get("result") if isinstance(result, dict) else None):
         metrics = cast(dict[str, Any], fields).get("metrics") if isinstance(fields, dict) else None
         if isinstance(metrics, dict):

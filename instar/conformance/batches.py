@@ -10,11 +10,12 @@ import numpy as np
 from instar.types import Sample
 
 VOCAB = 300
-"""Every model that is checked has the token ids below this."""
+"""The size of the common vocabulary: every checked model has the token ids below this number."""
 
 
 def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
-    """Return a sample with seeded logprobs and advantages that is trained from an index on."""
+    """Return a sample with seeded logprobs and advantages. The tokens from index ``trained_from`` are
+    trained."""
     rng = np.random.default_rng([seed, len(ids)])
     mask = np.zeros(len(ids), np.float32)
     mask[trained_from:] = 1
@@ -28,8 +29,8 @@ def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, 
 
 
 def tree_samples(seed: int = 0) -> list[Sample]:
-    """Return samples with a common prefix, a prefix per group, and replies that begin alike; two are equal,
-    one is a prefix of another, and one shares nothing."""
+    """Return samples with a common prefix, a prefix per group, and replies that begin alike. Two samples are
+    equal, one is a prefix of another, and one has nothing in common with the others."""
     rng = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:
@@ -46,7 +47,7 @@ def tree_samples(seed: int = 0) -> list[Sample]:
     samples.append(make_sample("twin", longest, len(longest) - 12, seed + 7))
     samples.append(make_sample("prefix", longest[:-4], len(longest) - 9, seed + 8))
     samples.append(make_sample("alone", tokens(6), 1, seed + 9))
-    # A tool's output in the middle is not trained on.
+    # A tool's output in the middle must not be trained on.
     holes = samples[1].mask.copy()
     holes[-6:-3] = 0
     samples[1] = make_sample("holes", samples[1].token_ids.tolist(), len(common), seed, mask=holes)
@@ -54,7 +55,7 @@ def tree_samples(seed: int = 0) -> list[Sample]:
 
 
 def edge_samples(context: int, seed: int = 3) -> list[Sample]:
-    """Return edge cases: one token, nothing trained, advantages of zero, the full context."""
+    """Return edge cases: a single token, no trained token, advantages of zero, the full context."""
     rng = np.random.default_rng(seed)
 
     def tokens(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The conformance cases. Each begins at the same saved state and records arrays by name."""
+"""The conformance cases. Each case begins at the same saved state and records arrays by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EngineFactory = Callable[[], Engine]
 
 @dataclass
 class CaseContext:
-    """The backend under test, a folder that it may write to, and what the cases recorded."""
+    """The backend under test, a folder that it may write to, and the arrays that the cases recorded."""
 
     backend: Backend
     create_engine: EngineFactory
@@ -49,7 +49,7 @@ class CaseContext:
         self.arrays[name] = np.concatenate(values)
 
     async def restore_initial_state(self) -> None:
-        """Load the state that every case begins with, so that none depends on another."""
+        """Load the state that every case begins with, so that no case depends on another."""
         await self.backend.load_state(self.folder / "begin")
 
     async def train_step(self, number: int, adam: AdamConfig = ADAM) -> None:
@@ -86,7 +86,7 @@ def one_loss(name: LossName) -> Callable[[CaseContext], Awaitable[None]]:
 
 
 async def clipped_loss(context: CaseContext) -> None:
-    """Use bounds other than the defaults, on ratios that reach them."""
+    """Record a clipped loss with non-default bounds, on ratios that reach the bounds."""
     loss = LossConfig(name="ppo", clip_low=0.5, clip_high=1.05)
     context.record("clipped/loss", (await context.backend.forward_backward(tree_samples(), loss)).loss)
     await context.backend.optim_step(ADAM)
@@ -122,7 +122,7 @@ async def five_steps(context: CaseContext) -> None:
 
 
 async def pipelined(context: CaseContext) -> None:
-    """Issue every call before the first is awaited."""
+    """Record the results of calls that are all issued before the first is awaited."""
     issued: list[asyncio.Future[Any]] = []
     for number, lr in enumerate(RATES):
         issued.append(
@@ -136,7 +136,7 @@ async def pipelined(context: CaseContext) -> None:
 
 
 async def resume(context: CaseContext) -> None:
-    """Check that the same step follows after a state was saved and after it was loaded."""
+    """Check that a step has the same result after a state is saved and after it is loaded."""
     await context.train_step(0)
     await context.train_step(1)
     await context.backend.save_state(context.folder / "middle")
@@ -194,8 +194,8 @@ async def _generate(engine: Engine) -> tuple[list[int], list[float], list[int]]:
 
 
 async def refusals(context: CaseContext) -> None:
-    """Check that missing numbers are rejected before the call, and that a loss that is not finite is
-    reported."""
+    """Check that samples with missing numbers are rejected before the call, and that a loss that is not
+    finite is reported."""
     backend = context.backend
     with_nan = np.array([0, 0, -1, np.nan], np.float32)
     invalid = [
@@ -218,7 +218,7 @@ async def _rejects(backend: Backend, sample: Sample, error: type[Exception]) -> 
 
 
 def select_cases(backend: Backend) -> dict[str, Callable[[CaseContext], Awaitable[None]]]:
-    """Return the cases for the backend's capabilities, in order."""
+    """Return the cases that fit the backend's capabilities, in order."""
     capabilities = backend.capabilities
     cases: dict[str, Callable[[CaseContext], Awaitable[None]]] = {"forward": first_forward}
     if capabilities.reference:

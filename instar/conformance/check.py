@@ -1,4 +1,5 @@
-"""`instar backends check NAME`: runs the cases on the local backend and on another, and compares them."""
+"""Implements `instar backends check NAME`: runs the cases on the local backend and on a second one, and
+compares the results."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ SEED = 3
 RANK = 8
 TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
 OTHER_KERNELS = {"verl": 10.0}
-"""Factor on the tolerance for another implementation: it sums in another order, and Adam amplifies
-differences of small gradients. Our protocol servers use the local backend itself."""
+"""Factors on the tolerance for backends with different kernels. They sum in a different order, and Adam
+amplifies differences of small gradients. Our protocol servers use the local backend itself."""
 RUN_DEADLINE = 900.0
 Report = Callable[[str], None]
 
@@ -42,7 +43,8 @@ Report = Callable[[str], None]
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Print the checks and exit with 1 if one failed. ``url`` is a server to check instead of our own."""
+    """Run and print the checks; exit with 1 if one failed. ``url`` is a server to check instead of our
+    own."""
     if dtype not in TOLERANCE:
         raise ConfigError(f"--dtype: received {dtype!r}; supported: {', '.join(TOLERANCE)}")
     console = Console(stderr=as_json)
@@ -95,7 +97,7 @@ def _record_expected(model: ModelConfig, folder: Path) -> BackendRecord:
 def _prepare_backend(
     name: str, model: ModelConfig, folder: Path, url: str | None, python: str | None
 ) -> Generator[tuple[Json, ServerProcess | None]]:
-    """Provide the backend's config section, and its server if it is ours."""
+    """Provide the backend's config section, and the server process if we start one."""
     if name in ("local", "verl"):
         yield {"type": name, "lora": {"rank": RANK}} | ({"threads": 1} if name == "local" else {}), None
         return
@@ -117,7 +119,8 @@ def _record_actual(
     server: ServerProcess | None,
     report: Report,
 ) -> BackendRecord:
-    """Run the cases in another process with the backend's interpreter. The key is in its environment."""
+    """Run the cases in a new process with the backend's interpreter and return the results. The key is passed
+    in the environment."""
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(build_job(model, section, SEED)))
     env = dict(os.environ)

@@ -18,8 +18,8 @@ from instar.types import Floats, Sample
 
 Arrays = dict[str, NDArray[Any]]
 ENGINE_TOLERANCE = 10
-"""Factor on the tolerance between the logprobs of an engine and a trainer, whose kernels sum in another
-order."""
+"""Factor on the tolerance between the logprobs of an engine and of a trainer. Their kernels sum in a
+different order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
 
 
 def _compare_losses(actual: BackendRecord, context: int, tolerance: float) -> Iterator[CheckResult]:
-    """Compare the losses with the ones computed in float64 from the backend's own logprobs."""
+    """Compare the losses with losses computed in float64 from the backend's own logprobs."""
     batches: dict[str, tuple[LossConfig, list[Sample]]] = {
         name: (LossConfig.model_validate({"name": name}), tree_samples()) for name in actual.result.losses
     }
@@ -105,8 +105,8 @@ def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: 
 
 
 def difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
-    """Return the largest difference relative to the largest value; infinite for another shape or other
-    NaNs."""
+    """Return the largest difference relative to the largest value; infinity if the shapes differ or NaNs are
+    in different places."""
     if expected.shape != actual.shape:
         return float("inf")
     is_nan = np.isnan(expected)

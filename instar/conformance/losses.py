@@ -1,4 +1,4 @@
-"""The losses in float64, token by token, without any code of a backend."""
+"""The losses in float64, token by token, without using any backend's code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from instar.types import Floats, Sample
 
 
 def reference_loss(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
-    """Return the loss that `instar.backends.base` defines, from the new logprobs of the trained tokens."""
+    """Return the loss that `instar.backends.base` defines. ``logprobs`` are the new logprobs of the samples'
+    tokens."""
     total = 0.0
     for sample, new in zip(samples, logprobs, strict=True):
         for i, weight in enumerate(sample.mask.tolist()):

@@ -39,7 +39,8 @@ class ConformanceResult(msgspec.Struct):
 async def run_cases(
     config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
-    """Return the result and the recorded arrays. ``report`` is called with the name of each case."""
+    """Run the cases and return the result and the recorded arrays. ``report`` is called with the name of each
+    case."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
@@ -64,7 +65,7 @@ async def run_cases(
 
 
 def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
-    """Return the content of the file JOB."""
+    """Return the content of the JOB file."""
     is_local = backend["type"] in ("local", "verl")
     engine = LocalEngineConfig(max_batch=4, threads=1) if is_local else CloudEngineConfig()
     return {

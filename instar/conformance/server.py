@@ -1,4 +1,4 @@
-"""A protocol server of ours in another process, while a backend is checked against it."""
+"""Runs one of our protocol servers in a separate process while a backend is checked against it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.errors import InstarError
 START_DEADLINE = 120.0
 STOP_DEADLINE = 20.0
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
-"""The protocol of each service."""
+"""The protocol that each service uses."""
 
 
 @dataclass
@@ -25,11 +25,11 @@ class ServerProcess:
     url: str
     key: str = field(repr=False)
     folder: Path
-    """The folder of its checkpoints."""
+    """The folder of the server's checkpoints."""
     process: subprocess.Popen[str] = field(repr=False)
 
     def adapter_folder(self, path: str) -> Path:
-        """Return the adapter's folder of a sampler path in the form of either protocol."""
+        """Return the adapter's folder for a sampler path, in the form of either protocol."""
         model, _, name = path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"
 
@@ -38,12 +38,12 @@ class ServerProcess:
 def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
 ) -> Generator[ServerProcess]:
-    """Provide a running server. Its output goes to ``folder``/server.log."""
+    """Provide a running server. The server's output goes to ``folder``/server.log."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
     command += ["--device", model.device, "--context", str(model.max_context)]
-    # Some SDKs cannot end a session, so the models of finished cases stay.
+    # Some SDKs cannot end a session, so the models of finished cases stay loaded.
     command += ["--dir", str(folder / "checkpoints"), "--port", str(port), "--max-models", "64"]
     command += [] if threads is None else ["--threads", str(threads)]
     log = folder / "server.log"

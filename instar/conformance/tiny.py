@@ -23,7 +23,7 @@ CORPUS = [
 
 
 def make_tiny_tokenizer(vocab_size: int = 320, template: str = CHATML) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer, so that every string round-trips."""
+    """Return a byte-level BPE tokenizer. Every string round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def make_tiny_model(
     context: int = 1024,
     std: float = 0.1,
 ) -> Path:
-    """Write a random Llama in fp32 with its tokenizer, and return the folder."""
+    """Write a random Llama model in fp32 with its tokenizer, and return the folder."""
     import torch
     from transformers import LlamaForCausalLM
     from transformers.utils import logging

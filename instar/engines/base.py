@@ -25,7 +25,8 @@ LiveRoute = Literal["ipc", "nccl", "ray"]
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
-    """A message of a live route: some of a policy's weights, or how they will arrive."""
+    """A message of a live route. It contains some of a policy's weights or says how the weights will
+    arrive."""
 
     policy: Policy
     route: LiveRoute
@@ -34,7 +35,7 @@ class WeightTransfer(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """The capabilities of an engine. They do not change while it runs."""
+    """The capabilities of an engine. An engine's capabilities do not change while it runs."""
 
     kind: str
     model: str
@@ -54,7 +55,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 class EngineStatus(msgspec.Struct, frozen=True):
     version: int
-    """-1 if a weight change failed: no request is served until a policy is loaded."""
+    """The version of the served policy; -1 after a failed weight change, when no request is served until a
+    policy is loaded."""
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0
@@ -68,8 +70,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 class Engine(ABC):
     async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
-        """Start the engine; called once before any other method. ``log_path`` is the log file of this
-        process: a child process logs to a file beside it. ``report`` writes a log line."""
+        """Start the engine. Must be called once, before any other method. ``log_path`` is the log file of
+        this process; a child process logs to a file next to it. ``report`` writes a log line."""
 
     @property
     @abstractmethod
@@ -81,8 +83,8 @@ class Engine(ABC):
         Closing the iterator (``aclose``) or cancelling its consumer cancels the request."""
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        """Return the logprob of every token given the tokens before it, under the served policy; NaN at index
-        0. At most ``max_context`` tokens are accepted."""
+        """Return the logprob of every token under the served policy, given the preceding tokens (NaN at index
+        0). At most ``max_context`` tokens are accepted."""
         raise EngineError(f"The {self.info.kind} engine does not compute the logprobs of given tokens.")
 
     def for_session(self, session: str) -> Engine:
@@ -90,34 +92,35 @@ class Engine(ABC):
         return self
 
     async def refresh(self) -> EngineInfo:
-        """Return ``info``, fetched again: the engine behind an address may have been replaced."""
+        """Fetch ``info`` again and return it: the engine behind an address may have been replaced."""
         return self.info
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:
-        """Serve this policy from the next token on. Requests in flight continue under it. Requests that begin
-        later never use keys and values computed under the old weights."""
+        """Serve this policy, starting with the next token. Requests in flight continue under the new policy.
+        Requests that begin later never use keys and values computed under the old weights."""
 
     async def upload_files(self, policy: Policy) -> Policy:
-        """Send the policy's files to an engine that cannot read them here; return the policy with their path
-        at the engine."""
+        """Upload the policy's files to an engine that cannot read the local folder. Returns the policy with
+        the path of its files on the engine's machine."""
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:
-        """Receive some of a policy's weights without affecting requests. Staged weights of another policy are
-        dropped. Returns the response for the sender."""
+        """Receive some of a policy's weights without affecting requests, and return the response for the
+        sender. Weights staged for a different policy are dropped."""
         raise EngineError(f"The {self.info.kind} engine does not accept weights over {transfer.route}.")
 
     async def commit(self, policy: Policy) -> None:
-        """Serve the staged weights, as ``load`` does. On an error the engine serves its previous policy, or
-        none (version -1) if its weights are lost."""
+        """Serve the staged weights, as ``load`` does. If that fails, the engine serves its previous policy,
+        or none (version -1) if the previous weights are lost."""
         raise EngineError(f"The {self.info.kind} engine has no staged weights.")
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
-        """Compute on ``count`` CPU cores from the next step on, if this engine computes in this process."""
+        """Compute on ``count`` CPU cores, starting with the next step. Ignored by engines that do not compute
+        in this process."""
 
     @abstractmethod
     async def close(self) -> None: ...

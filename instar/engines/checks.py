@@ -1,4 +1,4 @@
-"""Checks of requests, made by every engine before it starts one."""
+"""Checks that every engine applies to a request before it starts the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ INT32 = np.iinfo(np.int32)
 
 
 def to_ids(prompt: Prompt) -> Ids:
-    """Return the prompt as an int32 array, without a copy if it is one. Raises EngineError for larger ids."""
+    """Return the prompt as an int32 array, without a copy if it already is one. Raises EngineError for ids
+    that do not fit into int32."""
     if isinstance(prompt, np.ndarray) and prompt.dtype == np.int32:
         return prompt
     try:
@@ -27,7 +28,8 @@ def to_ids(prompt: Prompt) -> Ids:
 
 
 def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> None:
-    """Raise EngineError, or PromptTooLong if the context has no room for one new token."""
+    """Raise EngineError if the request is invalid, or PromptTooLong if the context has no room for one new
+    token."""
     _check_ids(info, prompt_ids)
     if params.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, not {params.max_tokens}.")
@@ -46,7 +48,7 @@ def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> 
 
 
 def check_score_request(info: EngineInfo, token_ids: Ids) -> None:
-    """Raise EngineError, or PromptTooLong, for tokens that cannot be scored."""
+    """Raise EngineError or PromptTooLong if the tokens cannot be scored."""
     _check_ids(info, token_ids)
     if len(token_ids) > info.max_context:
         raise PromptTooLong(f"{len(token_ids)} tokens do not fit into a context of {info.max_context}.")

@@ -1,5 +1,5 @@
-"""The HTTP connection to an engine or a vLLM server: a fast client for streams, a general one for other
-calls."""
+"""The HTTP connection to an engine or a vLLM server. It uses a fast client for streams and a general one for
+other calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class EngineConnection:
-    """Raises EngineUnavailable if the server cannot be reached. ``name`` is the server's kind, for messages.
-    ``idle_seconds`` is how long a stream's connection is kept; it must be shorter than the server keeps
-    it."""
+    """An HTTP connection to one server. Its calls raise EngineUnavailable if the server cannot be reached.
+    ``name`` is the kind of server, for messages. ``idle_seconds`` is how long an idle connection is kept for
+    the next stream; the server must keep idle connections longer."""
 
     def __init__(
         self, url: str, token: str | None, name: str, *, idle_seconds: float, keep_alive: float = 15.0
@@ -41,7 +41,7 @@ class EngineConnection:
         )
 
     async def stream(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> PlainResponse:
-        """Send a POST request and return when the response has begun."""
+        """Send a POST request and return the response as soon as it has begun."""
         try:
             return await self._streams.post(self._path + path, {**self._headers, **(headers or {})}, body)
         except STREAM_ERRORS as error:

@@ -1,4 +1,4 @@
-"""Creates the engine of a run's config, and clients of engines in other processes."""
+"""Creates the engine that a run's config describes, and clients of engines in other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.types import Json
 
 
 def create_engine(config: RunConfig) -> Engine:
-    """Create the engine; call its ``bring_up`` before any other method."""
+    """Return a new engine. Call its ``bring_up`` before any other method."""
     if isinstance(config.engine, CloudEngineConfig):
         return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
     section = (
@@ -25,7 +25,8 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """Fill in the settings that depend on the run: how policies are loaded, and what else uses the GPU."""
+    """Return the section with the settings that depend on the run: how policies are loaded, the adapter's
+    rank and the share of GPU memory."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -45,14 +46,14 @@ async def connect_engines(
     timeout: float = 60.0,
     newest_policy: PolicySource | None = None,
 ) -> Engine:
-    """Return the engines at these addresses as one; wait until one of them responds. ``newest_policy``: see
-    EnginePool."""
+    """Return one engine that uses all engines at these addresses. Waits until one of them responds. For
+    ``newest_policy`` see EnginePool."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)
     try:
         await pool.start(timeout)
-    except BaseException:  # also when cancelled: no one else would close it
+    except BaseException:  # also when cancelled: nothing else would close it
         await pool.close()
         raise
     return pool

@@ -1,4 +1,4 @@
-"""Several engines as one.
+"""A pool of engines that behaves like one engine.
 
 A session stays with the engine that it used last, which has its earlier turns cached, while that engine is
 healthy and not much busier than the others. Other requests go to the least busy engine. An unreachable engine
@@ -27,10 +27,10 @@ PolicySource = Callable[[], Awaitable[Policy | None]]
 
 MAX_MISSED_CHECKS = 2
 MAX_SESSIONS = 65_536
-"""Sessions whose engine is remembered; the least recently used are forgotten."""
+"""The number of sessions whose engine is remembered. The least recently used are forgotten."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
-"""A session leaves an engine with more than LOAD_FACTOR times the requests of the idlest, plus LOAD_SLACK."""
+"""A session moves if its engine has over LOAD_FACTOR × the requests of the idlest engine, plus LOAD_SLACK."""
 
 SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens")
 
@@ -43,13 +43,13 @@ class PoolMember:
     reason: str = "it has not responded yet"
     missed_checks: int = 0
     draining: bool = False
-    """True if it is healthy and rejects new requests."""
+    """True if the engine is healthy but rejects new requests."""
     in_flight: int = 0
     other_requests: int = 0
-    """Requests of other clients, as of the last check."""
+    """The number of requests from other clients at the last check."""
     total_requests: int = 0
     loaded_version: int | None = None
-    """The version that the pool itself loaded."""
+    """The last version that this pool loaded into the engine."""
     check_requested: asyncio.Event = field(default_factory=asyncio.Event)
     """Set after a failure, so that the next health check happens immediately."""
     first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
@@ -68,13 +68,13 @@ class PoolMember:
         self.check_requested.set()
 
     def release_waiting(self) -> None:
-        """Let requests without a first token go to other engines."""
+        """Abort the wait of requests without a first token, so that they go to other engines."""
         while self.first_token_timeouts:
             self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
 
     @contextlib.contextmanager
     def request(self) -> Generator[None]:
-        """Count a request; mark the engine as unhealthy if it turns out to be unavailable."""
+        """Count a request while the block runs; EngineUnavailable marks the engine as unhealthy."""
         self.in_flight += 1
         try:
             yield
@@ -86,8 +86,9 @@ class PoolMember:
 
 
 class EnginePool(Engine):
-    """Call ``start`` first; closing the pool closes its engines. ``newest_policy`` returns the policy to
-    serve if others than the pool load policies: a returning engine loads it before it serves."""
+    """Distributes requests over several engines, which it owns and closes. Call ``start`` first.
+    ``newest_policy`` returns the policy that an unreachable engine must load when it responds again, if other
+    processes load policies."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class EnginePool(Engine):
         timeout: float = 3.0,
         newest_policy: PolicySource | None = None,
     ) -> None:
-        """``period`` is the time between two health checks of an engine, ``timeout`` that of one check."""
+        """``period`` is the time between two checks of an engine, ``timeout`` the deadline of a check."""
         self.members = [PoolMember(engine, index) for index, engine in enumerate(engines)]
         self._period = period
         self._timeout = timeout
@@ -168,8 +169,8 @@ class EnginePool(Engine):
                 return await member.engine.logprobs(token_ids)
 
     async def load(self, policy: Policy) -> None:
-        """Load the policy into every healthy engine; the others load it when they return. Raises the error of
-        an engine that rejects it, and EngineUnavailable if none could be reached."""
+        """Load the policy into every healthy engine; the others load it when they respond again. Raises the
+        error of an engine that rejects the policy, and EngineUnavailable if no engine could be reached."""
         before, self._policy = self._policy, policy
         healthy = [member for member in self.members if member.healthy]
         outcomes = await asyncio.gather(
@@ -182,8 +183,8 @@ class EnginePool(Engine):
         self._pick(())
 
     async def replace(self, engines: Sequence[Engine]) -> None:
-        """Use these engines from now on; a new one serves once it has responded. Removed engines are closed:
-        replies in progress break off, requests that wait for their first token go to other engines."""
+        """Replace the engines. A new engine serves once it has responded. Removed engines are closed: replies
+        in progress break off, and requests without a first token go to other engines."""
         removed = [member for member in self.members if member.engine not in engines]
         known = {member.engine for member in self.members}
         index = max((member.index for member in self.members), default=-1)
@@ -248,8 +249,8 @@ class EnginePool(Engine):
         return chosen
 
     async def _first_chunk(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
-        """Raises EngineUnavailable also if the engine is marked unhealthy meanwhile, or was restarted and
-        does not serve the policy that the pool loaded."""
+        """Return the first chunk of a reply. Raises EngineUnavailable if the engine is marked unhealthy
+        during the wait, or was restarted and does not serve the policy that the pool loaded."""
         expected = member.loaded_version
         timeout = asyncio.timeout(None)
         try:
@@ -352,7 +353,7 @@ class EnginePool(Engine):
 
 
 class _SessionEngine(Engine):
-    """The pool with the requests of one session."""
+    """The pool as one session uses it."""
 
     def __init__(self, pool: EnginePool, session: str) -> None:
         self._pool = pool

@@ -34,7 +34,8 @@ IDLE_SECONDS = 30.0
 
 
 class RemoteEngine(Engine):
-    """Create it with ``await RemoteEngine.connect(url)``, or call ``refresh`` before ``info``."""
+    """An Engine in another process, used over HTTP. Create it with ``await RemoteEngine.connect(url)``, or
+    call ``refresh`` before ``info``."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._connection = EngineConnection(url, token, "engine", idle_seconds=IDLE_SECONDS)
@@ -43,11 +44,11 @@ class RemoteEngine(Engine):
 
     @classmethod
     async def connect(cls, url: str, token: str | None = None, timeout: float = 60.0) -> Self:
-        """Wait at most ``timeout`` seconds until the engine responds."""
+        """Return a connected engine. Waits at most ``timeout`` seconds until it responds."""
         engine = cls(url, token)
         try:
             await CONNECT_RETRY.run(engine.refresh, retry_on=EngineUnavailable, seconds=timeout)
-        except BaseException:  # also when cancelled: no one else would close it
+        except BaseException:  # also when cancelled: nothing else would close it
             await engine.close()
             raise
         return engine
@@ -144,13 +145,13 @@ class RemoteEngine(Engine):
             raise self._malformed(error) from error
 
     def _malformed(self, error: msgspec.DecodeError) -> EngineUnavailable:
-        """Return the error for a response that no engine sent, for example one of a proxy."""
+        """Return the error for a response that did not come from an engine, for example one from a proxy."""
         return EngineUnavailable(f"The server at {self._url} is no engine: {error}")
 
 
 def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineError | None]:
-    """Join the tokens of all lines into one chunk: the busier this process is, the fewer chunks it
-    handles."""
+    """Return one chunk with the tokens of all lines, and the error that ended the reply, if any. The busier
+    this process is, the fewer chunks it handles."""
     chunks: list[TokenChunk] = []
     error = None
     for line in lines:
@@ -162,8 +163,8 @@ def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineErro
 
 
 def _decode_error(body: bytes, status: int) -> EngineError:
-    """Return the error that the engine raised, of the same class; EngineError if the body is not an
-    engine's."""
+    """Return the error that the engine raised, as an instance of the same class; a plain EngineError if the
+    body does not come from an engine."""
     try:
         detail: dict[str, Any] = msgspec.json.decode(body)["error"]
         kind, message = getattr(errors, str(detail["type"]), EngineError), str(detail["message"])

@@ -25,7 +25,7 @@ from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
 MAX_BURST_TOKENS = 64
-"""Tokens sent without yielding to other tasks, if there is no delay."""
+"""The number of tokens sent without yielding to other tasks when there is no delay."""
 MAX_CACHED_REPLIES = 256
 
 
@@ -124,8 +124,8 @@ class ScriptedEngine(Engine):
             raise EngineUnavailable("The engine is closed.")
 
     def _reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
-        """Return the reply of this turn: a prompt that contains n of our replies is at turn n. After the last
-        reply they begin again with the first."""
+        """Return the reply of this turn. A prompt that contains n scripted replies is at turn n. After the
+        last reply, the script starts over."""
         if self._script is not None:
             text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
             return self._encoded(self._script(text, seed))
@@ -137,7 +137,7 @@ class ScriptedEngine(Engine):
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """Count the replies that the prompt contains, in order. Ids are 4 bytes each."""
+    """Return how many of the replies the prompt contains, in order. Ids are 4 bytes each."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]
@@ -159,5 +159,5 @@ def _next_state(state: int, token: int) -> int:
 
 
 def _logprob(state: int) -> float:
-    """Return a value between -3 and 0, both excluded."""
+    """Return a logprob between -3 and 0, both excluded."""
     return -3.0 * ((state >> 16) + 1) / (2**48 + 1)

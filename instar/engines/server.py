@@ -59,8 +59,8 @@ class ErrorBody(msgspec.Struct):
 
 
 class DrainGate:
-    """Counts the requests that sample or score. When closed it rejects new ones; ``drained`` is set once it
-    is closed and the last request has ended."""
+    """Counts the requests that sample or score. A closed gate rejects new requests. ``drained`` is set once
+    the gate is closed and the last request has finished."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -88,7 +88,8 @@ class DrainGate:
 
 
 def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate | None = None) -> Starlette:
-    """Return the app. With a token, every route except /healthz requires it as a bearer token."""
+    """Return the HTTP app of an engine. With a token, every route except /healthz requires it as a bearer
+    token."""
     gate = gate or DrainGate()
     uploads = UploadStore()
     handlers = _Handlers(engine, gate, uploads)
@@ -110,7 +111,8 @@ def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate 
 
 
 class _GenerateEndpoint:
-    """A plain ASGI app, because Starlette's responses cost more time than a short scripted reply."""
+    """The endpoint that streams replies. It is a plain ASGI app, because Starlette's responses take longer
+    than a short scripted reply."""
 
     def __init__(self, engine: Engine, gate: DrainGate) -> None:
         self._engine = engine
@@ -135,8 +137,8 @@ class _GenerateEndpoint:
 
 
 class _ReplyStream:
-    """One reply in progress. The tokens that the engine sampled while a line was sent become the next line.
-    If the client disconnects, even before its first token, the engine's iterator is closed."""
+    """Sends one reply. All tokens sampled while a line is being sent go into the next line. If the client
+    disconnects, even before the first token, the engine's iterator is closed."""
 
     def __init__(self, chunks: AsyncGenerator[TokenChunk, None], receive: Receive, send: Send) -> None:
         self._chunks = chunks
@@ -146,7 +148,7 @@ class _ReplyStream:
         self._changed = asyncio.Event()
 
     async def run(self) -> InstarError | None:
-        """Send the reply; return the error that occurred before its first token."""
+        """Send the reply. Returns the error if one occurred before the first token."""
         sampling = self._start(self._sample())
         disconnect = self._start(_wait_for_disconnect(self._receive))
         has_begun = False
@@ -264,7 +266,7 @@ async def _decode_body(request: Request, kind: type[T]) -> T:
 
 
 class _BadRequest(EngineError):
-    """The request cannot be read."""
+    """An error for requests that cannot be parsed."""
 
 
 def _handle_errors(

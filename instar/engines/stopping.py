@@ -1,4 +1,4 @@
-"""When a reply ends: stop tokens, stop strings, length."""
+"""Decides when a reply ends: at a stop token, at a stop string or by its length."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class StopStrings:
         self._tail = ""
 
     def push(self, token_id: int) -> str | None:
-        """Add a token and return the stop string that it completed, the leftmost if several."""
+        """Add a token and return the stop string that it completed, if any; the leftmost one if there are
+        several."""
         self._ids.append(token_id)
         before = self._decode(self._ids[self._start : self._read])
         text = self._decode(self._ids[self._start :])
@@ -46,13 +47,13 @@ class StopStrings:
 
 
 def find_stop_string(text: str, stop: Collection[str]) -> str | None:
-    """Return the stop string that occurs first in the text."""
+    """Return the stop string that occurs first in the text, or None."""
     matches = [(text.find(string), string) for string in stop if string in text]
     return min(matches)[1] if matches else None
 
 
 class StopRule:
-    """Decides after each sampled token of a reply if it is the last one."""
+    """Decides after each sampled token whether the reply ends with it."""
 
     def __init__(
         self, params: SamplingParams, context_left: int, eos_ids: Collection[int], tokenizer: TokenDecoder
@@ -62,7 +63,8 @@ class StopRule:
         self._strings = StopStrings(tokenizer, params.stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[FinishReason | None, str | None]:
-        """Return the finish reason, if this token is the last one, and the stop string that it completed."""
+        """Add a token. Returns the finish reason if this token is the last one, and the stop string that it
+        completed."""
         self._left -= 1
         if token_id in self._ids:
             return "stop", None

@@ -29,7 +29,7 @@ LENGTH_BYTES = 4
 READ_BYTES = 4 * 2**20
 MAX_HEADER_BYTES = 2**20
 MAX_UPLOADS = 3
-"""Replies under an older policy may still need its files."""
+"""The number of uploaded folders to keep: replies under an older policy may still need its files."""
 FileStats = dict[str, tuple[int, int]]
 """Size and modification time by file name."""
 
@@ -57,7 +57,7 @@ def read_file_stats(folder: Path) -> FileStats:
 
 
 async def encode_folder(folder: Path, files: FileStats) -> AsyncGenerator[bytes, None]:
-    """Yield the body of /upload."""
+    """Yield the body of an /upload request."""
     header = msgspec.json.encode(_UploadHeader([(name, size) for name, (size, _) in files.items()]))
     yield len(header).to_bytes(LENGTH_BYTES, "little") + header
     digest = hashlib.sha256()
@@ -70,13 +70,13 @@ async def encode_folder(folder: Path, files: FileStats) -> AsyncGenerator[bytes,
 
 
 class UploadStore:
-    """The folders that were uploaded to this process. They are deleted when it ends."""
+    """The folders that were uploaded to this process. They are deleted when the process exits."""
 
     def __init__(self) -> None:
         self._root: str | None = None
         self._folders: list[Path] = []
         self.loaded_path = ""
-        """The folder that was loaded last. It is kept, because a restarted server reads it again."""
+        """The folder that was loaded last. It is kept, because a server that restarts reads it again."""
 
     async def check_folder(self, request: Request) -> Response:
         try:
@@ -113,7 +113,8 @@ class UploadStore:
 
 
 async def _write_folder(stream: _UploadStream, folder: Path) -> None:
-    """Write the files of an upload. Raises EngineError if it is incomplete or malformed."""
+    """Write the files of an upload to a folder. Raises EngineError if the upload is incomplete or
+    malformed."""
     length = int.from_bytes(await stream.read(LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
         raise EngineError("The upload does not begin with the names of its files.")
@@ -134,7 +135,7 @@ async def _write_folder(stream: _UploadStream, folder: Path) -> None:
 
 
 class _UploadStream:
-    """A request body that is read in exact sizes."""
+    """A request body from which exact numbers of bytes can be read."""
 
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The wire format between RemoteEngine and an engine's server: the request's body and the lines of a
+"""The wire format between RemoteEngine and an engine's server: the body of a request and the lines of a
 reply."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLOAT_TYPE = np.dtype("<f4")
 
 
 class _ChunkLine(msgspec.Struct):
-    """A TokenChunk in which a missing logprob is null, because JSON has no NaN."""
+    """A TokenChunk in which a missing logprob is null instead of NaN, which JSON does not have."""
 
     token_ids: list[int]
     logprobs: list[float | None]
@@ -39,7 +39,8 @@ def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
 
 
 def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
-    """Raises EngineError if the body was not made by ``pack_request``."""
+    """Return the prompt ids and the params of a request. Raises EngineError if the body was not made by
+    ``pack_request``."""
     start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     if len(body) < start or (len(body) - start) % ID_TYPE.itemsize:
         raise EngineError("The body must be a length, that many bytes of JSON, and 4-byte token ids.")
@@ -47,7 +48,7 @@ def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
         params = _decode_params(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
         raise EngineError(f"The sampling params cannot be read: {error}") from error
-    # A copy, because the ids may be unaligned in the body and a view of it would be read-only.
+    # Copied, because the ids may be unaligned in the body and a view of the body would be read-only.
     return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), params
 
 
@@ -72,7 +73,7 @@ def unpack_floats(body: bytes, length: int) -> Floats:
 
 
 def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """Join consecutive chunks of one reply."""
+    """Return one chunk with the tokens of several consecutive chunks of a reply."""
     if len(chunks) == 1:
         return chunks[0]
     behavior = None

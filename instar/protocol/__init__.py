@@ -1,1 +1,1 @@
-"""Servers of the Tinker and Weaver wire protocols on the local backend and engine."""
+"""Servers of the Tinker and Weaver wire protocols that use the local backend and engine."""

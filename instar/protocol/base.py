@@ -18,7 +18,7 @@ from instar.types import Floats, Sample, SamplingParams
 
 
 class ProtocolError(InstarError):
-    """An error that is reported to the client. ``category`` tells who caused it."""
+    """An error that is reported to the client. ``category`` says who caused it."""
 
     def __init__(self, message: str, status: int = 400, category: Literal["user", "server"] = "user") -> None:
         super().__init__(message)
@@ -28,21 +28,22 @@ class ProtocolError(InstarError):
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """The limits of a server. A request beyond them is rejected."""
+    """The limits of a server. Requests that exceed them are rejected."""
 
     max_body: int = 256 * 1024 * 1024
     max_models: int = 8
     """Models in training at the same time, over all sessions."""
     max_samplers: int = 8
-    """Sampling policies in memory; the least recently used is evicted, and reloaded when it is needed."""
+    """Sampling policies in memory. The least recently used one is evicted, and loaded again when it is
+    needed."""
     max_operations: int = 1024
-    """Operations that wait or run."""
+    """Operations that are waiting or running."""
     max_rank: int = 256
     session_ttl: float = 600.0
-    """Seconds without a heartbeat after which a session ends and its models are freed."""
+    """A session without a heartbeat for this many seconds ends, and its models are freed."""
     idle_before_eviction: float = 90.0
-    """Seconds without a heartbeat after which a session may be ended to free its models for another session.
-    Clients send a heartbeat every 10 or 30 seconds."""
+    """A session without a heartbeat for this many seconds may be ended to make room for models of another
+    session. Clients send a heartbeat every 10 or 30 seconds."""
     result_ttl: float = 3600.0
     """Seconds that the result of a finished operation is kept."""
     sequence_gap_timeout: float = 120.0
@@ -62,7 +63,7 @@ class AdapterSpec:
 class SampledSequence:
     token_ids: list[int]
     logprobs: list[float]
-    """Under the full softmax at temperature 1."""
+    """The logprobs under the full softmax at temperature 1."""
     stop_reason: Literal["stop", "length"]
     text: str
 
@@ -86,7 +87,7 @@ class CheckpointInfo:
 
 
 class TrainingModel(ABC):
-    """An adapter in training. Its calls take effect in the order in which they are made."""
+    """An adapter in training. Calls take effect in the order in which they are made."""
 
     model_id: str
     session_id: str
@@ -94,7 +95,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprob of every token of each sample; NaN at index 0."""
+        """Return the logprob of every token of each sample (NaN at index 0)."""
 
     @abstractmethod
     async def forward_backward(
@@ -106,7 +107,7 @@ class TrainingModel(ABC):
 
     @abstractmethod
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
-        """Save the model to the server's disk, atomically. An existing checkpoint of that name is
+        """Save the model to the server's disk, atomically. An existing checkpoint with this name is
         replaced."""
 
     @abstractmethod
@@ -129,12 +130,13 @@ class TrainingService(ABC):
 
     @abstractmethod
     async def create_session(self, owner: str) -> str:
-        """Return the new session's id. ``owner`` is the hash of the client's key: other keys have no
-        access."""
+        """Create a session and return its id. ``owner`` is the hash of the client's key; clients with other
+        keys have no access."""
 
     @abstractmethod
     def heartbeat(self, session_id: str, owner: str) -> None:
-        """Raise ProtocolError 404 if the session is unknown, ended or another owner's."""
+        """Record that the session is alive. Raises ProtocolError 404 if it is unknown, has ended or belongs
+        to a different owner."""
 
     @abstractmethod
     async def end_session(self, session_id: str, owner: str) -> None: ...
@@ -143,11 +145,13 @@ class TrainingService(ABC):
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        """Create a model. Raises ProtocolError for another base model, or if a limit is reached."""
+        """Return a new model. Raises ProtocolError if ``base_model`` is not the served one, or if a limit is
+        reached."""
 
     @abstractmethod
     def model(self, model_id: str, owner: str) -> TrainingModel:
-        """Return a model. Raises ProtocolError 404 if it has ended or the server was restarted."""
+        """Return the model with this id. Raises ProtocolError 404 if it has ended or the server was
+        restarted."""
 
     @abstractmethod
     async def end_model(self, model_id: str, owner: str) -> None: ...
@@ -156,15 +160,17 @@ class TrainingService(ABC):
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Sample from the path of a sampler or a state, or from the base model (None)."""
+        """Return ``count`` sequences sampled from the sampler or state at the path ``sampler``, or from the
+        base model (None)."""
 
     @abstractmethod
     async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
-        """Return the logprob of every token; NaN at index 0."""
+        """Return the logprob of every token (NaN at index 0)."""
 
     @abstractmethod
     def checkpoint(self, path: str, owner: str) -> CheckpointInfo:
-        """Return a checkpoint. Raises ProtocolError 404 if it is missing, expired or another owner's."""
+        """Return the checkpoint at a path. Raises ProtocolError 404 if it is missing, has expired or belongs
+        to a different owner."""
 
     @abstractmethod
     def checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]: ...
@@ -185,11 +191,11 @@ class OperationResult:
 
 
 class OperationScheduler(ABC):
-    """Operations that clients submit, and whose results they retrieve later.
+    """Runs operations that clients submit; clients retrieve the results later.
 
-    The operations of a ``queue`` (a model) run in the order of their sequence ids, from 1 on, in whatever
-    order they arrive; one without a sequence id runs at once. To submit the same ``key`` (an idempotency key
-    of that owner), or the same queue and sequence id, again returns the same operation.
+    The operations of a ``queue`` (a model) run in the order of their sequence ids, which start at 1, whatever
+    order they arrive in. An operation without a sequence id runs at once. Submitting the same ``key`` (an
+    idempotency key of the owner) again, or the same queue and sequence id, returns the same operation.
     """
 
     @abstractmethod
@@ -203,8 +209,8 @@ class OperationScheduler(ABC):
         seq: int | None = None,
         key: str | None = None,
     ) -> str:
-        """Return the operation's id. Raises ProtocolError 429 over the limit, and 409 if the sequence id
-        belongs to an operation of another kind."""
+        """Return the operation's id. Raises ProtocolError 429 if there are too many operations, and 409 if
+        the sequence id belongs to an operation of a different kind."""
 
     @abstractmethod
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
@@ -213,7 +219,7 @@ class OperationScheduler(ABC):
 
     @abstractmethod
     def close_queue(self, queue: str) -> None:
-        """Fail the operations that wait in the queue."""
+        """Fail the operations that are waiting in the queue."""
 
     @abstractmethod
     async def close(self) -> None: ...

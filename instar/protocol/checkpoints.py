@@ -49,8 +49,8 @@ class _CheckpointMetadata(msgspec.Struct, frozen=True):
 
 
 class CheckpointStore:
-    """The checkpoints in a folder, which is locked for other servers until `close`. Expired checkpoints and
-    those of other owners are treated as missing."""
+    """The checkpoints in a folder. The folder is locked against other servers until `close`. Expired
+    checkpoints and those of other owners are treated as missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class CheckpointStore:
         except BlockingIOError as error:
             self._lock.close()
             raise ConfigError(f"{folder} is in use by another server: choose another folder") from error
-        # Left behind by a server that was killed while it wrote.
+        # Left behind by a server that was killed while writing.
         shutil.rmtree(folder / SCRATCH, ignore_errors=True)
         self._rename_lock = threading.Lock()
         self._metadata: dict[str, _CheckpointMetadata] = {}
@@ -81,8 +81,8 @@ class CheckpointStore:
         *,
         ttl: float | None,
     ) -> CheckpointInfo:
-        """Store the checkpoint that ``fill`` writes to a folder. The path, size and times of ``info`` are set
-        here. ``fill`` is called before anything is awaited."""
+        """Store the checkpoint that ``fill`` writes to a folder, and return ``info`` with its path, size and
+        times set. ``fill`` is called before anything is awaited."""
         check_name(name)
         if ttl is not None and not ttl > 0:
             raise ProtocolError(f"ttl: received {ttl:g}; a checkpoint must be kept for more than 0 seconds")
@@ -128,7 +128,7 @@ class CheckpointStore:
         return self._folder / info.path.removeprefix("tinker://")
 
     def list_checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        """Return an owner's checkpoints, oldest first."""
+        """Return the owner's checkpoints, oldest first."""
         checkpoints = [
             meta.info
             for meta in self._metadata.values()
@@ -144,7 +144,7 @@ class CheckpointStore:
             self._remove(meta.info)
 
     def _remove(self, info: CheckpointInfo) -> None:
-        """Rename the folder before deleting it, so that no partial checkpoint is ever visible."""
+        """Delete a checkpoint. Its folder is renamed first, so that a partial checkpoint is never visible."""
         (self._folder / SCRATCH).mkdir(exist_ok=True)
         with self._rename_lock, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH) as scratch:
             self.folder(info).rename(Path(scratch) / "removed")

@@ -14,8 +14,8 @@ import torch
 
 
 class CoreSharing:
-    """``set_sampler_cores`` is called when the number of cores for sampling changes. ``count`` is the number
-    of cores to divide; by default torch's number of threads."""
+    """Divides cores between training and sampling. ``set_sampler_cores`` is called when the number of cores
+    for sampling changes. ``count`` is the number of cores to divide, by default torch's number of threads."""
 
     def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
         self._count = count or torch.get_num_threads()
@@ -24,7 +24,8 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
-        """Reserve cores while a model computes; ``set_cores`` tells the model how many it has."""
+        """Reserve cores while a model computes. ``set_cores`` is called with the number of cores that the
+        model may use."""
         set_cores(self._share(others=self._sampling))
         self._count_training(+1)
         try:
@@ -34,7 +35,8 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_sampling(self) -> Generator[None]:
-        """Reserve cores while something is sampled or scored. A pass that already runs keeps its cores."""
+        """Reserve cores while something is sampled or scored. A training pass that is already running keeps
+        its cores."""
         self._sampling += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""Conversion of backend and engine errors to the errors that clients receive."""
+"""Converts errors of backends and engines to the errors that clients receive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def to_protocol_error(error: Exception) -> ProtocolError:
-    """Return the error for the client. What the local backend rejects is a user error.
+    """Return the error to report to the client. A request that the local backend rejects is a user error.
 
     Of an unexpected exception the client gets only the type: the text may contain internals, and is logged.
     """
@@ -37,7 +37,7 @@ def to_protocol_error(error: Exception) -> ProtocolError:
 
 @contextmanager
 def convert_errors() -> Generator[None]:
-    """Raise every error of the block as a ProtocolError."""
+    """Raise every error in the block as a ProtocolError."""
     try:
         yield
     except Exception as error:  # every error is converted

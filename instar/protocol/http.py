@@ -1,4 +1,4 @@
-"""The HTTP parts that both protocols share: API keys, request bodies, JSON and unknown routes."""
+"""HTTP code that both protocols share: API keys, request bodies, JSON and unknown routes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ T = TypeVar("T")
 
 
 class KeyStore:
-    """The API keys that a server accepts. The hash of a key is the ``owner`` of everything made with it."""
+    """The API keys that a server accepts. The hash of a key is the ``owner`` of everything created with that
+    key."""
 
     def __init__(self, keys: Iterable[str], header: str) -> None:
         self._header = header
         self._hashes = [hash_key(key) for key in keys]
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the owner. Raises ProtocolError 401 if the key is missing or unknown."""
+        """Return the owner that the request's key belongs to. Raises ProtocolError 401 if the key is missing
+        or unknown."""
         key = headers.get(self._header, "").strip()
         if not key:
             raise ProtocolError(f"no API key: send it in the {self._header} header", 401)
@@ -54,7 +56,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json(body: bytes | memoryview | msgspec.Raw, shape: type[T]) -> T:
-    """Decode JSON into ``shape``. Raises ProtocolError that names the invalid field."""
+    """Return the JSON decoded into ``shape``. Raises ProtocolError, naming the invalid field."""
     try:
         return msgspec.json.decode(body, type=shape)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -62,7 +64,7 @@ def parse_json(body: bytes | memoryview | msgspec.Raw, shape: type[T]) -> T:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return a JSON response. Numpy arrays become lists and NaN becomes null."""
+    """Return a JSON response. NumPy arrays become lists and NaN becomes null."""
     return Response(
         orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json"
     )

@@ -1,4 +1,5 @@
-"""Models in training: local backends with an adapter each, over one copy of the base weights."""
+"""Models in training. Each is a local backend with its own adapter, and all share one copy of the base
+weights."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ from instar.protocol.errors import convert_errors
 from instar.types import Floats, Sample, new_id
 
 ALPHA = 32.0
-"""The alpha of every adapter, whatever its rank, as at the services."""
+"""The alpha of every adapter, whatever its rank, as on the services."""
 
 
 class ServedLocalBackend(LocalBackend):
     """A local backend that treats a step without a gradient as a step with a gradient of zero, as the
-    services do: the moments decay and are applied. So a batch without any signal is not an error for the
-    client."""
+    services do: the moments decay and are applied. A batch without any signal is therefore not an error for
+    the client."""
 
     def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         for parameter in self._parameters.values():
@@ -99,7 +100,7 @@ class LocalTrainingModel(TrainingModel):
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
         async def fill(folder: Path) -> None:
             save = self._backend.save_state if optimizer else self._backend.save_weights
-            # Both calls are made before either is awaited, so that no step runs in between.
+            # Both calls are made before either is awaited, so that no step can run between them.
             await asyncio.gather(save(folder / STATE), self._backend.publish(folder / ADAPTER))
 
         self._check()
@@ -127,12 +128,12 @@ class LocalTrainingModel(TrainingModel):
             with convert_errors():
                 await self._backend.load_state(folder, optimizer=optimizer)
         except ProtocolError as error:
-            # The folder on the server's disk is not for clients.
+            # Clients must not see the folder on the server's disk.
             text = str(error).replace(str(folder), info.path)
             raise ProtocolError(text, error.status, error.category) from error
 
     async def end(self) -> None:
-        """End the model after the calls that were made before."""
+        """End the model after all calls that were already made."""
         self._ended = True
         await self._backend.close()
 
@@ -166,7 +167,7 @@ class LocalTrainingModel(TrainingModel):
 
 
 class TrainingModelFactory:
-    """Loads the base model and creates backends over it. Both block, so call it in a thread."""
+    """Loads the base model and creates backends that share it. Both block, so use it in a thread."""
 
     def __init__(self, model: ModelConfig, threads: int | None) -> None:
         self._model = model
@@ -174,7 +175,7 @@ class TrainingModelFactory:
         self.base: PreTrainedModel = load_base(model)
 
     def create_backend(self, adapter: AdapterSpec) -> tuple[ServedLocalBackend, AdapterSpec]:
-        """Return the backend and the adapter's settings with the seed that was used."""
+        """Return a new backend, and the adapter's settings with the seed that was used."""
         seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
         lora = LoraConfig(rank=adapter.rank, alpha=ALPHA, targets=lora_targets(self.base, adapter))
         config = LocalBackendConfig(lora=lora, threads=self._threads)
@@ -186,8 +187,8 @@ class TrainingModelFactory:
 
 
 def lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
-    """Return the suffixes of the names of the linear layers to adapt. PEFT calls all of them except the
-    output layer all-linear."""
+    """Return the name suffixes of the linear layers to adapt. In PEFT, all-linear means all linear layers
+    except the output layer."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
         return "all-linear"
     head = base.get_output_embeddings()

@@ -1,4 +1,5 @@
-"""Schedules operations in memory: in sequence per queue, each once; results are kept for some time."""
+"""Schedules operations in memory. Each operation runs once, in sequence per queue, and its result is kept for
+some time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from instar.types import new_id
 SWEEP_EVERY = 5.0
 """Seconds between two searches for expired results."""
 KEPT_AFTER_DELIVERY = 300.0
-"""Seconds that a result is kept after it was delivered, for a client that lost the response."""
+"""Seconds that a result is kept after its delivery, for a client that lost the response."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +40,7 @@ class _SequenceQueue:
     """The sequence id that runs next."""
     running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
-    """By sequence id: operations that wait or run, and finished ones whose result is still kept."""
+    """The operations by sequence id: those that wait or run, and finished ones whose result is still kept."""
     gap_timer: asyncio.TimerHandle | None = None
 
     def cancel_gap_timer(self) -> None:
@@ -49,10 +50,12 @@ class _SequenceQueue:
 
 
 class LocalOperationScheduler(OperationScheduler):
-    """After an operation failed, the next one of its queue runs: clients decide what a failure means.
+    """Runs operations in this process. After a failed operation, the next one in its queue runs: clients
+    decide what a failure means.
 
     If a sequence id does not arrive in time, the operations that wait for it fail and stay failed; the queue
-    continues when it arrives."""
+    continues when it arrives.
+    """
 
     def __init__(self, limits: ServiceLimits | None = None) -> None:
         self._limits = limits or ServiceLimits()
@@ -131,7 +134,7 @@ class LocalOperationScheduler(OperationScheduler):
     def _find_repeated(
         self, kind: str, owner: str, queue: str | None, seq: int | None, key: str | None
     ) -> _Operation | None:
-        """Return the operation that this submission repeats."""
+        """Return the operation that this submission repeats, or None."""
         operation = self._keys.get((owner, key)) if key is not None else None
         if operation is None and queue is not None and seq is not None:
             operation = self._find_in_queue(queue, seq)
@@ -154,7 +157,7 @@ class LocalOperationScheduler(OperationScheduler):
     # --- running ---
 
     def _advance(self, queue: _SequenceQueue) -> None:
-        """Start the next operation; if its sequence id has not arrived, start the timer."""
+        """Start the next operation of a queue. If its sequence id has not arrived, start the timer."""
         if queue.running or self._closed:
             return
         while (operation := queue.operations.get(queue.next)) is not None and operation.result.done():
@@ -218,6 +221,6 @@ class LocalOperationScheduler(OperationScheduler):
             if operation.key is not None:
                 self._keys.pop((operation.owner, operation.key), None)
             queue, seq = operation.queue, operation.seq
-            # One that failed because of a gap is kept until the queue has passed its sequence id.
+            # An operation that failed because of a gap is kept until the queue has passed its sequence id.
             if queue is not None and seq is not None and seq < queue.next:
                 queue.operations.pop(seq, None)

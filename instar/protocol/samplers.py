@@ -24,9 +24,9 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
 ENGINE_WAIT_SECONDS = 600.0
-"""Seconds to wait for an engine while all sample from other policies."""
+"""Seconds to wait for an engine while all engines sample from other policies."""
 BASE = ""
-"""The key of the base model."""
+"""The key that stands for the base model."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,9 +37,9 @@ class _PooledEngine:
 
 
 class SamplerPool:
-    """At most ``max_engines`` engines. A policy that no engine has loaded replaces the least recently used
-    one, which costs reading an adapter. The engines in use divide the KV memory among them; an unused engine
-    keeps its share until another one starts."""
+    """A pool of at most ``max_engines`` engines. A policy that no engine has loaded replaces the least
+    recently used one, at the cost of reading an adapter. The engines in use share the KV memory; an unused
+    engine keeps its share until another one starts."""
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
         self._model = model
@@ -68,8 +68,9 @@ class SamplerPool:
     async def sample(
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Sample ``count`` replies. ``key`` identifies the weights in ``adapter``. The replies of a seeded
-        request have seeds of their own, and the first is the one that a request for one reply would get."""
+        """Return ``count`` sampled replies. ``key`` identifies the weights in ``adapter``. The replies to a
+        seeded request have different seeds; the first is the reply that a request for a single reply would
+        get."""
         ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
         async with self._borrow_engine(key, adapter) as engine:
             replies = [
@@ -88,7 +89,7 @@ class SamplerPool:
             return await engine.logprobs(ids)
 
     def _to_ids(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
-        """Check the tokens. What the engine rejects now is a user error; later errors are the server's."""
+        """Return the checked tokens as ids. An error here is the user's; later errors are the server's."""
         try:
             ids = to_ids(tokens)
             check(ids)
@@ -119,7 +120,8 @@ class SamplerPool:
 
     @asynccontextmanager
     async def _borrow_engine(self, key: str, adapter: Path | None) -> AsyncGenerator[LocalEngine]:
-        """Provide an engine with this policy; no other policy is loaded into it meanwhile."""
+        """Provide an engine with this policy. No other policy is loaded into the engine while the block
+        runs."""
         pooled = await self._acquire(key, adapter)
         try:
             yield pooled.engine
@@ -136,7 +138,7 @@ class SamplerPool:
                     await self._load_policy(key, adapter)
         except TimeoutError as error:
             raise ProtocolError("all samplers are in use: try again later", 503, "server") from error
-        # Nothing else runs until the next await, so the engine cannot be taken for another policy.
+        # Nothing else runs until the next await, so the engine cannot be taken for a different policy.
         pooled = self._engines[key]
         self._engines.move_to_end(key)
         pooled.users += 1
@@ -145,7 +147,7 @@ class SamplerPool:
         return pooled
 
     def _rebalance_memory(self) -> None:
-        """Free the memory of unused engines for one that starts."""
+        """Free the memory of unused engines for an engine that starts."""
         for pooled in self._engines.values():
             if pooled.users == 0:
                 pooled.engine.release_memory()
@@ -157,7 +159,7 @@ class SamplerPool:
             engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(in_use)))
 
     async def _load_policy(self, key: str, adapter: Path | None) -> None:
-        """Load a policy into an engine. The lock serves the requests in their order."""
+        """Load a policy into an engine. A lock serves the requests in order."""
         async with self._loading:
             while key not in self._engines:
                 if self._has_free_engine():
@@ -183,7 +185,7 @@ class SamplerPool:
         )
 
     async def _prepare_engine(self, adapter: Path | None) -> _PooledEngine:
-        """Return a new engine, or the least recently used one, with the policy loaded."""
+        """Return an engine with the policy loaded: a new one, or the least recently used one."""
         if len(self._engines) < self._max_engines:
             pooled = _PooledEngine(await asyncio.to_thread(self._new_engine))
         else:
@@ -194,7 +196,7 @@ class SamplerPool:
         artifact = Artifact("base") if adapter is None else Artifact("adapter", str(adapter))
         try:
             await pooled.engine.load(Policy("sampler", self._loads, artifact))
-        except BaseException:  # cancellation included: the engine has no usable policy
+        except BaseException:  # also when cancelled: the engine has no usable policy
             await pooled.engine.close()
             raise
         return pooled

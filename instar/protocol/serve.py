@@ -20,7 +20,7 @@ APPS: dict[ProtocolName, str] = {
     "weaver": "instar.protocol.weaver.app:create_app",
 }
 GRACE_SECONDS = 2.0
-"""Seconds for requests in flight after the last operation has stopped."""
+"""Seconds that requests in flight have to finish after the last operation has stopped."""
 
 
 async def serve_protocol(
@@ -37,9 +37,9 @@ async def serve_protocol(
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a protocol until ``stop`` is set. ``ready`` is called with the address. ``folder`` holds the
-    checkpoints, including those of an earlier run. ``base_model`` is the name that clients use. Raises
-    ConfigError for an unknown protocol or an address that cannot be bound."""
+    """Serve a protocol until ``stop`` is set. ``ready`` is called with the server's address. ``folder``
+    contains the checkpoints, including those of an earlier run. ``base_model`` is the model's name for
+    clients. Raises ConfigError for an unknown protocol or an address that cannot be bound."""
     create_app = _load_app(protocol)
     try:
         listener = bind(host, port)
@@ -47,7 +47,7 @@ async def serve_protocol(
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     try:
         service = await _start_service(model, folder, base_model, limits, threads)
-    except BaseException:  # cancellation included: the socket must not stay open
+    except BaseException:  # also when cancelled: the socket must not stay open
         listener.close()
         raise
     operations = LocalOperationScheduler(service.limits)
@@ -60,7 +60,7 @@ async def serve_protocol(
             ready(f"http://{address}:{listener.getsockname()[1]}")
         await _wait_until_stopped(server, stop or asyncio.Event())
     finally:
-        # This ends the requests that wait for a result, which would keep the server open.
+        # Ends the requests that wait for a result; they would keep the server open.
         await operations.close()
         closed.set()
         await server
@@ -80,7 +80,7 @@ async def _start_service(
     limits: ServiceLimits | None,
     threads: int | None,
 ) -> Any:
-    # Imported here because it imports torch.
+    # Imported here because this module imports torch.
     from instar.protocol.service import LocalTrainingService
 
     service = LocalTrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)

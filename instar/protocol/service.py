@@ -1,4 +1,4 @@
-"""The training service on this machine: sessions with their models and samplers over one base model."""
+"""A training service on this machine: sessions with models and samplers that share one base model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 class LocalTrainingService(TrainingService):
-    """``base_model`` is the name that clients use; by default the model's name. ``folder`` holds the
-    checkpoints. ``threads`` is torch's number of threads in each model and each sampler. Call `start`
-    first."""
+    """Runs models and samplers in this process. Call `start` first. ``base_model`` is the name that clients
+    use, by default the model's name. ``folder`` contains the checkpoints. ``threads`` is torch's number of
+    threads in each model and each sampler."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LocalTrainingService(TrainingService):
         self._checkpoints = CheckpointStore(self._folder)
         try:
             await self._load()
-        except BaseException:  # cancellation included: the folder must not stay locked
+        except BaseException:  # also when cancelled: the folder must not stay locked
             self._checkpoints.close()
             raise
         self._expiry_task = asyncio.create_task(self._remove_expired())
@@ -149,7 +149,8 @@ class LocalTrainingService(TrainingService):
             raise ProtocolError(f"seed: {adapter.seed} does not fit 64 bits")
 
     async def _evict_idle_sessions(self) -> None:
-        """End silent sessions until there is room for a model. Raises ProtocolError 429 if all are alive."""
+        """End sessions without a heartbeat until there is room for a model. Raises ProtocolError 429 if all
+        sessions are alive."""
         most = self.limits.max_models
         while len(self._models) + self._models_in_creation >= most:
             holding = {model.session_id for model in self._models.values()}
@@ -193,11 +194,12 @@ class LocalTrainingService(TrainingService):
             return await self._samplers.logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """Return the key and the folder of a sampler's weights."""
+        """Return the key and the folder of a sampler's weights. Both refer to the base model if there is no
+        sampler."""
         if sampler is None:
             return BASE, None
         info = self._checkpoints.find(sampler, owner)
-        # A checkpoint that replaced another at the same path is another policy.
+        # A checkpoint that replaces another at the same path is a different policy.
         return f"{info.path} {info.created_at}", self._checkpoints.folder(info) / ADAPTER
 
     # --- checkpoints ---
@@ -222,7 +224,7 @@ class LocalTrainingService(TrainingService):
                 await self._end_session(session_id)
             try:
                 self._checkpoints.remove_expired()
-            except OSError as error:  # they are hidden already, and the next round tries again
+            except OSError as error:  # expired ones are already hidden, and the next round tries again
                 logger.warning("cannot remove expired checkpoints: %s", error)
 
     async def close(self) -> None:

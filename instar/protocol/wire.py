@@ -1,4 +1,4 @@
-"""Request fields that both protocols have in common."""
+"""Request fields that both protocols share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AdamFields(Struct, kw_only=True):
         """Return the optimizer's settings. Raises ProtocolError for a value out of range."""
         try:
             adam = AdamConfig(
-                # Schedules begin or end with a rate of 0, which the config of a run rejects.
+                # Schedules begin or end with a learning rate of 0, which a run's config rejects.
                 lr=self.learning_rate or 1.0,
                 beta1=self.beta1,
                 beta2=self.beta2,
@@ -59,7 +59,7 @@ class SamplingFields(Struct, kw_only=True):
     def to_params(
         self, *, max_tokens: int, seed: int | None, stop: Iterable[str], stop_token_ids: Iterable[int]
     ) -> SamplingParams:
-        """Return the sampling parameters; ``max_tokens`` is the default."""
+        """Return the sampling parameters. ``max_tokens`` is used if the request does not set a limit."""
         return SamplingParams(
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             temperature=self.temperature,

@@ -1,4 +1,4 @@
-"""The base model as the reference, whose logprobs the training backend computes."""
+"""A reference that is the base model. The training backend computes its logprobs."""
 
 from __future__ import annotations
 

@@ -13,11 +13,13 @@ from instar.types import Floats, Ids, Sample
 
 class Reference(ABC):
     async def start(self) -> None:  # noqa: B027 - most have nothing to check
-        """Raise ConfigError if it is known before the first batch that the reference cannot be used."""
+        """Check what can be checked before the first batch. Raises ConfigError if the reference cannot be
+        used."""
 
     @abstractmethod
     async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return per sample the logprob of every trained token given those before; others may be NaN."""
+        """Return the logprob of every trained token of each sample, given the preceding tokens. Other tokens
+        may be NaN."""
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -31,10 +33,10 @@ class PerSequenceReference(Reference):
 
     @abstractmethod
     async def score(self, token_ids: Ids) -> Floats:
-        """Return the logprob of every token given those before, and NaN at index 0."""
+        """Return the logprob of every token given the preceding tokens (NaN at index 0)."""
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprobs. The first request that fails cancels the others."""
+        """Return one array of logprobs per sample. The first request that fails cancels the others."""
         slots = asyncio.Semaphore(self._max_in_flight)
 
         async def score(sample: Sample) -> Floats:
@@ -50,7 +52,7 @@ class PerSequenceReference(Reference):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _score_sample(self, sample: Sample) -> Floats:
-        """Score the sample up to its last trained token."""
+        """Return the logprobs of the sample. Only the tokens up to the last trained one are sent."""
         values = np.full(len(sample), np.nan, np.float32)
         trained = np.flatnonzero(sample.mask > 0)
         if len(trained):

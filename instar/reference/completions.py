@@ -1,6 +1,7 @@
 """A teacher behind an OpenAI-compatible ``/v1/completions`` that returns the logprobs of token ids.
 
-Servers return them in different formats (`instar.reference.prompt_logprobs`); the first that works is used.
+Servers return the logprobs in different formats (see `instar.reference.prompt_logprobs`). The first format
+that works is used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PROBE_TEXT = "The answer to 615 plus 278 is 893."
 
 
 class TeacherOverloaded(Exception):
-    """The server asked to try again later."""
+    """An error for a server that asks to try again later."""
 
     def __init__(self, message: str, retry_after: float | None) -> None:
         super().__init__(message)
@@ -51,7 +52,8 @@ class CompletionsReference(PerSequenceReference):
         self._client = HttpClient(headers=headers, secret=key)
 
     async def start(self) -> None:
-        """Find the server's format for logprobs, and check that it has the model's vocabulary."""
+        """Find the format in which the server returns logprobs, and check that its vocabulary is the
+        model's."""
         tokenizer: Any = await asyncio.to_thread(lambda: load_tokenizer(resolve_model(self._model.name)))
         ids = np.asarray(tokenizer.encode(PROBE_TEXT, add_special_tokens=False), np.int32)
         failures: list[str] = []
@@ -92,7 +94,8 @@ class CompletionsReference(PerSequenceReference):
         await self._client.close()
 
     async def _score_prompt(self, logprobs_format: PromptLogprobsFormat, ids: Ids) -> ScoredPrompt:
-        """Raise PromptLogprobsUnsupported if the server rejects this format or omits the logprobs."""
+        """Return the scored prompt. Raises PromptLogprobsUnsupported if the server rejects this format or
+        omits the logprobs."""
         body = {"model": self._section.model, "prompt": ids.tolist(), "temperature": 0}
         response = await self._post(msgspec.json.encode(body | logprobs_format.request_fields))
         return logprobs_format.parse(response, ids)

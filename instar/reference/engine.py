@@ -10,7 +10,7 @@ from instar.types import Floats, Ids
 
 MAX_IN_FLIGHT = 16
 UNAVAILABLE_TIMEOUT = 300.0
-"""Seconds to wait for an unreachable engine, which may be restarting and loading its model."""
+"""Seconds to wait for an unreachable engine. It may be restarting and loading its model."""
 RETRY_POLICY = RetryPolicy(first_delay=0.1, max_delay=5.0, jitter=(1.0, 1.0))
 
 

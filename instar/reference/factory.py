@@ -1,4 +1,4 @@
-"""Creates the reference that a run's config names."""
+"""Creates the reference that a run's config describes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from instar.reference.penalty import ReferencePenalty
 
 
 def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
-    """Return None if the reference's weight is 0. ``teacher`` is the engine of an engine reference."""
+    """Return the penalty, or None if the reference's weight is 0. ``teacher`` is the engine of an engine
+    reference."""
     section = config.trainer.reference
     if section.weight == 0:
         return None
@@ -23,7 +24,7 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         from instar.reference.engine import MAX_IN_FLIGHT, EngineReference
 
         assert teacher is not None, "the composer starts the teacher"
-        # Batching changes the last bits, and a run in sync mode is reproducible to the bit.
+        # Batching changes the last bits, and a run in sync mode must be reproducible bit for bit.
         reference = EngineReference(
             teacher, max_in_flight=1 if config.trainer.mode == "sync" else MAX_IN_FLIGHT
         )

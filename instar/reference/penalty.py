@@ -1,4 +1,4 @@
-"""Adds a penalty for the log-ratio to the reference to the advantages.
+"""Adds a penalty to the advantages, based on the log-ratio of policy and reference.
 
 For a trained token, ``-weight · (logprob at sampling - reference logprob)`` is added, scaled like the step's
 advantages. In expectation over the policy's samples this is the gradient of the reverse KL: with rewards, it
@@ -30,8 +30,8 @@ class ReferencePenalty:
         await self._reference.start()
 
     async def apply(self, samples: Sequence[Sample], scales: Sequence[Floats]) -> tuple[list[Sample], Json]:
-        """Return the samples with the penalty in their advantages, and metrics. The result is deterministic
-        for the same samples and reference."""
+        """Return the samples with the penalty added to their advantages, and metrics. The result is
+        deterministic for the same samples and reference."""
         started = time.monotonic()
         scored = list(zip(samples, await self._reference.logprobs(samples), strict=True))
         for sample, logprobs in scored:

@@ -17,7 +17,7 @@ ZERO_PROBABILITY = -9999.0
 
 
 class PromptLogprobsUnsupported(EngineError):
-    """The server does not return prompt logprobs in this format."""
+    """An error for a server that does not return prompt logprobs in this format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,18 @@ class ScoredPrompt:
 
 class PromptLogprobsFormat(ABC):
     def __init__(self, name: str, request_fields: Json) -> None:
-        """``request_fields``: the fields of the request in addition to model and prompt."""
+        """``request_fields`` are the fields of the request in addition to model and prompt."""
         self.name = name
         self.request_fields = request_fields
 
     @abstractmethod
     def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        """Raise PromptLogprobsUnsupported if there are no logprobs, EngineError if they belong to other
-        tokens."""
+        """Return the scored prompt in a response. Raises PromptLogprobsUnsupported if there are no logprobs,
+        and EngineError if they belong to different tokens."""
 
 
 class VllmFormat(PromptLogprobsFormat):
-    """vLLM's ``prompt_logprobs``, keyed by token id."""
+    """vLLM's format: ``prompt_logprobs``, keyed by token id."""
 
     def __init__(self) -> None:
         super().__init__("prompt_logprobs", {"prompt_logprobs": 0, "max_tokens": 1})
@@ -64,8 +64,9 @@ class VllmFormat(PromptLogprobsFormat):
 
 
 class EchoFormat(PromptLogprobsFormat):
-    """OpenAI's ``echo``: the prompt's logprobs come before those of the sampled tokens. Some servers treat
-    ``logprobs: 0`` as none, others know only those of the chosen tokens, and some always sample a token."""
+    """OpenAI's format: with ``echo``, the prompt's logprobs come before those of the sampled tokens. Some
+    servers treat ``logprobs: 0`` as none, others return only the logprobs of the chosen tokens, and some
+    always sample a token."""
 
     def __init__(self, *, logprobs: int, max_tokens: int) -> None:
         fields = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
@@ -79,7 +80,7 @@ class EchoFormat(PromptLogprobsFormat):
         numbers = cast(list[float | None], values)
         if len(numbers) < len(ids):
             raise PromptLogprobsUnsupported(f"the response has {len(numbers)} logprobs for {len(ids)} tokens")
-        # One sampled token may follow them.
+        # One sampled token may follow the prompt.
         _check_length(max(len(ids), len(numbers) - 1), ids)
         prompt = [_logprob(value) for value in numbers[: len(ids)]]
         texts = _token_texts(cast(Json, logprobs).get("tokens"), ids)
@@ -113,7 +114,8 @@ def _check_length(length: int, ids: Ids) -> None:
 
 
 def _token_texts(tokens: Any, ids: Ids) -> list[str | None]:
-    """Return the tokens' texts. Servers may return token ids instead, which are compared here."""
+    """Return the texts of the tokens. Some servers return token ids instead; these are compared with
+    ``ids``."""
     if not isinstance(tokens, list) or len(cast(list[Any], tokens)) < len(ids):
         return [None] * len(ids)
     texts: list[str | None] = []
@@ -133,5 +135,5 @@ def _wrong_token(token: int, position: int, actual: str) -> EngineError:
 
 
 def _logprob(value: Any) -> float:
-    """Return NaN if the value is missing or stands for a probability of 0."""
+    """Return the value as a logprob; NaN if it is missing or stands for a probability of 0."""
     return float(value) if isinstance(value, int | float) and value > ZERO_PROBABILITY else np.nan

@@ -8,8 +8,8 @@ from instar.models import load_tokenizer, resolve_model
 
 
 def require_same_vocabulary(model: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise ConfigError if the teacher lacks a token of the model or has it under another id. The teacher may
-    have additional tokens."""
+    """Raise ConfigError if the teacher lacks a token of the model or has it under a different id. The teacher
+    may have additional tokens."""
     ours: dict[str, int] = load_tokenizer(resolve_model(model.name)).get_vocab()
     theirs: dict[str, int] = load_tokenizer(resolve_model(teacher.name)).get_vocab()
     different = [(token_id, token) for token, token_id in ours.items() if theirs.get(token) != token_id]

@@ -1,4 +1,4 @@
-"""The interface for loading a published policy of a backend into the engines."""
+"""The interface for loading the policy that a backend publishes into the engines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from instar.types import ArtifactKind, Policy
 
 
 class RouteError(SyncError):
-    """The route itself failed, not an engine or the backend."""
+    """An error for a failure of the route itself, not of an engine or the backend."""
 
 
 class Sync(ABC):
     live = False
-    """True if ``push`` reads the weights from the backend, which publishes no files. The policy's artifact is
-    then ``live``, and it can be pushed only while the backend has the weights of its version."""
+    """True if ``push`` reads the weights from the backend, which then does not publish files. The policy's
+    artifact is ``live``, and the policy can be pushed only while the backend has the weights of its
+    version."""
 
     @property
     @abstractmethod
@@ -26,15 +27,15 @@ class Sync(ABC):
 
     @abstractmethod
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
-        """Load the policy into every engine and return one outcome per engine, in order. A failure of one
-        does not affect the others."""
+        """Load the policy into every engine and return one outcome per engine, in order. If one engine fails,
+        the others are not affected."""
 
     async def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release the resources of the route."""
 
 
 def choose_artifact(published: Iterable[ArtifactKind], loaded: Iterable[ArtifactKind]) -> ArtifactKind:
-    """Return the first kind that the backend publishes and the engine loads."""
+    """Return the first artifact kind that the backend publishes and the engine can load."""
     published, loaded = list(published), list(loaded)
     for kind in published:
         if kind in loaded:

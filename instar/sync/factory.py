@@ -1,5 +1,5 @@
-"""Chooses the route of a backend's weights to the engines: the configured one, or the best that is
-possible."""
+"""Chooses the route that weights take from a backend to the engines: the configured one, or the best one that
+is possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RouteEndpoints:
 
     @property
     def on_gpu(self) -> bool:
-        """True if the trainer's weights are on a GPU."""
+        """Return True if the trainer's weights are on a GPU."""
         return self.backend.capabilities.live and device_and_dtype(self.config.model)[0] == "cuda"
 
     @property
@@ -32,22 +32,24 @@ class RouteEndpoints:
 
     @property
     def publishes_weights(self) -> bool:
-        """True if a policy has full weights, so that its files would be as large as the model."""
+        """Return True if a policy consists of full weights, so that its files would be as large as the
+        model."""
         return "weights" in self.backend.capabilities.artifacts
 
 
 @dataclass(frozen=True)
 class Route:
     find_obstacle: Callable[[RouteEndpoints], str | None]
-    """Returns why the endpoints do not support the route, as far as their configuration tells."""
+    """Returns why the endpoints do not support the route, judging by their configuration; None if they may
+    support it."""
     create: Callable[[RouteEndpoints], Awaitable[Sync]]
-    """Raises ConfigError if the endpoints turn out not to support the route."""
+    """Creates the route. Raises ConfigError if the endpoints turn out not to support it."""
     is_automatic: Callable[[RouteEndpoints], bool]
-    """True if the route is tried for `sync.route: auto`, which uses the first one that works."""
+    """Returns True if `sync.route: auto` tries this route. It uses the first one that works."""
 
 
 async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Engine]) -> Sync:
-    """Raises ConfigError if no route is possible, or not the configured one."""
+    """Return the route to use. Raises ConfigError if the configured route is not possible, or no route is."""
     endpoints = RouteEndpoints(config, backend, engines)
     name = config.sync.route
     if name != "auto":

@@ -17,11 +17,12 @@ RETRY = RetryPolicy(first_delay=0.25, max_delay=math.inf, jitter=(0.5, 1.5))
 
 
 class FileSync(Sync):
-    """For artifacts that engines can read: adapter and weights folders, the base model, a sampler at a
+    """Loads artifacts that engines can read: adapter and weights folders, the base model, or a sampler on a
     service."""
 
     def __init__(self, *, deadline: float = 120.0, attempts: int = 5, retry: RetryPolicy = RETRY) -> None:
-        """``deadline`` limits the load of one engine with all its attempts, in seconds."""
+        """``deadline`` limits the time to load the policy into one engine, including all attempts, in
+        seconds."""
         self._deadline = deadline
         self._attempts = attempts
         self._retry = retry

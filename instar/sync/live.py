@@ -1,5 +1,5 @@
-"""The base class of live routes, which send weights without files: all engines receive them, then all
-commit."""
+"""The base class of live routes, which send weights without files. First all engines receive the weights,
+then all engines commit them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.types import Policy
 
 
 class PushTargets:
-    """The engines of one push, each with its outcome. An engine that fails is skipped from then on."""
+    """The engines of one push, each with its outcome. An engine that has failed is skipped in later steps."""
 
     def __init__(self, policy: Policy, engines: Sequence[Engine]) -> None:
         self._policy = policy
@@ -27,7 +27,7 @@ class PushTargets:
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines that have not failed."""
+        """Return the engines that have not failed."""
         return [engine for engine, failed in zip(self._engines, self.outcomes, strict=True) if not failed]
 
     async def run(self, action: str, work: Callable[[Engine], Awaitable[object]]) -> None:
@@ -40,8 +40,8 @@ class PushTargets:
         await asyncio.gather(*(one(i) for i, failed in enumerate(self.outcomes) if failed is None))
 
     async def commit(self, work: Callable[[Engine], Awaitable[object]]) -> None:
-        """Run the last step on each engine: one that has completed it serves the policy, whatever happens to
-        others."""
+        """Run the last step on every engine. An engine that completes it serves the policy, even if other
+        engines fail."""
         indices = {id(engine): index for index, engine in enumerate(self._engines)}
 
         async def one(engine: Engine) -> None:
@@ -51,7 +51,7 @@ class PushTargets:
         await self.run("served", one)
 
     def fail_remaining(self, action: str, error: Exception) -> None:
-        """Set the outcome of all engines that have neither failed nor committed."""
+        """Set the error as the outcome of all engines that have neither failed nor committed."""
         for index, failed in enumerate(self.outcomes):
             if failed is None and index not in self._committed:
                 self._fail(index, action, error)
@@ -64,8 +64,8 @@ class PushTargets:
 
 
 class LiveSync(Sync):
-    """Works in two phases: an engine that did not receive all weights keeps its policy, and so do all engines
-    if the backend cannot provide the weights."""
+    """The base class of routes that work in two phases. An engine that did not receive all weights keeps its
+    policy. If the backend cannot provide the weights, all engines keep theirs."""
 
     live = True
 
@@ -99,8 +99,8 @@ class LiveSync(Sync):
 
 @contextmanager
 def route_errors(*kinds: type[Exception]) -> Generator[None]:
-    """Convert errors of torch, CUDA or the system, and ``kinds``, to RouteError. Errors that the backend
-    raises while it provides weights must stay outside: they belong to the trainer."""
+    """Raise errors of torch, CUDA, the system and the given ``kinds`` as RouteError. Errors that the backend
+    raises while it provides weights belong to the trainer, so that code must stay outside the block."""
     try:
         yield
     except (RuntimeError, OSError, *kinds) as error:

@@ -1,9 +1,9 @@
 """The route `nccl`: vLLM's weight-transfer API, over NCCL, between the GPUs of trainer and engines.
 
 The trainer is rank 0 of a group with all workers of all engines and broadcasts each weight once. vLLM loads
-while it receives, so there is no separate staging: an engine that fails in the middle serves nothing until it
-gets another policy, and reports that. A group lasts as long as its engines; when one is replaced, a new group
-is formed. A broadcast that a member does not take part in never ends: leaving the group aborts it.
+while it receives, so there is no separate staging: an engine that fails in the middle reports the failure and
+serves nothing until it loads a policy. A group lasts as long as its engines; when one is replaced, a new
+group is formed. A broadcast that a member does not take part in never ends: leaving the group aborts it.
 
 Tested with vLLM 0.26, with trainer and engine on one GPU; not yet with several GPUs.
 """
@@ -23,7 +23,7 @@ from instar.types import Json, Policy
 
 
 def require_vllm() -> None:
-    """Raise ConfigError if vLLM, whose communicator is used, is not installed."""
+    """Raise ConfigError if vLLM is not installed. The route uses its communicator."""
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
@@ -37,7 +37,7 @@ class NcclSync(LiveSync):
     def __init__(
         self, backend: Backend, *, host: str, deadline: float, transport: NcclTransport | None = None
     ) -> None:
-        """``host`` is the trainer's address for the engines' workers."""
+        """``host`` is the trainer's address as seen by the engines' workers."""
         super().__init__(backend, deadline=deadline)
         self._transport = transport or NcclTransport()
         self._host = host
@@ -57,7 +57,7 @@ class NcclSync(LiveSync):
         body: Json = {"update": self._update}
         await targets.run("announced", lambda engine: engine.stage(WeightTransfer(policy, "nccl", body)))
         if targets.engines != self._members:
-            # A missing member would block the broadcast: the others form a new group at the next push.
+            # A missing member would block the broadcast, so the others form a new group at the next push.
             await self._leave_group()
             targets.fail_remaining("broadcast", SyncError("another engine of its group is gone"))
 
@@ -67,7 +67,7 @@ class NcclSync(LiveSync):
         async def commit(engine: Engine) -> None:
             try:
                 await engine.commit(policy)
-            except BaseException:  # whatever happened, the broadcast would never end
+            except BaseException:  # after any error, the broadcast would never end
                 broken.set()
                 raise
 
@@ -116,7 +116,8 @@ class NcclSync(LiveSync):
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
     async def _form_group(self, policy: Policy, targets: PushTargets) -> None:
-        """Query the number of workers of every engine, then let all join one group at the same time."""
+        """Query the number of workers of every engine, then let all of them join one group at the same
+        time."""
         await self._leave_group()
         sizes: dict[int, int] = {}
 
@@ -144,7 +145,7 @@ class NcclSync(LiveSync):
 
 
 def plan_group(sizes: list[int], host: str, port: int) -> list[Json]:
-    """Return the init info of each engine: rank 0 is the trainer, then come the workers of each engine."""
+    """Return the init info of each engine. Rank 0 is the trainer, followed by the workers of each engine."""
     world, init_infos, offset = 1 + sum(sizes), list[Json](), 1
     for size in sizes:
         init_infos.append(
@@ -155,7 +156,7 @@ def plan_group(sizes: list[int], host: str, port: int) -> list[Json]:
 
 
 class NcclTransport:
-    """The calls to vLLM's communicator."""
+    """Wraps the calls to vLLM's communicator."""
 
     def join(self, init_info: Json) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import (  # pyright: ignore[reportMissingImports]

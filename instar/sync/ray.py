@@ -2,8 +2,8 @@
 
 It is for clusters without NCCL. The trainer puts each weight into the store as an array of bytes. A named
 actor, the mailbox, holds the references of the current chunks, so that only names and numbers go over HTTP.
-Each engine's workers fetch a chunk from the store of their node and keep it beside their weights. At most two
-chunks are in the store: the one that engines fetch and the one that is being written.
+Each engine's workers fetch a chunk from the store of their node and keep it next to their weights. At most
+two chunks are in the store: the one that engines fetch and the one that is being written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NAMESPACE = "instar"
 CALL_SECONDS = 60.0
-"""The deadline of a call to the mailbox, whose process may have to start."""
+"""The deadline of a call to the mailbox. Its process may have to start first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class RayChunk:
 
 
 class RaySync(LiveSync):
-    """Call ``start`` first. ``address`` is the cluster's; None for the one that this process has joined, or
-    that `RAY_ADDRESS` names."""
+    """The route `ray`. Call ``start`` first. ``address`` is the cluster's address; None means the cluster
+    that this process has joined, or the one in `RAY_ADDRESS`."""
 
     def __init__(
         self, backend: Backend, *, address: str | None = None, chunk_bytes: int, deadline: float
@@ -91,7 +91,7 @@ class RaySync(LiveSync):
             if sending is not None:
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
-            # The next push overwrites what stays; the earlier error is the one to report.
+            # The next push overwrites the remaining chunks, and the earlier error is the one to report.
             with contextlib.suppress(RouteError):
                 await self._call_mailbox("clear")
 
@@ -138,14 +138,14 @@ class RaySync(LiveSync):
         if not ray.is_initialized():
             self._join(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
-        # One process for the complete run; it needs no CPU.
+        # One process for the complete run. It does not need a CPU.
         actor_class = ray.remote(num_cpus=0)(_mailbox_class())
         self._mailbox = actor_class.options(name=name, namespace=NAMESPACE).remote()
         self._names = {
             "mailbox": name,
             "namespace": NAMESPACE,
             "address": ray.get_runtime_context().gcs_address,
-            # Tells if the cluster requires a token; each worker must have the token itself.
+            # Tells whether the cluster requires a token. Each worker must have the token itself.
             "auth": os.environ.get("RAY_AUTH_MODE"),
         }
 
@@ -169,7 +169,8 @@ class RaySync(LiveSync):
 
 
 def _mailbox_class() -> type:
-    """Define the class in a function, so that Ray pickles it by value: its process may not have Instar."""
+    """Return the mailbox class. It is defined in a function, so that Ray pickles it by value: its process may
+    not have Instar."""
 
     class Mailbox:
         def __init__(self) -> None:
@@ -191,7 +192,7 @@ def _mailbox_class() -> type:
 
 
 async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Run in a thread and convert Ray's errors to RouteError."""
+    """Return the result of ``work``, called in a thread. Ray's errors are raised as RouteError."""
     from ray.exceptions import RayError
 
     with route_errors(RayError):
@@ -199,7 +200,8 @@ async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 
 def _put(tensor: Tensor) -> Any:
-    """Put the bytes of a tensor as an array, which Ray copies into the store without pickling."""
+    """Put the bytes of a tensor into the object store and return the reference. Ray copies arrays without
+    pickling them."""
     import ray
     import torch
 

@@ -2,7 +2,7 @@
 
 On a GPU the buffer is in its memory, else in main memory. It is created at the first push and opened once by
 each engine. A push then writes the weights, notifies each engine, and the engine copies them. An engine that
-has not responded may copy late: its buffer is not written again, and another one is used from then on.
+has not responded may copy late: its buffer is not written again, and later pushes use a new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 256
-"""Every weight begins at a multiple of this many bytes."""
+"""Every weight begins at a multiple of this number of bytes."""
 PROBE_POLICY = Policy("probe", 0, Artifact("live"))
 
 
@@ -60,7 +60,7 @@ class SharedSync(LiveSync):
             self._old = None
 
     async def _free_buffer(self) -> SharedBuffer:
-        """Return a buffer from which no engine copies."""
+        """Return a buffer that no engine is copying from."""
         before = self._buffer
         if before is not None and not self._copying:
             return before
@@ -80,7 +80,7 @@ class SharedSync(LiveSync):
             except EngineUnavailable:
                 raise
             except EngineError:
-                self._copying.discard(engine)  # it has responded, so it does not copy any more
+                self._copying.discard(engine)  # it has responded, so it no longer copies
                 raise
             self._copying.discard(engine)
 
@@ -117,7 +117,7 @@ class SharedSync(LiveSync):
 
 
 WeightPlacement = tuple[str, str, list[int], int]
-"""Name, dtype, shape, first byte."""
+"""The name, dtype, shape and first byte of a weight."""
 
 
 class SharedBuffer:
@@ -145,11 +145,12 @@ class SharedBuffer:
 
     @property
     def _path(self) -> str:
-        """The path for other processes of this user. It vanishes with this process, however that ends."""
+        """Return the path that other processes of this user can open. It disappears when this process exits,
+        for whatever reason."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def _cuda_handle(self) -> Json:
-        """Return as JSON what torch's multiprocessing would pickle."""
+        """Return, as JSON, the handle that torch's multiprocessing would pickle."""
         from torch.multiprocessing.reductions import reduce_tensor
 
         _, parts = reduce_tensor(self._bytes)
@@ -157,7 +158,7 @@ class SharedBuffer:
         return {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": [_to_json(part) for part in parts[7:]]}
 
     def synchronize(self) -> None:
-        """Wait until everything written is visible to other processes."""
+        """Wait until everything that was written is visible to other processes."""
         if self._bytes.is_cuda:
             import torch
 
@@ -171,8 +172,8 @@ class SharedBuffer:
 
 
 async def probe_shared_memory(engine: Engine) -> Json:
-    """Return ``shared``, true if the engine can map this process's memory, and ``gpus``, those that it
-    uses."""
+    """Return a dict with ``shared``, true if the engine can map this process's memory, and ``gpus``, the GPUs
+    that the engine uses."""
     secret = secrets.token_bytes(16)
     descriptor = os.memfd_create("instar-probe")
     try:
@@ -195,7 +196,8 @@ def current_gpu_uuid() -> str:
 
 
 async def _stage_buffer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
-    """Announce the buffer; its layout is sent only to an engine that has not opened it yet."""
+    """Announce the buffer to an engine. The layout is sent only if the engine has not opened the buffer
+    yet."""
     body: Json = {"buffer": buffer.name}
     response = await engine.stage(WeightTransfer(policy, "ipc", body))
     if not all(worker["known"] for worker in response["workers"]):

@@ -39,7 +39,7 @@ class OwnBlocks:
     rows: Tensor
     """[N, L] positions in the packed row, copied ancestors first."""
     queries: Tensor
-    """Flat positions of the nodes' own tokens within the batch."""
+    """Flat positions, within the batch, of the nodes' own tokens."""
     targets: Tensor
     """The positions of ``queries`` in the packed row."""
     real: Tensor
@@ -59,7 +59,7 @@ class TreeAttentionPlan:
     own: list[OwnBlocks]
     cross: list[CrossBlock]
     calls: int = field(default=0)
-    """The number of attention layers that used the plan, to detect models that use other attention."""
+    """The number of attention layers that used the plan. It reveals models that use a different attention."""
 
 
 def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
@@ -80,8 +80,8 @@ def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
 
 
 def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
-    """Return per node the ancestors to copy in front of it. An ancestor is copied for all of its descendants
-    or for none."""
+    """Return the ancestors to copy in front of each node. An ancestor is copied for all of its descendants or
+    for none."""
     inline: list[list[int]] = []
     for node in nodes:
         if node.parent is None:
@@ -94,7 +94,8 @@ def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
 
 
 def _buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Group nodes by length; each bucket is within a quarter of its longest node."""
+    """Return groups of nodes with similar lengths. Every length is within a quarter of the longest in its
+    group."""
     buckets: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -134,7 +135,7 @@ def _own_blocks(
 
 
 class _TreeAttention(torch.autograd.Function):
-    """q [T, H, D], k and v [T, K, D] → [T, H, D]."""
+    """The attention of a packed row: q [T, H, D], k and v [T, K, D] → [T, H, D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: float) -> Tensor:
@@ -165,7 +166,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: fl
 
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Combine a block with the softmax of the earlier blocks, in place."""
+    """Combine a block with the softmax of the preceding blocks, in place."""
     joint = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - joint)
     out.mul_(torch.exp(lse - joint).unsqueeze(-1)).addcmul_(part.float(), weight.unsqueeze(-1))
@@ -182,7 +183,7 @@ def _backward(
     plan: TreeAttentionPlan,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Sums are fp32, because the keys of a shared prefix accumulate the gradients of all descendants.
+    # Sums are in fp32, because the keys of a shared prefix accumulate the gradients of all descendants.
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     for block in plan.own:
         rows = block.rows
@@ -237,7 +238,8 @@ def tree_attention(
     tree_plan: TreeAttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute one attention layer for transformers; q [1, H, T, D], k and v [1, K, T, D]."""
+    """Return the output of one attention layer for transformers, from q [1, H, T, D], k and v [1, K, T,
+    D]."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise BackendError(f"the local backend does not support this model's attention: it uses {name}")

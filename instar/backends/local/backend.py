@@ -36,11 +36,12 @@ from instar.types import Artifact, Floats, Sample
 CHUNK_BYTES = 128 * 2**20
 """Bytes of weights that `tensors` exports at once."""
 RNG_LOCK = threading.Lock()
-"""Torch has one generator per process, which backends in the same process use in turn."""
+"""Torch has one random generator per process, so backends in the same process take turns with it."""
 
 
 class LocalBackend(ThreadedBackend):
-    """``weights``, from `load_base`, are those of the base model, which backends with adapters may share."""
+    """A backend that trains with torch in this process. ``weights``, from `load_base`, is a loaded base model
+    that several backends with adapters may share."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class LocalBackend(ThreadedBackend):
         self._frozen: TrainedModel | None = None
         try:
             self._pool.submit(self._start, model, seed, weights).result()
-        except BaseException:  # also an interrupt: the thread must not stay
+        except BaseException:  # also an interrupt: the thread must not keep running
             self._pool.shutdown(wait=False)
             raise
 
@@ -69,12 +70,12 @@ class LocalBackend(ThreadedBackend):
             torch.manual_seed(seed)
             self._model = load_model(model, self._config, seed, weights)
         self._parameters = self._model.parameters
-        # Every field is set again at each step; fused is the fastest on both CPU and GPU.
+        # Every field is set again at each step. The fused optimizer is the fastest on both CPU and GPU.
         self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
         self._optim_steps = 0
 
     def use_cores(self, count: int) -> None:
-        # A number of threads in the config has priority.
+        # A thread count in the config has priority.
         if self._config.threads is None and not self._closed:
             self._pool.submit(torch.set_num_threads, count)
 
@@ -86,7 +87,7 @@ class LocalBackend(ThreadedBackend):
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         weights = await self._run(lambda: iterate_served_weights(self._model.causal, self._model.dtype))
-        # In chunks, because switching to the thread costs more than merging a small layer on a GPU.
+        # Exported in chunks, because switching to the thread costs more than merging a small layer on a GPU.
         while chunk := await self._run(lambda: _take_chunk(weights, CHUNK_BYTES)):
             for named in chunk:
                 yield named
@@ -153,7 +154,7 @@ class LocalBackend(ThreadedBackend):
             raise
         self._accumulate(before)
         for sample, result in zip(samples, results, strict=True):
-            # A token that another sample trains was computed for this one too, but is not returned.
+            # A token that only another sample trains was computed for this sample too, but is not returned.
             result[sample.mask <= 0] = np.nan
         metrics = losses.metrics(loss, parts)
         metrics["distinct_tokens"] = float(distinct)
@@ -168,7 +169,8 @@ class LocalBackend(ThreadedBackend):
         samples: Sequence[Sample],
         loss: LossConfig,
     ) -> tuple[Tensor, losses.LossSums]:
-        """Raise NonFiniteError, naming the samples, before any gradient is computed."""
+        """Return the loss of a micro-batch and its sums. Raises NonFiniteError, naming the samples, before
+        any gradient is computed."""
         trained = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
         index = torch.from_numpy(np.searchsorted(positions, np.concatenate(trained)))
 
@@ -192,7 +194,7 @@ class LocalBackend(ThreadedBackend):
             parameter.grad = before[name]
 
     def _accumulate(self, before: dict[str, Tensor | None]) -> None:
-        """Add this call's gradient to the earlier one."""
+        """Add the gradient from before this call to the new one."""
         for name, parameter in self._parameters.items():
             old = before[name]
             if old is not None:
@@ -246,7 +248,7 @@ def _scatter(
     values: Tensor,
     results: Sequence[Floats],
 ) -> None:
-    """Write the logprobs of packed tokens to every sample that contains the token."""
+    """Write the logprobs of the packed tokens to the results of every sample that contains them."""
     row = np.full(len(packed), np.nan, np.float32)
     row[positions] = values.float().cpu().numpy()
     for path, result in zip(packed.paths, results, strict=True):
@@ -254,7 +256,7 @@ def _scatter(
 
 
 def _take_chunk(weights: Iterator[tuple[str, Tensor]], size: int) -> list[tuple[str, Tensor]]:
-    """Return the next weights of about ``size`` bytes; none at the end."""
+    """Return the next weights, about ``size`` bytes of them; an empty list at the end."""
     chunk: list[tuple[str, Tensor]] = []
     for named in weights:
         chunk.append(named)

@@ -12,13 +12,14 @@ CHUNK_ROWS = 256
 
 
 def target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Return the fp32 logprob of ``targets[i]`` after ``hidden[i]``: its logit minus the row's logsumexp."""
+    """Return the fp32 logprob of each ``targets[i]`` after ``hidden[i]``: the target's logit minus the row's
+    logsumexp."""
     if type(head) is nn.Linear and not head.weight.requires_grad:
         return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias))
     chunks = zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([_chunk(head, rows, ids) for rows, ids in chunks])
-    # The chunks use no randomness, and another model may be using torch's generator.
+    # The chunks use no randomness, and a different model may be using torch's generator.
     parts = [
         checkpoint(_chunk, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
         for rows, ids in chunks
@@ -32,8 +33,9 @@ def _chunk(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 class _FrozenHead(torch.autograd.Function):
-    """The gradient of a row's logprob with respect to its hidden state is W[target] - Σ p·W for every loss,
-    so it is computed in the forward pass while the logits are available."""
+    """Computes logprobs with a frozen output layer. The gradient of a row's logprob with respect to its
+    hidden state is W[target] - Σ p·W for every loss, so it is computed in the forward pass while the logits
+    are available."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

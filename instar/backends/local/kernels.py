@@ -1,5 +1,5 @@
-"""Dense attention of one block with its logsumexp, and its gradient, which depends on the logsumexp and
-output of the *complete* softmax that the block is part of.
+"""Computes dense attention of one block with its logsumexp, and its gradient. The gradient depends on the
+logsumexp and output of the *complete* softmax that the block is part of.
 
 q, grad and out are [N, H, L, D]; k and v [N, K, S, D] with H a multiple of K; lse [N, H, L] in fp32.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MATH_SCORES = 8 * 1024 * 1024
-"""Up to this many scores, plain products are faster than the flash kernel's backward pass on a CPU."""
+"""Up to this number of scores, plain products are faster than the flash kernel's backward pass on a CPU."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,8 @@ def cpu_flash_backward(
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Return [N, K, G·L, S] in fp32; the query heads of a key head are side by side to avoid copies."""
+    """Return the scores [N, K, G·L, S] in fp32. The query heads of a key head are next to each other to avoid
+    copies."""
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
     if causal:
         length, groups = k.shape[2], q.shape[2] // k.shape[2]

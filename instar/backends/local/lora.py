@@ -24,7 +24,7 @@ ADAPTER = "default"
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:
-    """Wrap the model with an fp32 adapter, initialized from the seed, and freeze the base."""
+    """Return the model wrapped with an fp32 adapter, initialized from the seed. The base is frozen."""
     targets = config.targets if config.targets == "all-linear" else list(config.targets)
     lora = peft.LoraConfig(
         r=config.rank,

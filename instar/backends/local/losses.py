@@ -27,7 +27,7 @@ class TrainedTokens:
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums for the metrics, which are added up over micro-batches."""
+    """Sums that the metrics are computed from. They are added up over micro-batches."""
 
     tokens: int
     ratio: float
@@ -37,7 +37,8 @@ class LossSums:
 
 
 def token_loss(config: LossConfig, new: Tensor, tokens: TrainedTokens) -> tuple[Tensor, LossSums]:
-    """Return the loss of ``new``, the logprobs under the current weights (fp32, with gradient)."""
+    """Return the loss and the sums for the metrics. ``new`` are the logprobs under the current weights (fp32,
+    with gradient)."""
     weight = tokens.mask * tokens.advantages
     if config.name == "cross_entropy":
         return -(weight * new).sum(), LossSums(len(new), 0.0, 0.0, 0, 0.0)
@@ -74,7 +75,7 @@ def _sums(new: Tensor, ratio: Tensor, clipped: Tensor, tokens: TrainedTokens) ->
 
 
 def metrics(config: LossConfig, parts: Sequence[LossSums]) -> dict[str, float]:
-    """Return the metrics. ``kl`` is the mean of old - new logprob, an estimate of KL(old ‖ new)."""
+    """Return the metrics by name. ``kl`` is the mean of old - new logprob, an estimate of KL(old ‖ new)."""
     count = sum(part.tokens for part in parts)
     result = {"tokens": float(count)}
     if count and config.name in USES_OLD_LOGPROBS:

@@ -16,7 +16,8 @@ _LARGEST = 2**31 - 1
 
 
 def keep_freed_pages() -> None:
-    """Configure this process and the threads that it starts from now on. Does nothing without glibc."""
+    """Make malloc keep freed pages in this process, including threads that it starts later. Does nothing
+    without glibc."""
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

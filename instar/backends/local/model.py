@@ -39,7 +39,7 @@ class TrainedModel:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name."""
+        """Return the trained parameters by name."""
         return {name: p for name, p in self.causal.named_parameters() if p.requires_grad}
 
     @property
@@ -51,7 +51,8 @@ class TrainedModel:
         return getattr(self.causal.config, "max_position_embeddings", None)
 
     def logprobs(self, packed: PackedRow, positions: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        """Return fp32 logprobs of the tokens at ``positions``, none of which may be a sample's first."""
+        """Return the fp32 logprobs of the tokens at ``positions``. None of them may be the first token of a
+        sample."""
         plan = make_attention_plan(packed, self.device)
         with self._precision():
             hidden = self._hidden(packed, plan)
@@ -69,7 +70,8 @@ class TrainedModel:
         return cast(Tensor, output.last_hidden_state)[0]
 
     def _precision(self) -> AbstractContextManager[object]:
-        """Full fine-tuning keeps fp32 weights and computes in bf16; the base of an adapter is bf16."""
+        """Return the autocast context of a pass. Full fine-tuning keeps fp32 weights and computes in bf16;
+        the base model of an adapter already is bf16."""
         if self.adapter is None and self.dtype != torch.float32:
             return torch.autocast(self.device, dtype=self.dtype)
         return nullcontext()
@@ -78,8 +80,8 @@ class TrainedModel:
         return torch.from_numpy(array).to(self.device)
 
     def check_attention(self) -> None:
-        """Raise BackendError unless all layers use the packed attention. With another one, tokens would
-        attend to other samples."""
+        """Raise BackendError unless all layers use the packed attention. With any other attention, tokens
+        would attend to other samples."""
         packed = pack([np.arange(4, dtype=np.int32)])
         plan = make_attention_plan(packed, self.device)
         with torch.no_grad(), self._precision():
@@ -92,7 +94,8 @@ class TrainedModel:
             )
 
     def write(self, folder: Path) -> None:
-        """Write the current weights for engines, as PEFT adapter files or full weights with the tokenizer."""
+        """Write the current weights for engines, as PEFT adapter files or as full weights with the
+        tokenizer."""
         if self.adapter is not None:
             write_adapter(self.adapter, folder)
             return
@@ -110,8 +113,8 @@ def write_adapter(adapter: peft.PeftModel, folder: Path) -> None:
 def load_model(
     model: ModelConfig, config: LocalBackendConfig, seed: int, base: PreTrainedModel | None = None
 ) -> TrainedModel:
-    """Load the model. ``base``, from `load_base`, has the weights that are not trained, which several models
-    may share."""
+    """Return the model to train. ``base``, from `load_base`, has the weights that are not trained; several
+    models may share it."""
     folder = resolve_model(model.name)
     device, dtype_name = device_and_dtype(model)
     dtype = DTYPES[dtype_name]
@@ -131,7 +134,7 @@ def load_model(
 
 
 def load_base(model: ModelConfig) -> PreTrainedModel:
-    """Load the base model, which several models with adapters may share, on its device."""
+    """Return the base model on its device. Several models with adapters may share it."""
     device, dtype_name = device_and_dtype(model)
     causal = _read(resolve_model(model.name), DTYPES[dtype_name])
     return cast(PreTrainedModel, cast(nn.Module, causal).to(device).requires_grad_(False))
@@ -149,8 +152,8 @@ def _read(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_frozen(model: ModelConfig, config: LocalBackendConfig) -> TrainedModel:
-    """Load the base model with the dtypes of full fine-tuning, so that both agree to the bit before the first
-    step."""
+    """Return the base model with the dtypes of full fine-tuning, so that its logprobs equal those of the
+    trained model bit for bit before the first step."""
     plain = config.model_copy(update={"lora": None, "gradient_checkpointing": False})
     return load_model(model, plain, seed=0)
 

@@ -30,7 +30,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class PackNode:
-    """The tokens ``start`` to ``end`` of the row; its descendants are ``end`` to ``subtree_end``."""
+    """A node of the trie: the tokens ``start`` to ``end`` of the row. Its descendants are the tokens ``end``
+    to ``subtree_end``."""
 
     parent: int | None
     start: int
@@ -46,19 +47,20 @@ class PackedRow:
     token_ids: Index
     positions: Index
     previous: Index
-    """The position of the previous token in the row; ``NO_TOKEN`` for the first token of a sample."""
+    """The row position of each token's predecessor; ``NO_TOKEN`` for the first token of a sample."""
     nodes: tuple[PackNode, ...]
     """The nodes, parents before children."""
     paths: tuple[Index, ...]
-    """Per sample, the position of each of its tokens in the row."""
+    """The row positions of each sample's tokens, one array per sample."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
-    """Return micro-batches of at most ``budget`` distinct tokens, as indices in lexicographic order, so that
-    sequences with a common prefix are together. A sequence longer than the budget gets its own."""
+    """Return micro-batches of at most ``budget`` distinct tokens, as lists of indices in lexicographic order
+    of the sequences. So sequences with a common prefix are together. A sequence longer than the budget gets
+    its own micro-batch."""
     batches: list[list[int]] = []
     used = 0
     previous: int | None = None
@@ -80,7 +82,8 @@ def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]
 
 
 def pack(sequences: Sequence[Ids]) -> PackedRow:
-    """Pack the sequences, in any order, into one row. Equal sequences share all tokens."""
+    """Return one row that contains the sequences, which may be in any order. Equal sequences share all
+    tokens."""
     order = _lexicographic_order(sequences)
     ordered = [sequences[index] for index in order]
     common = [0, *(_common_prefix_length(a, b) for a, b in pairwise(ordered))]
@@ -112,7 +115,8 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
 
 
 def _nodes(lengths: list[int], common: list[int]) -> tuple[PackNode, ...]:
-    """Build the trie of sorted sequences, where i and i - 1 have ``common[i]`` tokens in common."""
+    """Return the nodes of the trie of sorted sequences. Sequences i and i - 1 have ``common[i]`` tokens in
+    common."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
     total = 0

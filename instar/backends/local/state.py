@@ -54,7 +54,7 @@ def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dty
 
 
 def hash_adapter(path: Path) -> str:
-    """Return the sha256 of the tensors of a folder, ordered by name."""
+    """Return the sha256 of the tensors in an adapter folder, ordered by name."""
     digest = hashlib.sha256()
     tensors: dict[str, Tensor] = {}
     for file in path.glob("*.safetensors"):
@@ -98,7 +98,8 @@ def load_training(
     *,
     with_optimizer: bool,
 ) -> dict[str, int]:
-    """Load a saved state and return its counters. Change nothing and raise if it does not fit."""
+    """Load a saved state and return its counters. If the state does not fit, raise an error and change
+    nothing."""
     try:
         meta = cast(dict[str, Any], json.loads((path / META).read_text()))
         tensors = load_file(path / TENSORS)

@@ -1,1 +1,1 @@
-"""Training sharded (FSDP) through verl's own workers on Ray."""
+"""Sharded training (FSDP) with verl's own workers on Ray."""

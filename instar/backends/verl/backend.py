@@ -1,4 +1,4 @@
-"""Trains sharded over processes or GPUs, through verl's own workers on Ray."""
+"""Trains sharded over processes or GPUs with verl's own workers on Ray."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class VerlBackend(ThreadedBackend):
         self._has_gradient = False
 
     def _state_shape(self) -> dict[str, Any]:
-        """The settings that a saved state must share with the backend that loads it."""
+        """Return the settings that must be equal in a saved state and in the backend that loads it."""
         lora = self._config.lora
         return {"format": 1, "ranks": self._config.ranks, "lora": lora and lora.model_dump()}
 
@@ -206,7 +206,7 @@ def _read_limits(folder: Path) -> tuple[int, int | None]:
 
 
 def _non_finite_message(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> str:
-    """Name the samples whose own loss is not finite in fp32."""
+    """Return an error message that names the samples whose own loss is not finite in fp32."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = [
             float(np.float32(compute_loss(loss, [sample], [new])[0]))

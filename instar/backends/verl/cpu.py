@@ -36,7 +36,8 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> str:
-        """Return the device that tensors are moved to. Torch would take verl's usual index for a GPU."""
+        """Return the device that tensors are moved to. verl usually returns an index, which torch would take
+        for a GPU."""
         return "cpu"
 
     def device_count(self) -> int:
@@ -87,7 +88,8 @@ class PlatformCPU(PlatformBase):
 
 
 class _CpuModule(ModuleType):
-    """torch.cpu with the functions of torch.cuda that verl calls while it builds and trains a model."""
+    """A replacement for torch.cpu with the functions of torch.cuda that verl calls while it builds and trains
+    a model."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -112,5 +114,6 @@ _CPU = _CpuModule("torch.cpu")
 
 @cache
 def use_cpu() -> None:
-    """Select the CPU. Must be called before other modules of verl are imported, which read the platform."""
+    """Select the CPU as verl's platform. Must be called before other modules of verl are imported, because
+    they read the platform."""
     set_platform(PlatformCPU())

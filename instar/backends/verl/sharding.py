@@ -1,4 +1,4 @@
-"""Distributes a batch over the ranks, and gathers their results in its order."""
+"""Distributes a batch over the ranks, and gathers the results in the order of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """The fields of a sample that a rank needs, aligned like those of `instar.types.Sample`."""
+    """The fields of a sample that a rank needs. They are aligned like the fields of `instar.types.Sample`."""
 
     token_ids: Ids
     mask: Floats
@@ -28,9 +28,10 @@ class RankSample:
 @dataclass(frozen=True, slots=True)
 class RankShares:
     samples: list[list[RankSample]]
-    """The samples by rank, equally many each, because all ranks run the same number of micro-batches."""
+    """The samples of each rank. All ranks have equally many, because they run the same number of
+    micro-batches."""
     indices: list[list[int]]
-    """The index of each sample in the batch, by rank; samples beyond these are padding."""
+    """The index in the batch of each rank's samples. Samples beyond these are padding."""
     max_tokens: int
     """The largest number of tokens in one micro-batch of a rank."""
 
@@ -60,7 +61,8 @@ class SerializedWeight:
 
 
 def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> RankShares:
-    """Distribute the samples in alternating directions, longest first, to balance the tokens of the ranks."""
+    """Return each rank's share of the samples. They are dealt out in alternating directions, longest first,
+    to balance the number of tokens."""
     indices: list[list[int]] = [[] for _ in range(ranks)]
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
     for turn, i in enumerate(by_length):

@@ -72,14 +72,15 @@ class InstarWorker(TinkerTrainingWorker):
     # --- called by the backend -----------------------------------------------------------------------
 
     def logprobs(self, samples: Sequence[RankSample], max_tokens: int, base: bool) -> list[Floats]:
-        """Return per sample the logprob of every token given those before, and NaN at index 0. With ``base``,
-        the adapter is disabled."""
+        """Return the logprob of every token of each sample (NaN at index 0). With ``base``, the adapter is
+        disabled."""
         data = _make_tensordict(samples, max_tokens)
         tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=base)
         return _unshift(self.infer_batch(data)["log_probs"])
 
     def train(self, samples: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
-        """Add the gradient, unless the loss of any rank is not finite."""
+        """Accumulate the gradient of the samples. If the loss is not finite on any rank, no rank's gradient
+        changes."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         before = [parameter.grad for parameter in parameters]
@@ -96,8 +97,8 @@ class InstarWorker(TinkerTrainingWorker):
         return RankResult(is_finite, _unshift(output["log_probs"]), len(losses_finite))
 
     def step(self, adam: AdamConfig) -> float:
-        """Return the gradient's norm before clipping. verl skips the update if it is not finite, and always
-        clears the gradient."""
+        """Apply the gradient, clear it and return its norm before clipping. If the norm is not finite, verl
+        skips the update but still clears the gradient."""
         self.engine.optimizer_config.clip_grad = adam.grad_clip_norm or math.inf
         settings = {
             "lr": adam.lr,
@@ -118,7 +119,7 @@ class InstarWorker(TinkerTrainingWorker):
         self.load_checkpoint(folder)
 
     def publish(self, folder: str) -> None:
-        """Write the weights on rank 0. Every rank takes part, because the shards are gathered."""
+        """Write the weights on rank 0. Every rank must call this, because the shards are gathered."""
         tensors, adapter = self.engine.get_per_tensor_param(base_sync_done=True)
         if adapter is None:
             self._publish_weights(tensors, Path(folder))
@@ -141,10 +142,10 @@ class InstarWorker(TinkerTrainingWorker):
             write_weights(weights, Path(self._settings.folder), folder, dtype)
 
     def next_weights(self, is_first: bool, max_bytes: int) -> tuple[list[SerializedWeight], bool]:
-        """Return the next weights that an engine would serve, about ``max_bytes`` of them, and True if there
-        are more. Every rank takes part, because the shards are gathered; rank 0 returns them."""
+        """Return about ``max_bytes`` of the weights that an engine would serve, and True if there are more.
+        Every rank must call this, because the shards are gathered; only rank 0 returns weights."""
         if is_first:
-            self._module.state_dict()  # discards weights that an earlier pass gathered and that may be old
+            self._module.state_dict()  # discards weights from an earlier pass, which may be old
             trained: Any = self._module
             dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
             causal = trained.base_model.model if hasattr(trained, "peft_config") else trained
@@ -164,13 +165,14 @@ class InstarWorker(TinkerTrainingWorker):
     # --- called by verl ------------------------------------------------------------------------------
 
     def _postprocess_output(self, output: dict[str, Any], **_: Any) -> Any:
-        """Replace verl's method, which averages the loss over ranks and gathers memory and speed metrics."""
+        """Return the output of a pass. Replaces verl's method, which averages the loss over ranks and gathers
+        memory and speed metrics."""
         finite = output["metrics"].get("finite", [])
         return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
 
 
 def create_worker_group(settings: WorkerSettings, environment: dict[str, str]) -> Any:
-    """Create the ranks as verl's RayWorkerGroup, in the process that controls them."""
+    """Return the ranks as a new RayWorkerGroup of verl. Called in the process that controls the ranks."""
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -188,7 +190,8 @@ def create_worker_group(settings: WorkerSettings, environment: dict[str, str]) -
 def _sum_loss(
     *, config: LossConfig, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, bool]]:
-    """Return the loss of a micro-batch. Position i refers to token i + 1, here and in the batch."""
+    """Return the loss of a micro-batch and whether it is finite. Position i refers to token i + 1, here and
+    in the batch."""
     new = model_output["log_probs"].values().float()
     mask = data["loss_mask"].values()
     trained = mask > 0
@@ -202,7 +205,8 @@ def _sum_loss(
 
 
 def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
-    """Return the jagged TensorDict of verl's engine, shifted so that position i refers to token i + 1."""
+    """Return the jagged TensorDict that verl's engine expects, shifted so that position i refers to token i +
+    1."""
 
     def jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         return torch.nested.as_nested_tensor(
@@ -224,14 +228,14 @@ def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
 
 
 def _unshift(log_probs: Tensor) -> list[Floats]:
-    """Undo the shift, so that index i refers to token i."""
+    """Return the logprobs shifted back, so that index i refers to token i."""
     rows = [row.float().cpu().numpy() for row in log_probs.unbind()]
     return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
 
 
 def _init_process_group(settings: WorkerSettings) -> None:
-    """Create the process group that verl uses. Its own would listen on every interface, use torch's timeouts
-    and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch rejects."""
+    """Create the process group that verl uses. The one that verl creates would listen on every interface, use
+    torch's timeouts and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch rejects."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=settings.deadline)
@@ -250,8 +254,8 @@ def _all_ranks(flag: bool) -> bool:
 
 
 def _allow_checkpoints() -> None:
-    """Allow NumPy's random state in verl's checkpoints. They are loaded with pickle, and the backend sets
-    TORCH_FORCE_WEIGHTS_ONLY_LOAD so that torch loads only tensors, plain values and what is allowed here."""
+    """Allow NumPy's random state in verl's checkpoints. They are loaded with pickle; the backend sets
+    TORCH_FORCE_WEIGHTS_ONLY_LOAD, so torch loads only tensors, plain values and the types allowed here."""
     from numpy._core.multiarray import _reconstruct  # pyright: ignore[reportPrivateUsage]
 
     torch.serialization.add_safe_globals(

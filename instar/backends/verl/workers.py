@@ -1,4 +1,4 @@
-"""Starts the ranks as processes on Ray, calls them with a deadline and ends them. All functions block."""
+"""Starts the ranks as processes on Ray, calls them with a deadline and stops them. All functions block."""
 
 # verl and Ray are installed in a separate environment.
 # pyright: reportMissingImports=false
@@ -14,7 +14,7 @@ from instar.backends.verl.settings import WorkerSettings
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 
 STORE_BYTES = 256 * 2**20
-"""The size of Ray's object store, which transfers tokens, logprobs and chunks of exported weights."""
+"""The size of Ray's object store, which holds tokens, logprobs and chunks of exported weights."""
 CONNECT_TIMEOUT = 10.0
 """Seconds for a Ray cluster to accept a connection."""
 PEER_FAILURE_GRACE = 5.0
@@ -23,7 +23,8 @@ NO_WORKERS = "verl's workers are gone"
 
 
 class RayWorkers:
-    """If a rank fails, dies or is late, all are ended, because FSDP cannot continue with fewer."""
+    """The processes of all ranks. If one rank fails, dies or misses a deadline, all are stopped, because FSDP
+    cannot continue with fewer."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -35,7 +36,8 @@ class RayWorkers:
         return self._group is not None
 
     def start(self) -> None:
-        """Raise BackendUnavailable if Ray is unreachable or has no free resources within the deadline."""
+        """Start the ranks. Raises BackendUnavailable if Ray is unreachable or has no free resources within
+        the deadline."""
         self._start_ray()
         self._wait_for_resources()
         if self._settings.device == "cpu":
@@ -48,7 +50,7 @@ class RayWorkers:
 
     def call(self, method: str, *arguments: Any, shares: Sequence[Any] | None = None) -> list[Any]:
         """Call a method on every rank with the rank's share and the common arguments, and return the results
-        by rank. If a rank died or was late, end all and raise BackendLost."""
+        by rank. If a rank dies or misses the deadline, stop all ranks and raise BackendLost."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -72,7 +74,8 @@ class RayWorkers:
             except RayActorError as error:
                 self.end()
                 if error.actor_init_failed:
-                    # Not lost, because a retry would fail too. The reason is the last line of the traceback.
+                    # Not BackendLost, because a retry would fail too. The reason is the last line of the
+                    # traceback.
                     reason = str(error).strip().splitlines()[-1]
                     raise BackendError(f"a worker of verl failed to start: {reason}") from error
                 raise BackendLost(f"a worker of verl died in {method}: {_first_line(error)}") from error
@@ -98,7 +101,7 @@ class RayWorkers:
             remove_placement_group(placement)
 
     def close(self) -> None:
-        """End the ranks, and Ray if it was started here."""
+        """Stop the ranks, and Ray too if it was started here."""
         self.end()
         if self._started_ray:
             import ray
@@ -110,7 +113,7 @@ class RayWorkers:
         address = os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not address:
-            # Ray's servers then listen on loopback only. Ray reads this when it is imported.
+            # Makes Ray's servers listen on loopback only. Ray reads this variable when it is imported.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
@@ -162,12 +165,13 @@ class RayWorkers:
             "TOKENIZERS_PARALLELISM": "false",
         }
         if self._settings.device == "cpu":
-            # verl registers its FSDP engine only for GPUs; this selects that one.
+            # verl registers its FSDP engine only for GPUs; this variable selects it on a CPU.
             env["VERL_ENGINE_DEVICE"] = "cuda"
         return env
 
     def _has_dead_peer(self, waiting: Sequence[Any]) -> bool:
-        """True if another rank died. Its peers fail too, and their failure may arrive first."""
+        """Return True if another rank died. The remaining ranks fail too, and their failures may arrive
+        first."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -187,7 +191,8 @@ class RayWorkers:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise BackendUnavailable early, because Ray would wait for minutes. Skips addresses such as `auto`."""
+    """Raise BackendUnavailable if the address cannot be reached. Ray itself would wait for minutes. Addresses
+    such as `auto` are not checked."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
@@ -198,6 +203,6 @@ def _check_reachable(address: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the error without the traceback that Ray adds."""
+    """Return the error as one line, without the traceback that Ray adds."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,1 +1,1 @@
-"""Engines that sample at the service that trains."""
+"""Engines that sample from the training service."""

@@ -1,4 +1,4 @@
-"""The base class of engines that sample at a training service.
+"""The base class of engines that sample from a training service.
 
 A service returns complete replies: each is one chunk, with the version that was served when it began.
 """
@@ -41,12 +41,13 @@ class CloudReply:
 class ServedPolicy:
     version: int
     path: str | None
-    """The policy's path at the service; None for the base model."""
+    """The policy's path on the service; None for the base model."""
     client: Any
 
 
 class CloudEngine(Engine):
-    """The calls to a service's SDK are the four abstract methods, which raise CloudError."""
+    """The base class of engines that sample from a training service. A subclass implements four methods that
+    call the service's SDK and raise CloudError."""
 
     def __init__(self, model: ModelConfig, section: CloudConfig, config: CloudEngineConfig) -> None:
         folder = resolve_tokenizer(model.name)
@@ -68,23 +69,23 @@ class CloudEngine(Engine):
         self._policy_lock = asyncio.Lock()
         self._served: ServedPolicy | None = None
         self._target = (0, cast("str | None", None))
-        """The version and path that `_served` has or will have."""
+        """The version and path of `_served`, or of the policy that will replace it."""
         self._running = self._waiting = self._generated_tokens = self._prompt_tokens = 0
         self._closed = False
 
     @abstractmethod
     async def open_sampler(self, path: str | None) -> Any:
-        """Return a client that samples from the policy at ``path`` or from the base model. Connects if
-        needed."""
+        """Return a client that samples from the policy at ``path``, or from the base model if ``path`` is
+        None. Connects to the service if needed."""
 
     @abstractmethod
     async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> CloudReply:
-        """Return one reply. Stop strings and ids are sent to save tokens; the caller cuts the reply
-        anyway."""
+        """Return one reply. Stop strings and ids are sent only to save tokens, because the caller truncates
+        the reply anyway."""
 
     @abstractmethod
     async def score(self, client: Any, token_ids: Ids) -> Floats:
-        """Return the logprob of every token given those before; NaN at index 0."""
+        """Return the logprob of every token given the preceding tokens (NaN at index 0)."""
 
     @abstractmethod
     async def disconnect(self) -> None:
@@ -120,7 +121,8 @@ class CloudEngine(Engine):
 
     @asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None]:
-        """Wait until fewer than ``max_in_flight`` requests are at the service."""
+        """Hold one of the ``max_in_flight`` request slots, waiting until one is free. A CloudError in the
+        block is raised as an engine error."""
         self._waiting += 1
         try:
             await self._slots.acquire()
@@ -159,7 +161,8 @@ class CloudEngine(Engine):
     def _cut(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Cut the reply where it ends by our own rules: services differ in what they stop at."""
+        """Return the ids of the reply up to where Instar's own rules end it, the finish reason and the stop
+        string. Services differ in where they stop."""
         rule = StopRule(params, context_left, self._eos, self._tokenizer)
         for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)
@@ -170,17 +173,17 @@ class CloudEngine(Engine):
     async def _logprobs_of_truncated(
         self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
-        """Return the logprobs under the full softmax and under the distribution sampled from. A service does
-        not say which its numbers are, so they are not used. A greedy reply is scored instead; for other
-        replies the second are unavailable, so the first are not requested either."""
+        """Return the logprobs under the full softmax and under the distribution that was sampled from. The
+        service's own numbers are not used, because it does not say which of the two they are. A greedy reply
+        is scored in a second request; for other replies both lists are NaN."""
         if params.temperature > 0 or not ids or not params.score:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
     async def _with_reconnect(self, work: Callable[[ServedPolicy], Awaitable[T]]) -> T:
-        """Call ``work`` with the served policy, and again on a new connection if the service lost this
-        one."""
+        """Return the result of ``work`` for the served policy. If the service has lost the connection,
+        reconnect and call ``work`` again."""
         served = await self._current()
         try:
             return await work(served)
@@ -245,7 +248,7 @@ class CloudEngine(Engine):
 
 
 def _eos_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a reply, from all of the model's files."""
+    """Return the ids that end a reply, collected from all of the model's files."""
     eos_ids = set[int]() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():

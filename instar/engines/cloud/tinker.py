@@ -1,4 +1,4 @@
-"""Engines that sample at Tinker or MinT."""
+"""Engines that sample from Tinker or MinT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.types import FinishReason, Floats, Ids, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TinkerSamplingClient:
-    """The SDK's sampling client with its connection."""
+    """A sampling client of the SDK, together with its connection."""
 
     cloud: TinkerConnection
     client: Any
@@ -52,8 +52,9 @@ class TinkerSampler(CloudEngine):
         return CloudReply(ids, logprobs, reason)
 
     def _stops(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """Return stop strings or ids, as the SDK does not accept both. Either replaces its own
-        end-of-sequence ids, so they are included; None stops at those alone."""
+        """Return the stop strings or the stop ids to send, because the SDK does not accept both. Either list
+        replaces the end-of-sequence ids that the SDK stops at by default, so it includes them. None means the
+        default."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
             return [*params.stop, *filter(None, map(self.decode_token, ids))]
@@ -71,4 +72,4 @@ class TinkerSampler(CloudEngine):
 
 
 class MintSampler(TinkerSampler):
-    """The Tinker sampler through MinT's SDK."""
+    """An engine that samples from MinT. It differs from TinkerSampler only in the SDK."""

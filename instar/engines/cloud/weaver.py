@@ -1,4 +1,4 @@
-"""An engine that samples at Weaver."""
+"""An engine that samples from Weaver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WeaverSampler(CloudEngine):
             service = WeaverClient(self._access)
             try:
                 await self._calls.call("connect", service.connect)
-            except BaseException:  # also when cancelled: no one else would close it
+            except BaseException:  # also when cancelled: nothing else would close it
                 await service.aclose()
                 raise
             self._service = service
@@ -78,7 +78,8 @@ class WeaverSampler(CloudEngine):
 
 
 def _parse_reply(result: Any) -> CloudReply:
-    """Parse a sampling result. A reply without logprobs can be served but not trained on."""
+    """Return the reply in a sampling result. A reply without logprobs can be served, but must not be trained
+    on."""
     inner = result.get("result", result) if isinstance(result, dict) else None
     try:
         sequence = cast(dict[str, Any], inner)["sequences"][0]

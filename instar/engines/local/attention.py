@@ -22,7 +22,7 @@ NAME = "instar_engine"
 
 @dataclass(slots=True)
 class DecodeBlock:
-    """Adjacent rows that decode together: one query token each, keys up to ``length``."""
+    """Adjacent rows that decode together. Each row has one query token, and keys up to ``length``."""
 
     start: int
     stop: int
@@ -34,7 +34,7 @@ class DecodeBlock:
 
 @dataclass(slots=True)
 class PrefillPiece:
-    """Tokens ``start:stop`` of the step are the next piece of the prompt in ``row``."""
+    """The next piece of the prompt in ``row``. It consists of the tokens ``start:stop`` of the step."""
 
     start: int
     stop: int
@@ -42,12 +42,12 @@ class PrefillPiece:
     length: int
     """The number of keys in the row after the piece is written."""
     mask: Tensor | None
-    """Boolean [piece, length]; None for plain causal attention, if the piece begins the row."""
+    """Boolean [piece, length]; None for plain causal attention, when the piece is the first of its row."""
 
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """Rows with the same first keys; those of the row ``source`` are used for all."""
+    """A prefix that several rows have in common. The keys of the row ``source`` are used for all of them."""
 
     rows: Tensor
     source: int
@@ -62,17 +62,18 @@ class StepPlan:
     positions: Tensor
     """[T] position of every token in its row."""
     decoding: int
-    """The number of decoding rows; the first tokens are one of each, in order."""
+    """The number of decoding rows. The step begins with one token of each, in the order of the rows."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
-    """Keys at the beginning of every decoding row that are attended to by `prefixes`; blocks see the rest."""
+    """The number of keys at the beginning of every decoding row that are covered by `prefixes`. The decode
+    blocks cover the remaining keys."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """Replaces the plan while the model is loaded, to learn the shape of keys and values."""
+    """A stand-in for the plan while the model is loaded. It records the shape of keys and values."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -87,7 +88,8 @@ def attend(
     instar_plan: StepPlan | ShapeProbe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, head dim], key and value [1, kv heads, T, head dim] → [1, T, heads, head dim]."""
+    """Return the attention output [1, T, heads, head dim] for query [1, heads, T, head dim] and key and value
+    [1, kv heads, T, head dim]."""
     if isinstance(instar_plan, ShapeProbe):
         return _probe(module, query, key, value, instar_plan, kwargs), None
     assert instar_plan is not None, "the model does not pass its keyword arguments to attention"
@@ -103,7 +105,8 @@ def attend(
     if plan.prefixes:
         outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
     for block in plan.blocks if not plan.prefixes else ():
-        # The heads that share keys are in the query-length axis, so that keys are read once and not copied.
+        # The heads that share keys are moved to the query-length axis, so that keys are read once and not
+        # copied.
         attended = F.scaled_dot_product_attention(
             query[:, :, block.start : block.stop].permute(2, 0, 1, 3),
             keys[block.start : block.stop, :, : block.length],
@@ -127,15 +130,15 @@ def attend(
 
 
 def can_share_prefixes(device: str) -> bool:
-    """True if attention can be split by keys, which needs a kernel that returns its log-sum-exp. On a GPU the
-    plain kernels are fast enough."""
+    """Return True if attention can be split by keys. That requires a kernel that returns its log-sum-exp. On
+    a GPU the plain kernels are fast enough, so the result is False."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Attend to the shared prefix by one matrix product for all decoding rows, to the rest by row, and join
-    the two by their log-sum-exps. query [kv heads, heads per kv head, T, head dim] → [rows, heads, head
-    dim]."""
+    """Return the attention output of the decoding rows [rows, heads, head dim] for query [kv heads, heads per
+    kv head, T, head dim]. The shared prefix takes one matrix product for all rows and the remaining keys one
+    per row; the two parts are joined by their log-sum-exps."""
     rows, kv_heads, head_dim = plan.decoding, query.shape[0], query.shape[3]
     query_R = query[:, :, :rows].permute(2, 0, 1, 3)
     output_R = torch.empty(query_R.shape, dtype=torch.float32)
@@ -166,7 +169,7 @@ def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, 
         )
         shape = (kv_heads, len(part.rows), -1, head_dim)
         lse = lse.view(*shape[:3]).transpose(0, 1)
-        # The part of the softmax that falls on the shared keys.
+        # The share of the softmax that falls on the shared keys.
         share = torch.sigmoid(lse - lse_R[part.rows])[..., None]
         output_R[part.rows] = output_R[part.rows].lerp_(shared_output.view(shape).transpose(0, 1), share)
     return output_R.to(query.dtype).reshape(rows, -1, head_dim)

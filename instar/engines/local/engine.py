@@ -30,8 +30,8 @@ ReplyQueue = asyncio.Queue[TokenChunk | EngineError]
 
 
 class LocalEngine(Engine):
-    """Samples with torch. ``weights`` is a model that is already loaded, for engines that share it.
-    ``stop_at_eos=False`` lets replies run to their ``max_tokens``, for benchmarks."""
+    """An engine that samples with torch. ``weights`` is an already loaded model, for engines that share one.
+    With ``stop_at_eos=False`` replies run to their ``max_tokens``, for benchmarks."""
 
     def __init__(
         self,
@@ -90,7 +90,8 @@ class LocalEngine(Engine):
         )
         replies: ReplyQueue = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        # Register before posting: a failure wakes every registered queue, and _post raises for later ones.
+        # Register before posting: a failure wakes every registered queue, and _post raises for queues that
+        # are registered later.
         self._queues[request] = (loop, replies)
         self._post(lambda: self._scheduler.add(request))
         finished = False
@@ -144,18 +145,18 @@ class LocalEngine(Engine):
             self._commands.put(lambda: torch.set_num_threads(count))
 
     def set_kv_tokens(self, count: int) -> None:
-        """Limit the tokens in the KV cache, at least to those of one context."""
+        """Limit the number of tokens in the KV cache. The limit is at least one full context."""
         self._commands.put(lambda: self._scheduler.set_kv_tokens(count))
 
     def release_memory(self) -> None:
-        """Free the KV cache's memory, unless there are requests."""
+        """Free the KV cache's memory if there are no requests."""
         self._commands.put(self._scheduler.release_memory)
 
     async def close(self) -> None:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    # --- callers' side ---
+    # --- called by users of the engine ---
 
     def _eos_ids(self) -> set[int]:
         ids = self._model.eos_ids()
@@ -170,7 +171,7 @@ class LocalEngine(Engine):
         self._check_alive()
 
     def _load(self, policy: Policy) -> None:
-        with self._loading:  # one at a time: reading depends on the current weights
+        with self._loading:  # one at a time, because reading depends on the current weights
             change = self._model.read(policy)
             done: Future[None] = Future()
             self._post(lambda: _resolve(done, lambda: self._scheduler.apply(change)))
@@ -180,11 +181,11 @@ class LocalEngine(Engine):
                 except TimeoutError:
                     self._check_alive()
 
-    # --- the engine's thread ---
+    # --- called in the engine's thread ---
 
     def _run(self) -> None:
         if self._threads is not None:
-            torch.set_num_threads(self._threads)  # OpenMP keeps the number per calling thread
+            torch.set_num_threads(self._threads)  # OpenMP stores the number of threads per calling thread
         try:
             with torch.inference_mode():
                 while self._run_commands():
@@ -197,7 +198,8 @@ class LocalEngine(Engine):
         self._fail_all(self._failure)
 
     def _run_commands(self) -> bool:
-        """Run the callers' commands; wait for one if there are no requests. Return False to stop."""
+        """Run the commands that callers posted; wait for one if there are no requests. Returns False if the
+        engine must stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)
@@ -212,7 +214,7 @@ class LocalEngine(Engine):
             self._scheduler.cancel(request)
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Wake each event loop once per step, for all of its replies."""
+        """Deliver the sampled tokens, waking each event loop only once per step for all of its replies."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[ReplyQueue, TokenChunk | EngineError]]] = {}
         for request, chunk in emissions:
             loop, replies = self._queues[request]
@@ -228,7 +230,8 @@ class LocalEngine(Engine):
 
 
 def _resolve(done: Future[None], work: Callable[[], None]) -> None:
-    """Run ``work``. A failure also stops the engine, because its weights may be partially changed."""
+    """Run ``work`` and set the result of ``done``. A failure also stops the engine, because its weights may
+    be partially changed."""
     try:
         work()
     except BaseException as error:  # whatever it is, the caller must not wait forever
@@ -242,13 +245,14 @@ def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenCh
         for replies, item in batch:
             replies.put_nowait(item)
 
-    # A closed event loop raises, and no one waits on it any more.
+    # A closed event loop raises an error. It can be ignored, because nothing waits on that loop any more.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(put)
 
 
 def default_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
-    """Return the tokens that fit into a third of the free memory, at most twice those of a full batch."""
+    """Return the number of tokens that fit into a third of the free memory, but at most twice the tokens of a
+    full batch."""
     free = _free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
     return min(2 * batch_tokens, free // 3 // shape.token_bytes)
 

@@ -1,4 +1,4 @@
-"""The linear layers of a served model: weights packed for the CPU, LoRA beside them.
+"""The linear layers of a served model, with weights packed for the CPU and a separate LoRA update.
 
 An adapter is never merged, so swapping one moves only its own few numbers.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The update of one module: x → (x @ down.T) @ up, scale included."""
+    """The LoRA update of one module: x → (x @ down.T) @ up. The scale is included."""
 
     down: Tensor
     """[rank, in]"""
@@ -24,7 +24,8 @@ class LoraPair:
 
 
 class EngineLinear(nn.Linear):
-    """Replaces a Linear and shares its weight; parameter names stay the same."""
+    """A linear layer with an optional LoRA update. It replaces an nn.Linear, shares its weight and keeps its
+    parameter names."""
 
     pair: LoraPair | None
     packed: Tensor | None
@@ -35,7 +36,7 @@ class EngineLinear(nn.Linear):
         wrapped.in_features, wrapped.out_features = base.in_features, base.out_features
         wrapped.weight, wrapped.bias = base.weight, base.bias
         wrapped.pair = None
-        # A buffer, so that models which share their weights share this too.
+        # A buffer, so that models that share their weights share the packed copy too.
         wrapped.register_buffer("packed", None, persistent=False)
         return wrapped
 
@@ -59,15 +60,16 @@ def replace_linears(model: nn.Module) -> None:
 
 
 def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
-    """Replace the current adapter, by module name; an empty one restores the base model."""
+    """Replace the current adapter with the updates in ``adapter``, by module name. An empty dict restores the
+    base model."""
     for name, module in model.named_modules():
         if isinstance(module, EngineLinear):
             module.pair = adapter.get(name)
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Convert bf16 weights once to the layout of the CPU kernels, which otherwise happens in every call: the
-    same results in 0.4 to 0.9 of the time for the few rows of a decoding step, for a second copy in
+    """Convert bf16 weights to the layout of the CPU kernels once, instead of in every call. The results are
+    the same; a decoding step with few rows takes 0.4 to 0.9 of the time, at the cost of a second copy in
     memory."""
     for module in model.modules():
         if isinstance(module, EngineLinear) and _packable(module.weight):
@@ -84,7 +86,8 @@ def _packable(weight: Tensor) -> bool:
 
 
 def _find_mkldnn() -> Any:
-    """Return torch's oneDNN operators. They are private to its compiler, so a build may lack them."""
+    """Return torch's oneDNN operators, or None. They are private to torch's compiler, so a build may lack
+    them."""
     names = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
     is_available = torch.backends.mkldnn.is_available() and all(
         hasattr(torch.ops.mkldnn, name) for name in names

@@ -35,14 +35,14 @@ UNSUPPORTED = (
 
 
 def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, LoraPair]:
-    """Return the update of each module by its name. Raises EngineError for unsupported adapters."""
+    """Return the LoRA update of each module, by module name. Raises EngineError for unsupported adapters."""
     halves, scale = read_updates(folder)
     modules = dict(model.named_modules())
     return {name: _pair(name, ab, modules.get(name), scale, dtype, device) for name, ab in halves.items()}
 
 
 def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
-    """Return A and B of each module's update as stored in the folder, and the scale of B A."""
+    """Return the matrices A and B of each module as stored in the folder, and the scale of B A."""
     try:
         config: dict[str, Any] = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict)
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -72,7 +72,8 @@ def _scale(config: dict[str, Any], folder: Path) -> float:
             )
     if config.get("bias", "none") != "none":
         raise EngineError(f"The adapter in {folder} trains biases, which the local engine does not implement")
-    # These change the base weights at the start, which the adapter's folder does not contain.
+    # These settings change the base weights at the start, and the adapter's folder does not contain the
+    # change.
     start = str(config.get("init_lora_weights", True)).lower()
     if start.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
         raise EngineError(

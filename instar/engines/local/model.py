@@ -1,4 +1,4 @@
-"""The transformers model of the engine: loading it, changing its weights, one forward pass."""
+"""The engine's transformers model: loading, weight changes and the forward pass."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class PolicyUpdate:
     source: Path
     """The folder of the full weights under the adapter."""
     state: dict[str, Tensor] | None
-    """Those weights; None if they are loaded already."""
+    """The full weights in ``source``; None if they are already loaded."""
 
 
 class EngineModel:
-    """``base`` is a loaded model to serve; its tensors are shared, not copied."""
+    """The transformers model that an engine serves. ``base`` is an already loaded model; its tensors are
+    shared, not copied."""
 
     def __init__(self, config: ModelConfig, base: Any = None) -> None:
         transformers_logging.disable_progress_bar()
@@ -56,13 +57,14 @@ class EngineModel:
         self.kv_shape = self._probe(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model with the same weights and its own adapters. Loading full weights affects both."""
+        """Return a model with the same weights but its own adapters. Loading full weights into one affects
+        both."""
         shared = copy.copy(self)
         shared._model = share_weights(self._model)
         return shared
 
     def eos_ids(self) -> set[int]:
-        """Return the ids that end a reply, from all of the model's files."""
+        """Return the ids that end a reply, collected from all of the model's files."""
         eos_ids: set[int] = set()
         for config in (self._model.generation_config, self._model.config):
             ids = getattr(config, "eos_token_id", None)
@@ -70,7 +72,7 @@ class EngineModel:
         return eos_ids
 
     def forward(self, ids: Tensor, positions: Tensor, sampled: Tensor, plan: attention.StepPlan) -> Tensor:
-        """Return the logits [len(sampled), vocabulary] after the tokens at the indices ``sampled``."""
+        """Run the model and return the logits [len(sampled), vocabulary] at the token indices ``sampled``."""
         return self._model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -80,13 +82,14 @@ class EngineModel:
         ).logits[0]
 
     def read(self, policy: Policy) -> PolicyUpdate:
-        """Read a policy's files without changing the model, so that ``forward`` may run at the same time."""
+        """Return the contents of a policy's files. Does not change the model, so ``forward`` may run at the
+        same time."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         if kind not in ("base", "adapter", "weights"):
             raise EngineError(f"The local engine loads base, adapter and weights, not {kind}.")
         source = path.resolve() if kind == "weights" else self.folder
         adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
-        # Full weights are read again even from a folder in use: its files may have changed.
+        # Full weights are read again even if this folder is already loaded: its files may have changed.
         state = self._read_state(source) if kind == "weights" or source != self._source else None
         return PolicyUpdate(policy.version, adapter, source, state)
 
@@ -108,7 +111,8 @@ class EngineModel:
         return state
 
     def _probe(self, layers: int) -> KVShape:
-        """Run one token to check that every layer uses the attention that this engine implements."""
+        """Run one token and return the shape of keys and values. Checks that every layer uses the attention
+        that this engine implements."""
         probe = attention.ShapeProbe()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.inference_mode():
@@ -121,7 +125,7 @@ class EngineModel:
 
 
 def _prepare_shared_model(base: Any) -> Any:
-    """Share the weights of a loaded model and use this engine's attention."""
+    """Return a model that shares the weights of ``base`` and uses this engine's attention."""
     model = share_weights(base)
     model.set_attn_implementation(attention.NAME)
     return model.eval().requires_grad_(False)

@@ -22,7 +22,7 @@ class PrefixNode:
 
 
 def common_length(a: Ids, b: Ids) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of ``a`` and ``b``."""
     shorter = min(len(a), len(b))
     differ = a[:shorter] != b[:shorter]
     return int(differ.argmax()) if differ.any() else shorter
@@ -35,8 +35,8 @@ class PrefixCache:
         self.tokens = 0
 
     def match(self, ids: Ids) -> list[tuple[Tensor, int]]:
-        """Return the longest cached prefix of ``ids``: keys and values, each with the number of tokens to
-        use."""
+        """Return the keys and values of the longest cached prefix of ``ids``, in pieces, each with the number
+        of its tokens to use."""
         self._clock += 1
         pieces: list[tuple[Tensor, int]] = []
         for node, count in self._walk(ids):
@@ -49,8 +49,8 @@ class PrefixCache:
         return sum(count for _, count in self._walk(ids))
 
     def insert(self, ids: Ids, row: Tensor) -> None:
-        """Copy the keys and values of ``ids`` that are not cached yet out of a row [layers, 2, kv heads, ≥
-        len(ids), head dim]."""
+        """Cache the keys and values of ``ids``. Those that are not cached yet are copied from a row [layers,
+        2, kv heads, ≥ len(ids), head dim]."""
         self._clock += 1
         parent, done = self._root, 0
         for node, count in self._walk(ids):
@@ -89,7 +89,7 @@ class PrefixCache:
             node, done = child, done + count
 
     def _split(self, node: PrefixNode, count: int) -> PrefixNode:
-        """Split a node in two and return the upper one."""
+        """Split a node after ``count`` tokens and return the upper part."""
         assert node.parent is not None
         assert node.kv is not None
         upper = PrefixNode(

@@ -26,9 +26,9 @@ class KVShape:
 
 
 def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
-    """Return zeros [layers, 2, rows, kv heads, capacity, head dim]. Values beyond a row's length are masked
-    but still multiplied by zero, so they must be finite. On the CPU the pages come from calloc: zero without
-    being touched."""
+    """Return zeros [layers, 2, rows, kv heads, capacity, head dim]. Values beyond a row's length are masked,
+    but still multiplied by zero, so they must be finite. On the CPU the memory comes from calloc, which does
+    not touch zero pages."""
     size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
     if shape.device != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -37,7 +37,8 @@ def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
 
 
 class KVRows:
-    """Rows that grow as needed. The used rows are ``0 .. used-1``; the last one is moved to close a gap."""
+    """The keys and values of all rows, in memory that grows as needed. The rows in use are ``0 .. used-1``;
+    the last one is moved to close a gap."""
 
     def __init__(self, shape: KVShape, max_rows: int, max_tokens: int) -> None:
         self.shape = shape
@@ -47,7 +48,7 @@ class KVRows:
 
     @property
     def tokens(self) -> int:
-        """The capacity of the allocated rows in tokens."""
+        """Return the capacity of the allocated rows in tokens."""
         return self.kv.shape[2] * self.kv.shape[4]
 
     def grown_size(self, rows: int, length: int) -> tuple[int, int]:
@@ -60,17 +61,17 @@ class KVRows:
         return (ample if rows <= ample and ample * new_length <= self._max_tokens else rows), new_length
 
     def can_fit(self, rows: int, length: int) -> bool:
-        """True if the rows fit after growing. One row always fits."""
+        """Return True if this many rows of this length fit after growing. One row always fits."""
         new_rows, new_length = self.grown_size(rows, length)
         return rows == 1 or new_rows * new_length <= self._max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """True if the allocated memory is too large to keep for a first row of ``length`` tokens."""
+        """Return True if the allocated memory is too large to keep for a first row of ``length`` tokens."""
         rows, capacity = self.grown_size(1, length)
         return rows * capacity > self._max_tokens or self.tokens > 4 * self._max_rows * length
 
     def set_max_tokens(self, max_tokens: int) -> None:
-        """Change the limit. Allocated memory stays until it is empty."""
+        """Change the limit. Memory that is already allocated is kept until it holds no rows."""
         self._max_tokens = max_tokens
 
     def ensure(self, rows: int, length: int) -> None:
@@ -86,7 +87,7 @@ class KVRows:
         self.kv = allocate_kv(self.shape, 0, 0)
 
     def row(self, index: int) -> Tensor:
-        """[layers, 2, kv heads, capacity, head dim]"""
+        """Return the keys and values of one row [layers, 2, kv heads, capacity, head dim]."""
         return self.kv[:, :, index]
 
     def move(self, source: int, target: int, length: int) -> None:

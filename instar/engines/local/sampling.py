@@ -1,4 +1,4 @@
-"""Vectorised sampling for all rows of a step."""
+"""Vectorized sampling for all rows of a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One entry per row. ``behavior`` is None for rows sampled from the full softmax at temperature 1."""
+    """The sampled tokens of a step, one entry per row. ``behavior`` is None for rows sampled from the full
+    softmax at temperature 1."""
 
     ids: list[int]
     logprobs: list[float]
@@ -27,7 +28,8 @@ class SampledTokens:
 
 
 class Sampler:
-    """Keeps its large buffers, because page faults of new ones would cost more than the arithmetic."""
+    """Samples one token per row from logits. The large buffers are reused, because page faults of new ones
+    would cost more than the arithmetic."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -50,7 +52,7 @@ class Sampler:
             behavior[index] = 0.0
         self._draw_tempered(logits, params, uniform, ids, behavior)
         logprobs = logits.gather(1, ids) - top - total.log()
-        # One transfer, hence one wait for the device, per step. Ids are exact in float64.
+        # One transfer per step, so the step waits for the device only once. Ids are exact in float64.
         drawn = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
         if any(math.isnan(row[1]) for row in drawn):
             raise EngineError("The model's logits are not finite.")
@@ -70,7 +72,8 @@ class Sampler:
         ids: Tensor,
         behavior: Tensor,
     ) -> None:
-        """Sample again the rows with only a temperature, then those with top_k or top_p."""
+        """Replace the samples of rows whose params modify the distribution: first rows with only a
+        temperature, then rows with top_k or top_p."""
         tempered = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
         truncated = [i for i in tempered if params[i].top_p < 1 or params[i].top_k > 0]
         plain = [i for i in tempered if i not in set(truncated)]
@@ -126,7 +129,7 @@ def _inverse_cdf(
     if skip:
         return top, total, torch.zeros_like(total, dtype=torch.long)
     target = _below(uniform * total, total)
-    # Clamped because of logits that are not finite: the caller detects those by their logprob.
+    # Clamped because logits may not be finite: the caller detects those by their logprob.
     block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     inner = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].cumsum(-1)
@@ -135,13 +138,14 @@ def _inverse_cdf(
 
 
 def _below(target: Tensor, limit: Tensor) -> Tensor:
-    """Keep the target below the limit: rounding may raise it to the sum, past the last possible id."""
+    """Return the target, reduced to below the limit: rounding may raise it to the sum, past the last possible
+    id."""
     return torch.minimum(target, torch.nextafter(limit, torch.zeros_like(limit)))
 
 
 def _truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and logprobs after top_k, then top_p: the smallest set of the likeliest tokens that reaches
-    top_p of the remaining probability."""
+    """Return ids and logprobs sampled after top_k and then top_p. top_p keeps the smallest set of the most
+    likely tokens whose share of the remaining probability reaches top_p."""
     width = scaled.shape[1]
     top_k = torch.tensor([[p.top_k or width] for p in params], device=scaled.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=scaled.device)

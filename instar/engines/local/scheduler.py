@@ -1,8 +1,8 @@
-"""Continuous batching: which tokens each step computes. Single-threaded.
+"""Continuous batching: decides which tokens each step computes. Single-threaded.
 
 Rows ``0 .. decoding-1`` hold replies that sample one token per step. The rows after them hold requests whose
-prompt is still being computed, in pieces. Some of those only need the logprobs of their prompt: they end when
-it is computed.
+prompt is still being computed, in pieces. Requests that score a prompt finish as soon as the prompt is
+computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from instar.engines.stopping import StopRule
 from instar.types import Floats, Ids, SamplingParams, TokenChunk
 
 MIN_SAVED_TOKENS = 16
-"""A request waits for another one's prefill if that saves at least this many tokens."""
+"""A request waits for the prefill of another request if that saves at least this many tokens."""
 BLOCK_OVERHEAD = 2048
 """The number of row × key cells of attention that cost as much as starting another block."""
 
@@ -43,23 +43,25 @@ class SchedulerRequest:
     stop: StopRule
     rng: Random
     length_limit: int
-    """The maximum number of tokens of prompt and reply."""
+    """The maximum number of tokens of prompt and reply together."""
     sampled: list[int] = field(default_factory=list[int])
     computed: int = 0
-    """The number of tokens whose keys and values are in its row."""
+    """The number of tokens whose keys and values are in the request's row."""
     row: int = -1
     admission_order: int = 0
     has_mixed_versions: bool = False
-    """True if its keys and values were computed under several versions, so that others must not reuse
-    them."""
+    """True if the request's keys and values were computed under several versions, so that other requests must
+    not reuse them."""
     weights_epoch: int = 0
-    """The number of weight changes before its prompt was computed, or a unique value if mixed."""
+    """The number of weight changes before the prompt was computed, or a unique value if versions are
+    mixed."""
     finished: bool = False
     scores: Floats | None = None
-    """Receives the logprobs of the prompt's tokens; set for requests that need these instead of a reply."""
+    """An array that receives the logprobs of the prompt's tokens. Set only for requests that score a prompt
+    instead of sampling a reply."""
 
     def computed_ids(self) -> Ids:
-        """Return the ids whose keys and values are in its row."""
+        """Return the ids whose keys and values are in the request's row."""
         return np.concatenate([self.prompt, np.asarray(self.sampled, np.int32)])[: self.computed]
 
 
@@ -111,14 +113,15 @@ class Scheduler:
         request.finished = True
 
     def apply(self, change: PolicyUpdate) -> None:
-        """Change the weights. Keys and values computed under the old ones stay only in their own rows."""
+        """Change the weights. Keys and values computed under the old weights are kept only in the rows of
+        running requests."""
         self._model.apply(change)
         self._version = change.version
         self._prefixes.clear()
         for request in self._running:
             request.has_mixed_versions = request.computed > 0
         for request in self._running[self._decoding :]:
-            # The rest of its prompt is computed under the new weights.
+            # The rest of the prompt is computed under the new weights.
             request.weights_epoch = -request.admission_order
             if request.scores is not None:
                 request.computed = 0
@@ -134,7 +137,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def step(self) -> list[Emission]:
-        """Admit requests, run the model once, sample. Returns the new tokens in no particular order."""
+        """Admit requests, run the model once and sample. Returns the new tokens, in no particular order."""
         self._admit()
         if not self._running:
             return []
@@ -174,7 +177,8 @@ class Scheduler:
         self._waiting.extendleft(reversed(deferred))
 
     def _would_share(self, ids: Ids) -> bool:
-        """True if a prompt in progress will cache a longer prefix. Scored prompts cache none."""
+        """Return True if a prompt in progress will cache a longer prefix of ``ids``. Scored prompts cache
+        none."""
         cached = self._prefixes.match_length(ids)
         return any(
             not other.has_mixed_versions
@@ -213,7 +217,7 @@ class Scheduler:
         spans: list[tuple[int, int, int, int]] = []
         scored_at: list[int] = []
         budget = self._prefill_tokens
-        # In the order of admission, which the rows do not keep when they move.
+        # In the order of admission, which is not the order of the rows once they have moved.
         for request in sorted(self._running[self._decoding :], key=lambda r: r.admission_order):
             count = min(len(request.prompt) - request.computed, budget)
             if count == 0:
@@ -241,7 +245,7 @@ class Scheduler:
         return plan, ids_T, sampled_N, sampling
 
     def _share(self, plan: StepPlan) -> None:
-        """Find the prefix that decoding rows have in common."""
+        """Find the prefix that decoding rows have in common and add it to the plan."""
         decoding = self._running[: self._decoding]
         if not self._can_share or len(decoding) < MIN_SHARED_ROWS:
             return
@@ -253,7 +257,7 @@ class Scheduler:
     def _blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[DecodeBlock]:
         blocks: list[DecodeBlock] = []
         for start, stop in split_rows(positions):
-            # A multiple of 8 keys, which the masks of GPU kernels require.
+            # Rounded to a multiple of 8 keys, which the masks of GPU kernels require.
             length = -(-(max(positions[start:stop]) + 1) // 8) * 8
             keys = torch.arange(length, device=positions_T.device)
             unseen = keys > positions_T[start:stop, None]
@@ -326,7 +330,7 @@ class Scheduler:
             self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
 
     def _release(self, request: SchedulerRequest) -> None:
-        """Free a row; move the last decoding row and the last row to close the gaps."""
+        """Free a request's row. The last decoding row and the last row move to close the gaps."""
         hole = request.row
         request.row = -1
         if hole < self._decoding:
@@ -346,8 +350,8 @@ class Scheduler:
 
 
 def split_rows(positions: list[int]) -> list[tuple[int, int]]:
-    """Group adjacent rows greedily so that short ones are not padded too much: a block ends where padding
-    would cost more than starting another."""
+    """Return blocks of adjacent rows as (start, stop). Rows are grouped greedily: a block ends where padding
+    its short rows would cost more than starting another block."""
     spans: list[tuple[int, int]] = []
     start, longest, padding = 0, 0, 0
     for i, position in enumerate(positions):

@@ -20,8 +20,9 @@ MIN_SHARED_ROWS = 4
 def find_shared_prefixes(
     prompts: Sequence[Ids], weights: Sequence[int]
 ) -> tuple[int, list[list[int]]] | None:
-    """Return the length of the prefixes and the rows that share each; None if too little is shared.
-    ``weights`` identifies the weights that computed a row's prefix: only rows with equal ones share it."""
+    """Return the length of the shared prefixes and the rows that share each one, or None if too little is
+    shared. ``weights`` identifies the weights that computed each row's prefix; only rows with equal values
+    can share."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for row, (prompt, computed_under) in enumerate(zip(prompts, weights, strict=True)):
         groups.setdefault((computed_under, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)

@@ -23,20 +23,22 @@ would delay every token."""
 
 
 class AdapterPrefetcher:
-    """A mixin for vLLM's worker class; its names must not occur in that class."""
+    """A mixin for vLLM's worker class that reads adapters in advance. Its names must not occur in that
+    class."""
 
     device: torch.device
     model_runner: Any
 
     def instar_read_adapter(self, path: str) -> dict[str, Any]:
-        """Start reading the adapter. Later calls return ``done`` once it is read."""
+        """Start reading the adapter and return the state. Later calls return ``done`` once the adapter is
+        read."""
         if "instar_prefetch" not in self.__dict__:
             self.__dict__["instar_prefetch"] = _AdapterPrefetch(self.model_runner.lora_manager, self.device)
         return self.__dict__["instar_prefetch"].read(path)
 
 
 class _AdapterPrefetch:
-    """One adapter that was read or is being read."""
+    """An adapter that has been read or is being read."""
 
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._device = device
@@ -46,7 +48,7 @@ class _AdapterPrefetch:
         self._adapter: Any = None
         self._error = ""
         self._thread: threading.Thread | None = None
-        # vLLM gets an adapter's weights from its manager only by this method.
+        # vLLM's manager provides an adapter's weights only through this method.
         manager._load_adapter = self._take
 
     def read(self, path: str) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class _AdapterPrefetch:
                 torch.cuda.set_device(self._device)
             with _short_switch_interval():
                 adapter = self._load(LoRARequest("prefetch", 1, path))
-                # vLLM does this too when it adds the adapter, and then has nothing left to do.
+                # vLLM also does this when it adds the adapter, and then has nothing left to do.
                 self._manager._adapter_manager._create_merged_loras_inplace(adapter)
             self._adapter = adapter
         except Exception as error:  # noqa: BLE001 - every error is returned to the caller

@@ -1,4 +1,5 @@
-"""Middleware for vLLM's server, which itself checks its key only on sampling routes, not on weight changes.
+"""Middleware that protects every route of a vLLM server. vLLM itself requires its key only on sampling
+routes, not for weight changes.
 
 Servers are started with ``--middleware instar.engines.vllm.auth.RequireKeyMiddleware``. This module imports
 only the standard library and modules that do the same, because vLLM runs in its own environment.
@@ -21,7 +22,7 @@ ERROR_BODY = b'{"error": {"message": "a bearer token is required"}}'
 
 
 class RequireKeyMiddleware:
-    """Requires the key in `VLLM_API_KEY` on every path except /health."""
+    """An ASGI middleware that requires the key in `VLLM_API_KEY` on every path except /health."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -11,7 +11,7 @@ from instar.engines.vllm.wire import GENERATE_PATH
 from instar.errors import ConfigError
 
 SCALE_OUT = "--enable-scale-out"
-"""vLLM before 0.27 does not have this flag and does not need it."""
+"""A flag of vLLM's server. Versions before 0.27 do not have it and do not need it."""
 FOR_ADAPTERS = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 FOR_MERGED = "started with VLLM_SERVER_DEV_MODE=1"
 LORA_METRIC = "vllm:lora_requests_info"
@@ -25,7 +25,7 @@ class ServerCapabilities:
     """True if the server stores a name for its weights."""
     generates: bool
     root: str
-    """The path of the base model at the server."""
+    """The path of the base model on the server."""
     max_context: int
 
     @classmethod

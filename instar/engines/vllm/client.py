@@ -19,8 +19,8 @@ JSON_HEADERS = {"content-type": "application/json"}
 
 
 class WorkerError(EngineError):
-    """A method of vLLM's workers failed. ``weights_changed`` is false if all workers still have their
-    weights."""
+    """An error for a failed call to vLLM's workers. ``weights_changed`` is False if all workers still have
+    their weights."""
 
     def __init__(self, message: str, *, weights_changed: bool) -> None:
         super().__init__(message)
@@ -28,11 +28,11 @@ class WorkerError(EngineError):
 
 
 class VllmClient:
-    """Raises EngineUnavailable if the server cannot be reached or is shutting down, EngineError with the
-    server's message if it rejects a call."""
+    """An HTTP client of one vLLM server. Raises EngineUnavailable if the server cannot be reached or is
+    shutting down, and EngineError with the server's message if it rejects a call."""
 
     def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
-        # Calls are few, and vLLM closes a connection after an error, so they are not kept alive.
+        # Calls are rare, and vLLM closes a connection after an error, so connections are not kept alive.
         self._connection = EngineConnection(
             url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive=0.0
         )
@@ -45,12 +45,14 @@ class VllmClient:
         return await self._call("POST", path, body, timeout)
 
     async def rpc(self, method: str, kwargs: Json | None = None) -> Any:
-        """Call a method of every worker and return their results: dicts and lists, anything else as text."""
+        """Call a method of every worker and return the results. Dicts and lists arrive as they are, anything
+        else as text."""
         response = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs or {}})
         return response["results"] if response else []
 
     async def call_workers(self, method: str, body: Json) -> list[Json]:
-        """Call a method of our worker extension. Raises WorkerError with the message of the first failure."""
+        """Call a method of our worker extension on every worker and return the results. Raises WorkerError
+        with the message of the first failure."""
         results: list[Json] = await self.rpc(method, {"text": msgspec.json.encode(body).decode()})
         errors = [result["error"] for result in results if "error" in result]
         if errors:
@@ -68,7 +70,7 @@ class VllmClient:
             response.close()
 
     async def stream(self, path: str, body: bytes) -> PlainResponse:
-        """Send a request and return when the server has begun a response with status 200."""
+        """Send a request and return the response once it has begun with status 200."""
         response = await self._connection.stream(path, body, JSON_HEADERS)
         if response.status != 200:
             try:

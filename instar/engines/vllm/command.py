@@ -1,4 +1,4 @@
-"""The command line and environment with which a vLLM server is started."""
+"""The command line and environment that a vLLM server is started with."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from instar.config import VllmEngineConfig
 from instar.errors import ConfigError
 
 SERVED_NAME = "instar-base"
-"""The name of the base model at a server that Instar starts."""
+"""The base model's name on a server that Instar starts."""
 EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
 MIDDLEWARE = "instar.engines.vllm.auth.RequireKeyMiddleware"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 MAX_BATCH_ADAPTERS = 4
-"""Policy versions in one batch."""
+"""The number of policy versions in one batch."""
 MAX_LOADED_ADAPTERS = 16
-"""Policy versions that a server keeps while requests still run under them."""
+"""The number of policy versions that a server keeps while requests still use them."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 PROBE = """
 from importlib.metadata import version
@@ -31,12 +31,12 @@ package = Path(find_spec("vllm").origin).parent
 has_flag = any("enable_scale_out" in file.read_text() for file in package.glob("entrypoints/*/cli_args.py"))
 print(version("vllm"), has_flag)
 """
-"""Does not import vLLM, which takes many seconds."""
+"""A script that inspects the installation without importing vLLM, which takes many seconds."""
 PROBE_SECONDS = 60.0
 IDLE_SECONDS = 30.0
 """The time that an idle connection to our own server is kept."""
 PRIVATE_PREFIXES = ("INSTAR_",)
-"""Environment variables that vLLM must not see, because they may contain keys."""
+"""Prefixes of environment variables that vLLM must not see, because they may contain keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class VllmInstallation:
 
     @property
     def on_cpu(self) -> bool:
-        """True for a build for CPUs: each build supports one kind of device and names it in its version."""
+        """Return True for a CPU build. Each build supports one kind of device, and its version says which."""
         return "cpu" in self.version
 
 
 def find_vllm(python: str | None) -> VllmInstallation:
-    """Return the vLLM of an interpreter. Raises ConfigError if it has none."""
+    """Return the vLLM installation of an interpreter. Raises ConfigError if there is none."""
     interpreter = python or sys.executable
     try:
         probe = subprocess.run(
@@ -112,12 +112,13 @@ class VllmLaunch:
         return [*arguments, *config.args]
 
     def _unchunked_prefill(self) -> list[str]:
-        """Disable chunked prefill: on a CPU vLLM crashes on a seeded request whose prompt is computed in
-        chunks."""
+        """Return the arguments that disable chunked prefill. On a CPU, vLLM crashes on a seeded request whose
+        prompt is computed in chunks."""
         return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(4096, self.max_context))]
 
     def environment(self, key: str, package: Path) -> dict[str, str]:
-        """``package`` is a folder that contains this package and nothing else."""
+        """Return the server's environment variables. ``package`` is a folder that contains this package and
+        nothing else."""
         environment = _base_environment()
         paths = [str(package), *filter(None, [environment.get("PYTHONPATH")])]
         environment.update(
@@ -135,7 +136,7 @@ class VllmLaunch:
 
 
 def round_up_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM supports and that fits an adapter of this rank."""
+    """Return the smallest rank that vLLM supports and that is at least ``rank``."""
     for supported in LORA_RANKS:
         if rank <= supported:
             return supported

@@ -1,4 +1,4 @@
-"""The vLLM engine: one vLLM server, started here as a child process or by someone else."""
+"""The vLLM engine. It uses one vLLM server, started here as a child process or by someone else."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, To
 BASE = Policy("", 0, Artifact("base"))
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 RETRY_SECONDS = 0.5
-"""The delay before a request that did not begin is sent again; by then an exit of the server is noticed."""
+"""The delay before a request that did not begin is sent again. By then, an exit of the server is detected."""
 
 
 class VllmEngine(Engine):
-    """Call ``bring_up`` first. ``config.servers`` has at most one address: each server has its own engine."""
+    """Samples from one vLLM server. Call ``bring_up`` first. ``config.servers`` has at most one address."""
 
     def __init__(
         self, model: ModelConfig, config: VllmEngineConfig, *, check_period: float = CHECK_PERIOD
@@ -66,7 +66,7 @@ class VllmEngine(Engine):
         self._policy: Policy | None = None
         """The policy that a restarted server must serve."""
         self._load_pending = False
-        """True if that policy arrived while the server was down."""
+        """True if ``_policy`` arrived while the server was down."""
         self._process_start: str | None = None
         """Identifies the process of an external server that has the loaded policy."""
         self._loading = asyncio.Lock()
@@ -76,7 +76,7 @@ class VllmEngine(Engine):
         self._running = self._waiting = 0
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
         self.mislabelled_tokens = 0
-        """Tokens that got a wrong version, according to what vLLM reports at the end of a reply."""
+        """Tokens that got a wrong version, according to vLLM's own report at the end of a reply."""
 
     async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:
         self._report = report
@@ -92,7 +92,7 @@ class VllmEngine(Engine):
         self._server = server
         try:
             await server.start()
-        except BaseException:  # also when cancelled: the child process would stay
+        except BaseException:  # also when cancelled: the child process would keep running
             await server.close()
             raise
 
@@ -115,7 +115,7 @@ class VllmEngine(Engine):
     # --- the server's lifetime -----------------------------------------------------------------------
 
     async def _on_ready(self) -> None:
-        """Query the server's capabilities the first time, and restore the policy that it must serve."""
+        """Query the server's capabilities the first time, then restore the policy it must serve."""
         assert self._server is not None
         if self._info is None:
             await self._connect()
@@ -130,9 +130,9 @@ class VllmEngine(Engine):
         self._ready.set()
 
     async def _sync_external(self, process_start: str | None) -> None:
-        """Restore the policy of an external server that responds (again). If it may be a new process, its
-        weights are unknown and replies may continue under them: they are replaced in a pause, which separates
-        the versions of those replies, rather than assumed to be the base model's."""
+        """Restore the policy of an external server when it responds. If the server may be a new process, its
+        weights are unknown and replies may continue under them. So they are replaced in a pause, which
+        separates the versions of those replies."""
         is_same = process_start is not None and process_start == self._process_start
         if not is_same and not self._serving.switches_mid_reply:
             self._serving.reset()
@@ -256,7 +256,7 @@ class VllmEngine(Engine):
                 except EngineUnavailable:
                     if not is_waiting or self._serving.version == NO_VERSION:
                         raise
-                    # The server is shutting down: the request waits for its restart.
+                    # The server is shutting down, so the request waits until it has restarted.
                     await asyncio.sleep(RETRY_SECONDS)
         finally:
             if is_waiting:
@@ -337,7 +337,8 @@ class VllmEngine(Engine):
             raise EngineError(f"The vLLM engine loads {kinds}, not {policy.artifact.kind}.")
         async with self._loading:
             if not self._ready.is_set():
-                # The server gets the policy when it returns; the caller does not have to wait for that.
+                # The server loads the policy when it responds again; the caller does not have to wait for
+                # that.
                 self._policy, self._load_pending = policy, True
             self._check_ready()
             await self._serving.load(policy)

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers: receives weights beside those that are served, then replaces them.
+"""Runs inside vLLM's workers: receives new weights next to the served ones, then replaces the served ones.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
 are called by name (`/collective_rpc`) with text and return a dict: ``error`` is the message of a failure,
@@ -29,26 +29,27 @@ from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 RAY_SECONDS = 60.0
 """The deadline for one chunk from Ray's object store."""
 RAY_RECONNECT_SECONDS = 10**6
-"""The time that a worker keeps running after its Ray cluster has gone."""
+"""The number of seconds that a worker keeps running after it has lost its Ray cluster."""
 PLAIN_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """vLLM's methods for layers whose parameters have the same layout as in the model's files."""
 
 
 class WeightReceiver(AdapterPrefetcher):
-    """A mixin for vLLM's worker class; its names must not occur in that class."""
+    """A mixin for vLLM's worker class that receives weights. Its names must not occur in that class."""
 
     device: torch.device
     model_runner: Any
     model_config: Any
 
     def instar_ends(self) -> dict[str, Any]:
-        """Return what decides which live routes this worker supports."""
+        """Return the worker's GPU, and whether it supports Ray and NCCL. These decide which live routes are
+        possible."""
         engine = getattr(self, "weight_transfer_engine", None)
         return {"gpu": _gpu(self.device), "ray": _has_ray(), "nccl": type(engine).__name__.startswith("NCCL")}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """Receive some weights of the policy ``key``. Weights of another policy are dropped, and so are those
-        of this one if it is sent again from the start."""
+        """Receive some weights of the policy ``key``. Weights of a different policy are dropped, and so are
+        earlier weights of this policy if the sender starts over."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_staged.receive(body, self.device)
@@ -56,7 +57,7 @@ class WeightReceiver(AdapterPrefetcher):
             return {"error": f"{type(error).__name__}: {error}"}
 
     def instar_commit(self, text: str) -> dict[str, Any]:
-        """Replace the served weights by the staged ones. The server must be paused."""
+        """Replace the served weights with the staged ones. The server must be paused."""
         staged, key = self._instar_staged, json.loads(text)["key"]
         if staged.key != key or not staged.weights:
             return {"error": f"no weights are staged for {key}", "touched": False}
@@ -69,7 +70,7 @@ class WeightReceiver(AdapterPrefetcher):
         return {}
 
     def instar_reload(self, text: str) -> dict[str, Any]:
-        """Replace the served weights by those in a folder. The server must be paused."""
+        """Replace the served weights with the ones in a folder. The server must be paused."""
         model, weights = self.model_runner.get_model(), read_folder(Path(json.loads(text)["path"]))
         try:
             if self.device.type == "cuda" and has_file_layout(model):
@@ -89,7 +90,7 @@ class WeightReceiver(AdapterPrefetcher):
 
 @dataclass
 class MappedBuffer:
-    """A buffer of the trainer, opened here, and the weights in it."""
+    """A buffer of the trainer, mapped into this process, and the weights in it."""
 
     name: str
     buffer: Tensor
@@ -146,7 +147,7 @@ class StagedWeights:
             torch.cuda.synchronize(device)
 
     def clear(self) -> None:
-        """Drop the weights. A buffer stays open, because the next policy is written to it."""
+        """Drop the weights. A mapped buffer stays open, because the next policy is written to it."""
         self.key, self.weights = "", []
         self.chunks.clear()
 
@@ -184,8 +185,9 @@ class _CopyRecorder(TorchDispatchMode):
 def load_in_place(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None
 ) -> CopyPlan | None:
-    """Load the weights and record where each went, so that later loads are plain copies. Returns None if that
-    is not possible: a weight was changed, split among workers, or copied to a place that is no parameter."""
+    """Load the weights and return where each one was copied, so that later loads are plain copies. Returns
+    None if plain copies are not possible: a weight was changed, split among workers, or copied to a place
+    that is not a parameter."""
     needed = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), _CopyRecorder() as recorder:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
@@ -207,7 +209,7 @@ def load_in_place(
 
 
 def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load with vLLM's own code, for layers that store their weights in another form: on a CPU, or
+    """Load with vLLM's own code, for layers that store their weights in a different form: on a CPU, or
     quantized."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
@@ -219,7 +221,7 @@ def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[t
     try:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
         finalize_layerwise_reload(model, model_config)
-    except BaseException:  # whatever happened, the next load must be possible
+    except BaseException:  # even after an error, the next load must be possible
         _reset_layers(model)
         raise
     _require_all(needed, loaded)
@@ -227,15 +229,15 @@ def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[t
 
 
 def _pack_tied(model: nn.Module) -> None:
-    """Update vLLM's packed copy of an output layer that is tied to the embedding, which vLLM does not do on a
-    CPU."""
+    """Update vLLM's packed copy of an output layer that is tied to the embedding. On a CPU, vLLM does not
+    update it."""
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and type(layer.quant_method).__name__ == "UnquantizedEmbeddingMethod":
             cast(Any, layer.quant_method).process_weights_after_loading(layer)
 
 
 def _reset_layers(model: nn.Module) -> None:
-    """Drop partially loaded layers, which vLLM keeps until they are complete: later loads would fail."""
+    """Drop partially loaded layers. vLLM keeps them until they are complete, so later loads would fail."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
@@ -246,7 +248,7 @@ def _reset_layers(model: nn.Module) -> None:
 
 
 def has_file_layout(model: nn.Module) -> bool:
-    """True if the parameters have the layout of the model's files, so that loading is copying."""
+    """Return True if the parameters have the same layout as the model's files, so that loading is copying."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     return methods <= PLAIN_METHODS
 
@@ -269,7 +271,7 @@ def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """Map the trainer's buffer, in GPU or main memory, as bytes."""
+    """Return the trainer's buffer, in GPU or main memory, mapped as bytes."""
     if handle["kind"] == "memory":
         return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
     if handle["gpu"] != _gpu(device):
@@ -284,7 +286,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
-    """Return the tensors in a buffer; a layout entry is (name, dtype, shape, first byte)."""
+    """Return the tensors in a buffer. A layout entry is (name, dtype, shape, first byte)."""
     views: list[tuple[str, Tensor]] = []
     for name, dtype_name, shape, start in layout:
         dtype: torch.dtype = getattr(torch, dtype_name)
@@ -294,7 +296,7 @@ def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[
 
 
 def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Try to read the trainer's memory, or to reach its mailbox."""
+    """Return whether this worker can read the trainer's memory or reach its mailbox."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
         return {"content": bytes(content.tolist()).hex(), "gpu": _gpu(device)}
@@ -303,7 +305,7 @@ def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Copy a chunk out of the object store, which then has room for the next one."""
+    """Return a copy of one chunk in the object store. The store then has room for the next chunk."""
     import ray
 
     references = ray.get(_mailbox(body).take.remote(body["chunk"]), timeout=RAY_SECONDS)
@@ -316,9 +318,9 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def _mailbox(body: dict[str, Any]) -> Any:
-    """Return the trainer's mailbox actor; join its Ray cluster first if needed."""
+    """Return the trainer's mailbox actor. Joins the trainer's Ray cluster if needed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # By default Ray ends this process a minute after the cluster has gone.
+    # By default Ray stops this process a minute after it has lost the cluster.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_SECONDS))
     if body["auth"]:
         os.environ["RAY_AUTH_MODE"] = body["auth"]
@@ -328,8 +330,8 @@ def _mailbox(body: dict[str, Any]) -> Any:
     if ray.is_initialized() and ray.get_runtime_context().gcs_address != body["address"]:
         ray.shutdown()
     if not ray.is_initialized():
-        Config.initialize("")  # vLLM may have imported Ray before: read the variables again
-        # Ray replaces the handler of the signal that tells vLLM to end.
+        Config.initialize("")  # read the variables again: vLLM may have imported Ray earlier
+        # Ray replaces the handler of the signal that tells vLLM to stop.
         before = signal.getsignal(signal.SIGTERM)
         ray.init(address=body["address"], log_to_driver=False, configure_logging=False)
         if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""A vLLM server that was started by someone else: watched, and given its policy again when it returns."""
+"""Watches a vLLM server that was started by someone else, and restores its policy when it responds again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 
 CHECK_PERIOD = 2.0
 START_METRIC = "process_start_time_seconds "
-"""The metric that differs between a server's process and the one before."""
+"""A metric with a different value for each process of a server."""
 
 
 class ExternalVllm:
-    """The counterpart of VllmProcess for the address in ``config.servers``."""
+    """Watches the server at the address in ``config.servers``, as VllmProcess does for a child process."""
 
     def __init__(
         self, config: VllmEngineConfig, callbacks: ServerCallbacks, *, check_period: float = CHECK_PERIOD
@@ -67,7 +67,10 @@ class ExternalVllm:
                 try:
                     await self._callbacks.on_ready()
                     is_down = False
-                except (EngineError, OSError) as refused:  # for example a full disk: the next check retries
+                except (
+                    EngineError,
+                    OSError,
+                ) as refused:  # for example a full disk; the next check tries again
                     self._callbacks.report(str(refused))
 
     async def _check(self) -> EngineError | None:

@@ -1,4 +1,4 @@
-"""Merges an adapter into the base model's weights, in a folder that vLLM can read."""
+"""Merges an adapter into the base model's weights and writes them to a folder that vLLM can read."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 MEMORY = Path("/dev/shm")
 HEAD_BYTES = 8
-"""The size of the header's length, with which a safetensors file begins."""
+"""The size of the length field at the beginning of a safetensors file."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @contextmanager
 def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside_adapter: bool = False) -> Generator[Path]:
-    """Provide a temporary folder with full weights: in memory if there is room, else on disk, or beside the
-    adapter. Adapted weights are computed in fp32 and stored in ``dtype`` (`bf16` or `fp32`), the others as in
-    the base."""
+    """Provide a temporary folder with the merged full weights. It is in memory if there is room, else on
+    disk, or next to the adapter if requested. Adapted weights are computed in fp32 and stored in ``dtype``
+    (`bf16` or `fp32`); the others are stored as in the base model."""
     files = weight_files(base)
     size = sum(file.stat().st_size for file in files)
     in_memory = (
@@ -103,8 +103,8 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def check_same_shapes(folder: Path, base: Path) -> None:
-    """Raise EngineError unless the folder has weights of the base model's architecture. Only one of the two
-    may contain the tied output weights."""
+    """Raise EngineError unless the weights in the folder have the base model's architecture. Only one of the
+    two may contain the tied output weights."""
     ours, theirs = read_shapes(base), read_shapes(folder)
     if any(theirs[name] != ours[name] for name in theirs.keys() & ours.keys()) or (
         set(ours) ^ set(theirs)

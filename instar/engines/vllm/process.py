@@ -1,4 +1,4 @@
-"""A vLLM server as a child process that is watched and restarted when it dies."""
+"""A vLLM server as a child process that is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from instar.errors import EngineError
 from instar.subprocess_guard import guard_command
 
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each restart, while they fail."""
+"""Seconds to wait before each restart while restarts keep failing."""
 STABLE_SECONDS = 120.0
 """Uptime after which earlier failures are forgotten."""
 CHECK_PERIOD = 5.0
 CHECK_SECONDS = 20.0
 MAX_MISSED_CHECKS = 3
-"""Consecutive health checks that a server may miss before it is ended."""
+"""The number of consecutive health checks that a server may miss before it is killed."""
 END_SECONDS = 20.0
 TAIL_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCallbacks:
-    """``on_ready`` is awaited each time the server has come up, before it counts as ready. ``on_down`` is
-    called with the reason when it is gone, ``report`` with lines for the log."""
+    """Functions that a server's watcher calls. ``on_ready`` is awaited each time the server has started,
+    before it counts as ready. ``on_down`` is called with the reason when the server is gone, ``report`` with
+    lines for the log."""
 
     on_ready: Callable[[], Awaitable[None]]
     on_down: Callable[[str], None]
@@ -40,7 +41,8 @@ class ServerCallbacks:
 
 
 class VllmProcess:
-    """The server listens on a loopback port and requires a key that is not written to any file."""
+    """Runs a vLLM server as a child process and restarts it when it dies. The server listens on a loopback
+    port and requires a key that is not written to any file."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class VllmProcess:
         self._callbacks = callbacks
         self._restart_delays = restart_delays
         self._key = secrets.token_urlsafe(24)
-        # Bound but not listened on, so that no other process gets the port between two starts.
+        # Bound but not listening, so that no other process gets the port between two starts.
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))
@@ -66,10 +68,11 @@ class VllmProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
         self.failure: EngineError | None = None
-        """The reason why it is no longer restarted."""
+        """Why the server is no longer restarted; None while it is."""
 
     async def start(self) -> None:
-        """Wait until the server is up. Raises EngineError with the end of its log if it fails."""
+        """Start the server and wait until it is up. Raises EngineError with the end of the server's log if it
+        fails."""
         await self._spawn()
         await self._wait_until_up()
         self._keeper = asyncio.create_task(self._keep_running())
@@ -90,7 +93,7 @@ class VllmProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 env=self._launch.environment(self._key, Path(self._package.name)),
-                stdin=asyncio.subprocess.PIPE,  # the guard ends when this pipe closes
+                stdin=asyncio.subprocess.PIPE,  # the guard exits when this pipe closes
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # the guard must survive a signal to this process's group
@@ -139,7 +142,7 @@ class VllmProcess:
                 await self._end()
 
     async def _wait_for_end(self) -> str:
-        """Wait until the server exits or stops responding; return the reason."""
+        """Wait until the server exits or stops responding, and return the reason."""
         if self._process is None:
             return "vLLM did not come up"
         missed = 0

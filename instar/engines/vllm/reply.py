@@ -19,12 +19,12 @@ from instar.types import FinishReason, SamplingParams, TokenChunk
 
 FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 END_SECONDS = 10.0
-"""The time to read what follows the last token."""
+"""The deadline for reading what follows the last token."""
 
 
 class VllmReply:
-    """``version`` returns the version that is served now. ``mark_version`` is called at every change of it,
-    when all tokens sampled before have arrived."""
+    """A reply that is being received from vLLM. ``version`` returns the version that is served now. Call
+    ``mark_version`` at every version change, when all tokens sampled before the change have arrived."""
 
     def __init__(
         self,
@@ -44,21 +44,22 @@ class VllmReply:
         self._tokenizer = tokenizer
         self._rest = b""
         self._parsed_bytes = 0
-        """The bytes of the events that were parsed."""
+        """The number of bytes in the events that were parsed."""
         self._version_marks: deque[tuple[int, int]] = deque()
-        """(number of bytes from the start, their version), oldest first."""
+        """(number of bytes from the start, version of these bytes), oldest first."""
         self._ids: list[int] = []
         self._versions: list[int] = []
         self.usage: Usage | None = None
         self.mislabelled_tokens = 0
-        """Tokens that got a wrong version; vLLM reports the right ones at the end from 0.27 on."""
+        """Tokens that got a wrong version. vLLM 0.27 and later reports the right ones at the end of a
+        reply."""
 
     @property
     def received_bytes(self) -> int:
         return self._response.received
 
     def mark_version(self, version: int) -> None:
-        """Record that all bytes received so far are of this version."""
+        """Record that all bytes received so far were sampled under this version."""
         self._version_marks.append((self._response.received, version))
 
     def abort(self) -> None:
@@ -74,7 +75,7 @@ class VllmReply:
                     last = chunk
                 elif chunk is not None:
                     yield chunk
-            # Read to the end, so that the connection can be reused.
+            # Read the response to its end, so that the connection can be reused.
             async with asyncio.timeout(END_SECONDS):
                 while data := await self._response.readany():
                     self._parse(data)
@@ -137,7 +138,9 @@ class VllmReply:
                 )
 
     def _behavior_logprobs(self, count: int) -> list[float] | None:
-        """Return 0 for greedy tokens, else NaN: vLLM reports logprobs of the full softmax only."""
+        """Return the logprobs of the next ``count`` tokens under the modified distribution, or None if it is
+        the full softmax. They are 0 for greedy sampling, else NaN: vLLM reports only logprobs of the full
+        softmax."""
         if not self._params.modifies_distribution:
             return None
         return [0.0 if self._params.temperature == 0 else math.nan] * count
@@ -153,7 +156,7 @@ class VllmReply:
             return finish, choice.stop_reason
         if ids[-1] in self._end_ids:
             return finish, None
-        # vLLM before 0.27 does not say which stop string ended the reply.
+        # vLLM before 0.27 does not report which stop string ended the reply.
         return finish, find_stop_string(
             self._tokenizer.decode(ids, skip_special_tokens=False), self._params.stop
         )

@@ -1,4 +1,4 @@
-"""The ways to serve policies with vLLM: as adapters beside the base weights, or merged into them."""
+"""The ways to serve policies with vLLM: as adapters next to the base weights, or merged into them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from instar.errors import EngineError, EngineUnavailable
 from instar.types import ArtifactKind, Policy
 
 CLOSE_SECONDS = 10.0
-"""The time that a server has to unload its adapters."""
+"""The deadline for a server to unload its adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLease:
     model: str | None
-    """The adapter's name at the server; None for its own weights."""
+    """The adapter's name on the server; None for the server's own weights."""
     version: Callable[[], int]
     """Returns the version of the tokens that are sampled now."""
 
@@ -36,7 +36,7 @@ class PolicyLease:
 class PolicyServing(ABC):
     artifacts: tuple[ArtifactKind, ...]
     switches_mid_reply: bool
-    """True if replies in progress continue under a policy that is loaded meanwhile."""
+    """True if replies in progress continue under a newly loaded policy."""
 
     @property
     @abstractmethod
@@ -51,7 +51,8 @@ class PolicyServing(ABC):
 
     @abstractmethod
     def lease(self) -> AbstractContextManager[PolicyLease]:
-        """Return what a request samples with, reserved while the request runs."""
+        """Return the adapter and version that a request samples with. They are reserved while the request
+        runs."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -62,7 +63,8 @@ class PolicyServing(ABC):
 
 
 class BaseServing(PolicyServing):
-    """A server that cannot load policies. ``requirements`` tells what it would need."""
+    """The serving mode of a server that cannot load policies. ``requirements`` says what the server would
+    need."""
 
     artifacts = ("base",)
     switches_mid_reply = False
@@ -97,18 +99,19 @@ class _LoadedAdapter:
     users: int = 0
     retired: bool = False
     may_be_gone: bool = False
-    """True if its server may have been restarted without it."""
+    """True if the server may have restarted, in which case it no longer has the adapter."""
 
 
 class AdapterServing(PolicyServing):
-    """Each version is an adapter with a unique name: vLLM separates its caches by that name, and a request
-    ends under the adapter it began with. An old adapter is unloaded when its last request has ended."""
+    """Serves each version as an adapter with a unique name. vLLM separates its caches by that name, and a
+    request finishes under the adapter it began with. An old adapter is unloaded when its last request has
+    finished."""
 
     artifacts = ("adapter", "base")
     switches_mid_reply = False
 
     def __init__(self, client: VllmClient, max_rank: int | None, report: Callable[[str], None]) -> None:
-        """``max_rank`` is the largest rank that the server accepts, if known."""
+        """``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
         self._client = client
         self._max_rank = max_rank
         self._report = report
@@ -137,7 +140,7 @@ class AdapterServing(PolicyServing):
         _check_rank(folder, self._max_rank)
         if len(self._loaded) >= MAX_LOADED_ADAPTERS:
             raise EngineUnavailable(f"Requests still run under {len(self._loaded)} versions of the policy.")
-        # The same version may be loaded again from other files, or by a later process.
+        # The same version may be loaded again from different files, or by a later process.
         name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
         await prefetch_adapter(self._client, str(folder))
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -179,14 +182,15 @@ class AdapterServing(PolicyServing):
         try:
             await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         except EngineUnavailable:
-            pass  # the server is gone, and its adapters with it
+            pass  # the server is gone, and so are its adapters
         except EngineError as error:
             if not adapter.may_be_gone:
                 self._report(f"{adapter.name} was not unloaded: {error}")
 
 
 class MergedServing(PolicyServing):
-    """The server's own weights are replaced; requests in flight go on under the new ones."""
+    """Serves a policy by replacing the server's own weights. Requests in flight continue under the new
+    weights."""
 
     switches_mid_reply = True
 
@@ -201,9 +205,10 @@ class MergedServing(PolicyServing):
         has_extension: bool,
         on_cpu: bool,
     ) -> None:
-        """``served_base`` is the path of the base model at the server. ``is_remote``: it runs on another
-        machine and can read only the folders of policies. ``has_extension``: it has our worker extension,
-        without which vLLM on a CPU does not update an output layer that is tied to the embedding."""
+        """``served_base`` is the path of the base model on the server. ``is_remote`` is true if the server
+        runs on another machine and can read only the folders of policies. ``has_extension`` is true if the
+        server has our worker extension; without the extension, vLLM on a CPU does not update an output layer
+        that is tied to the embedding."""
         self.artifacts = (
             ("adapter", "weights", "base") if has_extension or not on_cpu else ("adapter", "base")
         )
@@ -262,7 +267,7 @@ class MergedServing(PolicyServing):
             change.finish(version)
 
     async def _restore(self) -> None:
-        """Load the previous policy from its files. If they are gone, nothing is served."""
+        """Load the previous policy from its files. If the files are gone, nothing is served."""
         with contextlib.suppress(EngineError):
             if self._policy is None:
                 await self._reload(self._served_base, 0)

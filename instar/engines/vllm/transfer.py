@@ -1,4 +1,4 @@
-"""The vLLM engine's side of live routes. The code inside vLLM's workers is in `extension`."""
+"""The vLLM engine's side of live routes. The code that runs inside vLLM's workers is in `extension`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from instar.types import Json, Policy
 PREFETCH_SECONDS = 60.0
 POLL_SECONDS = 0.01
 TIED_WEIGHT = "lm_head.weight"
-"""Some files contain it although it is tied to the input embedding."""
+"""The name of the output weights. Some files contain them although they are tied to the input embedding."""
 
 
 async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
-    """Return the live routes that this server supports; none if it runs without our worker extension."""
+    """Return the live routes that this server supports. There are none without our worker extension."""
     try:
         workers: list[Json] = await client.rpc("instar_ends")
     except EngineError:
@@ -36,7 +36,7 @@ async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
 
 async def prefetch_adapter(client: VllmClient, folder: str) -> None:
     """Let the workers read an adapter while they continue to sample. A server without our worker extension
-    reads it when it is loaded, which stalls its streams."""
+    reads the adapter only when it is loaded, which stalls its streams."""
     try:
         async with asyncio.timeout(PREFETCH_SECONDS):
             while True:
@@ -51,7 +51,7 @@ async def prefetch_adapter(client: VllmClient, folder: str) -> None:
 
 
 class TransferReceiver:
-    """Stages and commits weights on one server. Each of its workers receives all weights."""
+    """Stages and commits weights on one server. Each of the server's workers receives all weights."""
 
     def __init__(self, weights: ServerWeights, base: Path) -> None:
         """``base`` is the model's folder: weights of other shapes are rejected before anything changes."""
@@ -63,7 +63,7 @@ class TransferReceiver:
         """The weights of the policy ``_key`` that have not arrived yet."""
         self._key = ""
         self._nccl_update: Json | None = None
-        """The weights that arrive over NCCL during the next commit."""
+        """A description of the weights that arrive over NCCL during the next commit."""
 
     async def stage(self, transfer: WeightTransfer) -> Json:
         if transfer.route == "nccl":
@@ -110,7 +110,8 @@ class TransferReceiver:
             change.finish(policy.version)
 
     async def _stage_nccl(self, body: Json) -> Json:
-        """Join a group with the trainer, or store what it will broadcast: vLLM loads while it receives."""
+        """Let the workers join a group with the trainer, or store what the trainer will broadcast: over NCCL,
+        vLLM loads weights while it receives them."""
         if "init" in body:
             await self._client.post("/init_weight_transfer_engine", {"init_info": body["init"]})
         if "update" in body:

@@ -13,10 +13,10 @@ from instar.engines.vllm.reply import VllmReply
 from instar.errors import EngineError, EngineUnavailable
 
 PAUSE_SECONDS = 120.0
-"""The longest time that the current step may take to end."""
+"""The deadline for the current step to finish."""
 RESUME_SECONDS = 30.0
 NO_VERSION = -1
-"""The version of weights that belong to no policy."""
+"""The version of weights that do not belong to any policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class PauseTiming:
     settle: float = 10.0
     """Seconds after which replies that still receive data are aborted."""
     resume_delays: tuple[float, ...] = (0.1, 0.5, 2.0)
-    """Seconds before each further attempt to end a pause."""
+    """Seconds to wait before each further attempt to end a pause."""
 
 
 class WeightChange:
@@ -39,19 +39,20 @@ class WeightChange:
         self.started = True
 
     def finish(self, version: int) -> None:
-        """Declare the weights complete and of this version, which takes effect when the pause ends."""
+        """Declare the weights complete. They become the given version when the pause ends."""
         self.started = True
         self.version = version
 
 
 class ServerWeights:
-    """The weights of one server. ``replies`` are those in progress; each learns of every change."""
+    """Tracks the version of one server's weights and changes them in pauses. ``replies`` are the replies in
+    progress; each one is told about every change."""
 
     def __init__(self, client: VllmClient, timing: PauseTiming | None = None) -> None:
         self.client = client
         self._timing = timing or PauseTiming()
         self.version = 0
-        """The version of tokens that are sampled from now on."""
+        """The version of the tokens that are sampled now."""
         self.replies: set[VllmReply] = set()
         self.stores_version = False
         """True if the server stores the version for other clients."""
@@ -69,9 +70,10 @@ class ServerWeights:
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[WeightChange]:
-        """Pause sampling and drop everything computed under the old weights: requests in flight compute their
-        keys and values again afterwards. They continue under the version that the change finished with, or
-        the old one if it did not start; they are aborted if it started and did not finish."""
+        """Pause sampling while the block changes the weights. Everything computed under the old weights is
+        dropped, and requests in flight compute their keys and values again. They continue under the version
+        that the change finished with, or the old version if the change did not start; they are aborted if it
+        started and did not finish."""
         async with self._lock:
             change = WeightChange()
             settling: asyncio.Task[None] | None = None
@@ -90,12 +92,12 @@ class ServerWeights:
                 if change.started and change.version != self.version:
                     self._invalidate()
                 else:
-                    # Also if the caller was cancelled, or if the pause began and its response was lost: no
-                    # one else would resume.
+                    # Also needed if the caller was cancelled, or if the pause began and its response was
+                    # lost: nothing else would resume the server.
                     await asyncio.shield(self._resume())
 
     async def _resume(self) -> None:
-        """Resume the server; if that fails, serve nothing so that a policy is loaded again."""
+        """Resume the server. If that fails, stop serving until a policy is loaded again."""
         for delay in (*self._timing.resume_delays, None):
             try:
                 await self.client.post("/resume", timeout=RESUME_SECONDS)
@@ -110,7 +112,7 @@ class ServerWeights:
         return sum(reply.received_bytes for reply in self.replies)
 
     async def _settle(self) -> None:
-        """Wait until every token sampled before the pause has arrived: vLLM has sent all of them when it
+        """Wait until every token sampled before the pause has arrived. vLLM has sent all of them when it
         responds to the pause, but they may still be in transit. Replies that keep receiving data are aborted,
         because the versions of their tokens would be unknown."""
         before = self._received_bytes()
@@ -125,7 +127,7 @@ class ServerWeights:
             self._abort_replies()
 
     async def store_version(self, version: int) -> None:
-        """Store the version's name at the server for other clients. Sampling does not depend on it."""
+        """Store the version's name on the server for other clients. Sampling does not depend on it."""
         if self.stores_version:
             with contextlib.suppress(EngineError):
                 await self.client.post("/update_weight_version", {"new_version": str(version)})

@@ -24,7 +24,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class WeightSpan(msgspec.Struct):
-    """Tokens ``start`` up to ``end`` of a reply were sampled by this version of the weights."""
+    """A part of a reply: the tokens from ``start`` to ``end`` were sampled by this version of the weights."""
 
     version: str
     start: int
@@ -36,7 +36,7 @@ class Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """vLLM before 0.27 leaves it and the following out."""
+    """vLLM before 0.27 sends neither this field nor ``weight_versions``."""
     weight_versions: list[WeightSpan] | None = None
 
 
@@ -56,7 +56,7 @@ class Event(msgspec.Struct):
 
 
 class Scores(msgspec.Struct):
-    """The answer to a request for the logprobs of its prompt."""
+    """The response to a request for the logprobs of a prompt."""
 
     choices: list[Choice]
     prompt_logprobs: list[dict[str, _Logprob] | None]
@@ -99,7 +99,8 @@ def encode_generate_request(
 
 
 def encode_score_request(ids: Ids, model: str | None) -> bytes:
-    """Allow only the last token to be sampled, so that it is scored without needing room in the context."""
+    """Return a request for the logprobs of ``ids``. It allows only the last token to be sampled, so that this
+    token is scored without needing room in the context."""
     sampling: Json = {
         "max_tokens": 1,
         "temperature": 0.0,
@@ -116,7 +117,7 @@ def encode_score_request(ids: Ids, model: str | None) -> bytes:
 
 
 def choice_logprobs(choice: Choice) -> list[float]:
-    """Return the logprobs of a choice's tokens; NaN for missing ones."""
+    """Return the logprobs of a choice's tokens (NaN where one is missing)."""
     assert choice.token_ids is not None
     if choice.logprobs is None:
         return [math.nan] * len(choice.token_ids)

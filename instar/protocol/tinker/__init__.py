@@ -1,1 +1,1 @@
-"""Tinker's wire protocol: protobuf as tinker 0.36 sends it, JSON as tinker 0.22 and MinT do."""
+"""Tinker's wire protocol: protobuf as sent by tinker 0.36, JSON as sent by tinker 0.22 and MinT."""

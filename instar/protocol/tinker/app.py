@@ -35,7 +35,8 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
 
 
 class TinkerSessionRoutes:
-    """Sessions, the results of operations, and the requests that a client sends to any server."""
+    """The routes for sessions, the results of operations, and general requests that clients send to any
+    server."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class TinkerSessionRoutes:
         ``proto_write_fwdbwd`` is set."""
         settings = {"pjwt_auth_enabled": not has_tinker_key(request.http.headers), "proto_write_fwdbwd": True}
         response = json_response(settings)
-        # Clients open a connection for this request alone and leave it to their garbage collector.
+        # Clients open a separate connection for this request and leave it to their garbage collector.
         response.headers["connection"] = "close"
         return response
 
@@ -79,7 +80,7 @@ class TinkerSessionRoutes:
         return json_response({"jwt": self._keys.issue_token(request.owner)})
 
     async def telemetry(self, request: TinkerRequest) -> Response:
-        """Accept and discard."""
+        """Accept the client's telemetry and discard it."""
         return json_response({"status": "accepted"})
 
     async def create_session(self, request: TinkerRequest) -> Response:
@@ -98,14 +99,14 @@ class TinkerSessionRoutes:
         for model_id in model_ids:
             self._operations.close_queue(model_id)
         for path in paths:
-            with contextlib.suppress(ProtocolError):  # it may have expired
+            with contextlib.suppress(ProtocolError):  # the checkpoint may have expired
                 self._service.delete_checkpoint(path, request.owner)
         return Response(status_code=204)
 
     async def retrieve(self, request: TinkerRequest) -> Response:
         request_id = request.parse(TinkerRetrieveFuture).request_id
-        # An unknown operation was started before this server was restarted. For 410 clients submit their
-        # sampling requests again, and report training requests as lost.
+        # An unknown operation was started before this server was restarted. On a 410, clients submit sampling
+        # requests again and report training requests as lost.
         with _not_found_as_gone():
             result = await self._operations.wait(request_id, request.owner, HOLD_SECONDS)
         if result is None:

@@ -1,4 +1,4 @@
-"""Authentication with an API key of this server, or with a token that it issued for one.
+"""Authenticates clients by an API key of this server, or by a token that the server issued for a key.
 
 Clients whose keys do not have Tinker's form (MinT's `sk-`) exchange them for a token and send that. A token
 is signed with the key that it stands for, so it survives restarts and nothing has to be stored.
@@ -20,10 +20,10 @@ from instar.types import Json
 
 KEY_HEADER = "X-API-Key"
 KEY_PREFIX = "tml-"
-"""Tinker's own clients require it of a key."""
+"""The prefix that Tinker's own clients require of a key."""
 TOKEN_SECONDS = 3600.0
 _TOKEN_PREFIX = "eyJ"
-"""Every JWT begins with it."""
+"""The prefix of every JWT."""
 
 
 class TinkerKeyStore(KeyStore):
@@ -67,7 +67,8 @@ class TinkerKeyStore(KeyStore):
 
 
 def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """True if Tinker's clients send a key of this form without exchanging it for a token."""
+    """Return True if the request's key or token has a form that Tinker's clients send without exchanging it
+    first."""
     return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _TOKEN_PREFIX))
 
 
@@ -76,7 +77,7 @@ def _encode(value: Json) -> str:
 
 
 def _decode(text: str) -> Json:
-    """Return the decoded claims; empty if the text is not part of a token."""
+    """Return the decoded JSON object; empty if the text is not part of a token."""
     try:
         value = orjson.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
     except ValueError:

@@ -1,13 +1,13 @@
-"""Conversion of Tinker's datums to samples.
+"""Converts Tinker's datums to samples.
 
 A datum has inputs ``x[0..n)`` and a target for each of them. We compute next-token logprobs, so a target must
 be the input that follows: ``target[i] == x[i+1]``; only the last one is free. The sample is then
 ``x + [target[n-1]]``, and entry ``i`` of a datum's tensors applies to the sample's token ``i + 1``. Every
 token is trained, so that every logprob is returned; one whose weight or advantage is 0 adds nothing.
 
-Two kinds of tokens are masked, and their logprob is returned as NaN: those of weight or advantage 0 whose
-target is another token (programs put fillers there), and those of advantage 0 whose old logprob is NaN. `dro`
-pulls towards the old logprobs whatever the advantage is, so it accepts no filler targets.
+Two kinds of tokens are masked, and their logprob is returned as NaN: tokens of weight or advantage 0 whose
+target is not the next input (programs put fillers there), and tokens of advantage 0 whose old logprob is NaN.
+`dro` pulls towards the old logprobs whatever the advantage is, so it accepts no filler targets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TinkerDatum:
 
 
 def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
-    """Convert datums to samples. Raises ProtocolError that names the invalid datum."""
+    """Return one sample per datum. Raises ProtocolError, naming the invalid datum."""
     if loss not in LOSSES:
         raise ProtocolError(f"unknown loss {loss!r}; supported: {', '.join(LOSSES)}")
     if not datums:
@@ -115,7 +115,8 @@ def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array 
 
 
 def _last_target(name: str, targets: Array) -> int:
-    """Return the last target, which no input confirms and which would be truncated to 32 bits."""
+    """Return the last target. It is not confirmed by any input, and would be truncated to 32 bits, so it is
+    checked here."""
     last = int(targets[-1])
     if not 0 <= last < 1 << 31:
         raise ProtocolError(f"{name}: target_tokens[{len(targets) - 1}] is {last}, which is not a token id")
@@ -123,7 +124,7 @@ def _last_target(name: str, targets: Array) -> int:
 
 
 def _shift(values: Array | None, count: int, *, first: float, default: float) -> Floats:
-    """Return the values one index later, so that index i describes token i of the sample."""
+    """Return the values shifted by one, so that index i describes token i of the sample."""
     shifted = np.empty(count + 1, np.float32)
     shifted[0] = first
     shifted[1:] = default if values is None else values

@@ -52,7 +52,7 @@ TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
 
 class TinkerRouter:
-    """Endpoints under ``/api/v1`` that require an API key."""
+    """Registers endpoints under ``/api/v1`` that require an API key."""
 
     def __init__(self, keys: TinkerKeyStore, max_body: int) -> None:
         self._keys = keys

@@ -107,7 +107,8 @@ def _checkpoint(info: CheckpointInfo) -> Json:
 
 
 def _run(run_id: str, checkpoints: Sequence[CheckpointInfo]) -> Json:
-    """Return the fields of a model's training run from its checkpoints, newest first."""
+    """Return the fields of a model's training run. ``checkpoints`` are the model's checkpoints, newest
+    first."""
     newest = checkpoints[0]
     fields = _run_fields(run_id, newest.base_model, newest.rank, _to_datetime(newest.created_at))
     for name, kind in (("last_checkpoint", "state"), ("last_sampler_checkpoint", "sampler")):

@@ -85,7 +85,7 @@ def _build_file() -> FileDescriptorProto:
     return file
 
 
-# A separate pool, because the SDK registers its messages in the default one of the same process.
+# A separate pool, because the SDK in the same process registers its messages in the default one.
 _pool = DescriptorPool()
 _pool.AddSerializedFile(_build_file().SerializeToString())
 

@@ -30,7 +30,7 @@ _LOSS_OPTIONS = {
     "cispo": {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
     "dro": {"beta": "beta"},
 }
-"""By loss, the options that its config accepts and our names for them."""
+"""The options that each loss accepts, with Instar's names for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class TinkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class TinkerPass:
-    """A pass request. Invalid data is reported when the pass runs: its sequence id is used up either way."""
+    """A request for a pass. Invalid data is reported when the pass runs, because its sequence id is used up
+    either way."""
 
     model_id: str
     seq: int | None

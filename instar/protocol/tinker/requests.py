@@ -1,4 +1,4 @@
-"""The fields that we read of the requests of Tinker's clients. Others are ignored, as the service does."""
+"""The request fields of Tinker's clients that we read. Other fields are ignored, as the service does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TinkerSessionRef(Struct):
 
 
 class TinkerModelRequest(Struct):
-    """A request for a model; ``seq_id`` is its place in the order of the model's calls."""
+    """A request for a model. ``seq_id`` is the position of the request in the order of the model's calls."""
 
     model_id: str
     seq_id: int | None = None
@@ -46,7 +46,8 @@ class TinkerSaveWeights(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
-    """Older clients do not send it and expect to overwrite."""
+    """True if an existing checkpoint may be replaced. Older clients do not send this field and expect to
+    overwrite."""
 
 
 class TinkerSaveForSampler(TinkerModelRequest):

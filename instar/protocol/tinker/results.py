@@ -22,7 +22,7 @@ _REDUCTIONS = {
     "micro_batches": "sum",
     "ratio_max": "max",
 }
-"""How clients combine a metric over the parts of a batch; the default is the mean."""
+"""How clients combine each metric over the parts of a batch. The default is the mean."""
 _OUTPUT_TYPE = "ArrayRecord"
 
 
@@ -31,15 +31,16 @@ class TinkerPassResult:
     """The result of a forward or forward-backward pass."""
 
     logprobs: Sequence[Floats]
-    """Per datum, the logprob of each target; NaN where it was not computed."""
+    """The logprobs of the targets, one array per datum; NaN where no logprob was computed."""
     metrics: Mapping[str, float]
-    """Each name ends in its reduction over the parts of a batch: ``loss:sum``."""
+    """The metrics. Each name ends in its reduction over the parts of a batch: ``loss:sum``."""
 
     @classmethod
     def from_logprobs(
         cls, loss: float, metrics: Mapping[str, float], logprobs: Sequence[Floats]
     ) -> TinkerPassResult:
-        """Create a result from per-token logprobs of samples, whose first token has none."""
+        """Return a result with the samples' logprobs, without the first token of each sample, which has
+        none."""
         all_metrics = {"loss": loss, **metrics}
         named = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in all_metrics.items()}
         return cls([values[1:] for values in logprobs], named)
@@ -69,7 +70,7 @@ class TinkerPassResult:
 class TinkerSampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
-    """NaN where none was computed or requested."""
+    """The logprobs of the prompt; NaN where no logprob was computed or requested."""
 
     def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()
@@ -101,7 +102,7 @@ class TinkerSampleResult:
 
 
 def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics: JSON has no other numbers."""
+    """Return the metrics that are finite, because JSON has no NaN or infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

@@ -1,4 +1,4 @@
-"""Sampling sessions and the routes to sample in them."""
+"""Sampling sessions, and the routes for sampling in them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
 MAX_SESSIONS = 10_000
-"""Sampling sessions that are remembered, over all owners. Beyond that the oldest is dropped."""
+"""The number of sampling sessions that are remembered, over all owners. Beyond that, the oldest is
+dropped."""
 MAX_SAMPLES = 1024
-"""Samples per request."""
+"""The largest number of samples per request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,13 @@ class TinkerSamplingSession:
     session_id: str
     owner: str
     path: str | None
-    """The sampler's path; None samples from the base model."""
+    """The sampler's path; None for the base model."""
     ephemeral: bool = False
     """True if the weights have no name and are deleted when the session ends."""
 
 
 class TinkerSamplingSessions:
-    """The weights that each sampling session uses, and the models of each session."""
+    """Remembers the weights that each sampling session uses, and the models of each session."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, TinkerSamplingSession] = OrderedDict()
@@ -43,7 +44,8 @@ class TinkerSamplingSessions:
     def open(
         self, session_id: str, number: int, owner: str, path: str | None, *, ephemeral: bool = False
     ) -> str:
-        """Return the sampling session's id, which is the same when it is opened again with that number."""
+        """Return the sampling session's id. Opening a session again with the same number returns the same
+        id."""
         sampling_id = f"{session_id}:sample:{number}"
         self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, ephemeral)
         while len(self._sessions) > MAX_SESSIONS:
@@ -140,7 +142,7 @@ class TinkerSamplingRoutes:
         self, body: TinkerSampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
     ) -> list[SampledSequence]:
         if body.prompt_logprobs and len(prompt) == self._service.max_context:
-            # To get a prompt's logprobs, clients also request one token, which does not fit the context.
+            # To get a prompt's logprobs, clients also request one token. It may not fit into the context.
             return [SampledSequence([], [], "length", "") for _ in range(body.num_samples)]
         return await self._service.sample(path, owner, prompt.tolist(), params, body.num_samples)
 

@@ -1,4 +1,4 @@
-"""Routes of models in training: passes, optimizer steps and checkpoints.
+"""The routes for models in training: passes, optimizer steps and checkpoints.
 
 Each request starts an operation, whose result the client retrieves later.
 """
@@ -28,7 +28,7 @@ from instar.protocol.tinker.sampling import TinkerSamplingSessions
 from instar.types import Json
 
 EPHEMERAL_SECONDS = 7 * 86400.0
-"""Seconds that unnamed weights saved for a sampling client are kept, unless their session ends before."""
+"""Seconds that unnamed weights saved for a sampling client are kept, unless their session ends earlier."""
 OPTIMIZER = "adamw"
 
 
@@ -67,7 +67,7 @@ class TinkerTrainingRoutes:
             self._sessions.add_model(body.session_id, model.model_id)
             return {"type": "create_model", "model_id": model.model_id}
 
-        # Checked now, so that a client whose session has ended gets its error at once.
+        # Checked now, so that a client whose session has ended gets the error at once.
         self._service.heartbeat(body.session_id, request.owner)
         key = f"create_model:{body.session_id}:{body.model_seq_id}"
         request_id = self._operations.submit("create_model", request.owner, work, key=key)
@@ -179,8 +179,8 @@ class TinkerTrainingRoutes:
         body: TinkerModelRequest,
         work: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
-        """Submit an operation in the order of the model's sequence ids. Raises ProtocolError 404 if the model
-        has ended."""
+        """Submit an operation with the request's sequence id and return the response. Raises ProtocolError
+        404 if the model has ended."""
         model = self._service.model(body.model_id, request.owner)
         request_id = self._operations.submit(
             kind,

@@ -1,1 +1,1 @@
-"""Weaver's wire protocol as its SDK 1.19 sends it."""
+"""Weaver's wire protocol as sent by its SDK 1.19."""

@@ -1,4 +1,4 @@
-"""The app that serves the routes of Weaver's protocol that training and sampling need, under `/api/v1`.
+"""The app that serves the training and sampling routes of Weaver's protocol, under `/api/v1`.
 
 Organisations and quotas, managed datasets, weight downloads and deployments are not offered; a request for
 them gets a 404 that says so.
@@ -46,7 +46,8 @@ class WeaverMetrics(msgspec.Struct):
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
-    """Every route except `/healthz` requires one of the keys. What one key creates is hidden from others."""
+    """Return the app. Every route except `/healthz` requires one of the keys. Clients with different keys
+    cannot see each other's sessions and models."""
     operation_routes = WeaverOperationRoutes(operations)
     sessions = WeaverSessionRoutes(service)
     training = WeaverTrainingRoutes(service, operations, operation_routes)
@@ -92,7 +93,7 @@ async def _health(request: Request) -> Response:
 
 
 class WeaverSessionRoutes:
-    """Sessions and the list of base models."""
+    """The routes for sessions and the list of base models."""
 
     def __init__(self, service: TrainingService) -> None:
         self._service = service
@@ -127,5 +128,5 @@ class WeaverSessionRoutes:
 
 
 def _session_fields(session_id: str) -> dict[str, Any]:
-    """Return a session's fields. The SDK does not read ``tensor_transports``; `WeaverClient` does."""
+    """Return a session's fields. ``tensor_transports`` is read by `WeaverClient`, not by the SDK."""
     return {"id": session_id, "tensor_transports": TRANSPORTS}

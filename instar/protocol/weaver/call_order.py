@@ -1,4 +1,4 @@
-"""The order of the calls of a model.
+"""The order of a model's calls.
 
 Weaver's SDK numbers passes, steps and exports, but neither saves nor loads. A call without a number must run
 after all calls that arrived before it and before all that arrive later. It gets a number of its own here, and
@@ -14,18 +14,19 @@ from instar.protocol.base import ProtocolError
 
 
 class WeaverCallOrder:
-    """The call order of one model. ``submit`` receives the sequence id and returns the operation's id; when
-    it raises, the sequence id stays free."""
+    """Assigns sequence ids to the calls of one model. ``submit`` receives the sequence id and returns the
+    operation's id; if it raises, the sequence id stays free."""
 
     def __init__(self) -> None:
         self._calls: dict[int, str | None] = {}
         self._highest = 0
         self._inserted: list[int] = []
-        """For each call without a number, the highest number that had arrived before it."""
+        """The highest number that had arrived before each call without a number."""
 
     def submit_numbered(self, seq: int, call_id: str | None, submit: Callable[[int], str]) -> str:
-        """Submit a call with the client's sequence id. ``call_id`` is the same when a call is sent again;
-        None if it is unknown. Raises ProtocolError 409 if another call has the sequence id."""
+        """Submit a call with the client's sequence id and return the operation's id. ``call_id`` is the same
+        when a call is sent again, or None if it is unknown. Raises ProtocolError 409 if a different call has
+        the sequence id."""
         known = self._calls.get(seq)
         if known is not None and call_id is not None and known != call_id:
             raise ProtocolError(
@@ -39,8 +40,8 @@ class WeaverCallOrder:
         return operation_id
 
     def submit_unnumbered(self, submit: Callable[[int], str]) -> str:
-        """Submit a call without a number. If it is sent again it runs twice, which is harmless for a save or
-        a load."""
+        """Submit a call without a number and return the operation's id. A call that is sent again runs twice,
+        which is harmless for a save or a load."""
         operation_id = submit(self._highest + len(self._inserted) + 1)
         self._inserted.append(self._highest)
         return operation_id

@@ -1,4 +1,4 @@
-"""Checkpoint paths and fields in Weaver's form."""
+"""Converts checkpoint paths and fields to Weaver's form."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from instar.protocol.base import CheckpointInfo, ProtocolError
 SCHEME = "weaver://"
 FOLDERS = {"state": "checkpoints", "sampler": "samplers"}
 SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
-"""The folders in Weaver's paths and in those of `TrainingService`."""
+"""The folder names in Weaver's paths, with those in the paths of `TrainingService`."""
 
 
 def weaver_path(info: CheckpointInfo) -> str:
-    """Return `weaver://<model>/checkpoints/<name>`, with `samplers` for what can only be sampled from."""
+    """Return `weaver://<model>/checkpoints/<name>`, with `samplers` instead for a checkpoint that can only be
+    sampled from."""
     return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_checkpoint_name(info)}"
 
 
 def to_service_path(path: str) -> str:
-    """Convert a client's path to the one of `TrainingService`, which accepts any scheme."""
+    """Return the path of `TrainingService` for a client's path. `TrainingService` accepts any scheme."""
     parts = path.removeprefix(SCHEME).split("/", 2)
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SERVICE_FOLDERS:
         raise ProtocolError(
@@ -37,7 +38,7 @@ def checkpoint_fields(info: CheckpointInfo) -> dict[str, Any]:
     ttl = None if info.expires_at is None else round(info.expires_at - info.created_at)
     weights = "weight_and_optimizer" if info.has_optimizer else "weight"
     return {
-        # The SDK puts ids into URLs and accepts only UUIDs; this one is the same for the same path.
+        # The SDK puts ids into URLs and accepts only UUIDs. Equal paths have equal ids.
         "id": str(uuid.uuid5(uuid.NAMESPACE_URL, path)),
         "path": path,
         "name": _checkpoint_name(info),

@@ -1,4 +1,4 @@
-"""Conversion of a training pass's datums to samples, and of logprobs to the response.
+"""Converts the datums of a training pass to samples, and logprobs to the response.
 
 A datum is a model input x and a target for each of its tokens: the token that comes next. Entry i of every
 tensor applies to target i, which is token i + 1 of our sample::
@@ -32,10 +32,10 @@ from instar.types import NOT_SAMPLED, Floats, Sample
 NO_TARGET = -100
 RATIO_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 LOSSES = ("cross_entropy", *RATIO_LOSSES, "surrogate")
-"""`surrogate` is the second half of the SDK's `forward_backward_custom`."""
+"""The supported losses. `surrogate` is the second half of the SDK's `forward_backward_custom`."""
 LOGPROBS_ONLY = "forward_logprob"
 OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
-"""Names in `loss_fn_config` and ours for them."""
+"""The option names in `loss_fn_config`, with Instar's names for them."""
 Ints = NDArray[np.int64]
 NO_PACK = TensorPack()
 
@@ -92,19 +92,19 @@ class WeaverTensor(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class WeaverBatch:
-    """The samples of a pass. ``loss`` is None if only logprobs were requested."""
+    """The samples of a pass. ``loss`` is None if the client requested only logprobs."""
 
     loss: LossConfig | None
     samples: list[Sample]
     scored: list[NDArray[np.bool_]]
-    """Per datum, True for the targets that are tokens of its sample."""
+    """One array per datum: True for the targets that are tokens of the sample."""
     datum_ids: list[str | None]
 
 
 def parse_batch(
     pass_input: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, backward: bool
 ) -> WeaverBatch:
-    """Convert a pass to samples. Raises ProtocolError that names the unsupported field or invalid datum."""
+    """Return the samples of a pass. Raises ProtocolError, naming the unsupported field or invalid datum."""
     loss_fn = pass_input.loss_fn
     if backward and loss_fn == LOGPROBS_ONLY:
         raise ProtocolError(f"loss_fn {LOGPROBS_ONLY!r} has no backward pass")
@@ -191,7 +191,8 @@ def _loss_tensors(
     if loss_fn == "cross_entropy":
         inputs.allow("target_tokens", "weights", "loss_mask")
         weights = inputs.floats("weights") if "weights" in inputs else ones
-        # Without a mask every target is scored, even at weight 0: clients compute metrics from the logprobs.
+        # Without a mask every target is scored, even with a weight of 0: clients compute metrics from the
+        # logprobs.
         mask = (
             inputs.floats("loss_mask")
             if "loss_mask" in inputs
@@ -203,7 +204,7 @@ def _loss_tensors(
 
 
 class _LossInputs:
-    """A datum's ``loss_fn_inputs``: tensors with one entry per token of its model input."""
+    """The ``loss_fn_inputs`` of a datum: tensors with one entry per token of its model input."""
 
     def __init__(self, tensors: dict[str, msgspec.Raw], pack: TensorPack, index: int, length: int) -> None:
         self._tensors = tensors
@@ -267,7 +268,7 @@ def _check_ids(ids: Ints, index: int, vocab_size: int) -> None:
 
 
 def _shift(values: Floats, size: int, *, first: float = np.nan) -> Floats:
-    """Return the targets' values one index later, so that index i describes token i of the sample."""
+    """Return the targets' values shifted by one, so that index i describes token i of the sample."""
     shifted = np.empty(size, np.float32)
     shifted[:1] = first
     shifted[1:] = values[: max(size - 1, 0)]
@@ -275,7 +276,7 @@ def _shift(values: Floats, size: int, *, first: float = np.nan) -> Floats:
 
 
 def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
-    """Return `loss_fn_outputs`: per datum the logprob of each target; NaN where it was not computed."""
+    """Return `loss_fn_outputs`: the logprobs of each datum's targets (NaN where no logprob was computed)."""
     return [
         {
             "logprobs": {"data": _encode_numbers(_per_target(values, scored)), "dtype": "float32"},
@@ -292,5 +293,6 @@ def _per_target(logprobs: Floats, scored: NDArray[np.bool_]) -> Floats:
 
 
 def _encode_numbers(values: Floats) -> orjson.Fragment:
-    """Encode NaN as `NaN`: the SDK cannot make a tensor of a list that contains null."""
+    """Return the values as JSON with `NaN` literals. The SDK cannot make a tensor of a list that contains
+    null."""
     return orjson.Fragment(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).replace(b"null", b"NaN"))

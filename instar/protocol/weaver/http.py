@@ -36,14 +36,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WeaverRequest:
-    """An authenticated request. ``path_params`` holds what the route's pattern matched."""
+    """An authenticated request. ``path_params`` are the parts of the path that matched the route's
+    pattern."""
 
     owner: str
     path_params: dict[str, str]
     content_type: str
     body: bytes
     call_id: str | None
-    """The trace context: the SDK repeats it when it retries a call, and never uses it for another call."""
+    """The trace context. The SDK repeats it when it retries a call, and never uses it for a different
+    call."""
 
     @property
     def media_type(self) -> str:

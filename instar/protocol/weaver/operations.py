@@ -16,7 +16,7 @@ from instar.protocol.http import json_response
 from instar.protocol.weaver.http import WeaverRequest, error_fields
 
 HOLD_SECONDS = 25.0
-"""Less than half of the 60 s after which the SDK gives up a request."""
+"""Seconds that a request is held open: less than half of the 60 s after which the SDK gives up."""
 
 OperationWork = Callable[[], Awaitable[Any]]
 
@@ -31,7 +31,8 @@ class WeaverOperationRoutes:
     async def run(
         self, kind: str, request: WeaverRequest, work: OperationWork, *, key: str | None, deadline: float
     ) -> Any:
-        """Return the value of work whose result the SDK expects in the response, and may request again."""
+        """Run an operation and return its value, for requests whose result the SDK expects in the response.
+        With ``key``, a repeated request gets the result of the same operation."""
         operation_id = self._operations.submit(kind, request.owner, work, key=key)
         result = await self._operations.wait(operation_id, request.owner, deadline)
         if result is None:

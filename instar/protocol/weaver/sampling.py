@@ -1,4 +1,4 @@
-"""Routes of sampling sessions.
+"""The routes for sampling sessions.
 
 The id of a sampling session encodes the path of its sampler, so the server keeps no state for it and the id
 stays valid after a restart.
@@ -68,7 +68,7 @@ class WeaverSamplingRoutes:
         self._operations = operations
 
     async def create(self, request: WeaverRequest) -> Response:
-        """Create a sampling session. ``base_model`` is ignored if there is a ``model_path``."""
+        """Create a sampling session. ``base_model`` is ignored if ``model_path`` is set."""
         body = request.parse(WeaverCreateSampling)
         self._service.heartbeat(request.path_params["session"], request.owner)
         if body.model_path:
@@ -162,7 +162,7 @@ def _encode_id(model_path: str | None) -> str:
 
 
 def _decode_id(session_id: str) -> str | None:
-    """Return the path that the session samples from; None stands for the base model."""
+    """Return the path that the session samples from, or None for the base model."""
     code = session_id.removeprefix(PREFIX)
     try:
         path = base64.urlsafe_b64decode(code + "=" * (-len(code) % 4)).decode()

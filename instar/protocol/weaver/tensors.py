@@ -1,4 +1,4 @@
-"""Tensors sent as bytes beside the JSON: the SDK's transport `http-binary`.
+"""Tensors sent as bytes next to the JSON: the SDK's transport `http-binary`.
 
 Such a request has two parts: a manifest, which holds the JSON request, and a pack of raw numbers, optionally
 compressed as one zstd frame, whose size and SHA-256 are in the manifest. In place of a tensor the request has
@@ -59,13 +59,13 @@ class PackedTensor(msgspec.Struct):
 
 
 class TensorPack:
-    """The tensors of a request; a plain JSON request has none."""
+    """The tensors of a request. The pack of a plain JSON request is empty."""
 
     def __init__(self, content: bytes | memoryview = b"") -> None:
         self._content = content
 
     def array(self, location: TensorLocation) -> NDArray[Any]:
-        """Return the tensor without copying it. Raises ProtocolError if there is none at that location."""
+        """Return the tensor at a location without copying it. Raises ProtocolError if there is none."""
         dtype = DTYPES.get(location.dtype)
         if dtype is None or (location.format, location.codec) != ("raw-tensor", "raw"):
             raise ProtocolError(
@@ -84,7 +84,8 @@ class TensorPack:
 
 
 def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, TensorPack]:
-    """Return the request as plain JSON and its tensors of at most ``limit`` bytes. Raises ProtocolError."""
+    """Return the request as plain JSON, and its tensors. Raises ProtocolError if the request is malformed or
+    its tensors exceed ``limit`` bytes."""
     if request.media_type == JSON:
         return request, TensorPack()
     parts = _split_parts(request)
@@ -93,7 +94,7 @@ def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, T
     if manifest.version != 1:
         raise ProtocolError(f"manifest version {manifest.version} is not supported; supported: 1")
     content = _decode_pack(parts["tensor_pack"], manifest.tensor_pack, limit)
-    # The SDK does not retry a pack by itself, so each attempt has another trace context. The manifest
+    # The SDK does not retry a pack by itself, so each attempt has a different trace context. The manifest
     # identifies the call: it holds the model, the sequence id and the pack's digest.
     call_id = hashlib.sha256(text).hexdigest()
     plain = replace(request, content_type=JSON, body=bytes(manifest.request), call_id=call_id)
@@ -101,7 +102,7 @@ def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, T
 
 
 def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
-    """Return the parts of a multipart body by name, without copying them: a pack may be large."""
+    """Return the parts of a multipart body by name. They are not copied, because a pack may be large."""
     header = Message()
     header["content-type"] = request.content_type
     delimiter = f"\r\n--{header.get_boundary()}".encode()
@@ -141,7 +142,8 @@ def _decode_pack(pack: memoryview, info: TensorPackInfo, limit: int) -> bytes | 
 
 
 def _decompress(pack: memoryview, size: int) -> bytes:
-    """Decompress at most ``size`` + 1 bytes, whatever size the frame declares."""
+    """Return the decompressed pack. At most ``size`` + 1 bytes are decompressed, whatever size the frame
+    declares."""
     import zstandard
 
     try:

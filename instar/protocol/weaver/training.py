@@ -1,4 +1,4 @@
-"""Routes of models: create, train, save, load, export and terminate."""
+"""The routes for models: create, train, save, load, export and terminate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from instar.protocol.wire import AdamFields, LoraFields
 from instar.types import new_id
 
 CREATE_DEADLINE = 50.0
-"""The SDK gives up a request after 60 s."""
+"""Seconds to create a model. The SDK gives up a request after 60 s."""
 TRAINING_MODE = "lora"
 STATE_TYPES = ("weight", "weight_and_optimizer")
 CHECKPOINT_TYPES = (*STATE_TYPES, "sampling")
@@ -100,7 +100,7 @@ class WeaverTrainingRoutes:
                 f"{self._service.base_model} takes at most {self._service.max_context} tokens"
             )
         session_id, adapter = request.path_params["session"], body.lora_config.to_adapter_spec()
-        # A client that repeats the call, because it got no response, gets the same model.
+        # A client that repeats the call because it got no response gets the same model.
         key = f"create_model {session_id} {body.model_seq_id} {request.call_id}"
         model = await self._operation_routes.run(
             "create_model",
@@ -156,8 +156,8 @@ class WeaverTrainingRoutes:
         return await self._run_sequenced("optim_step", request, work)
 
     async def _run_sequenced(self, kind: str, request: WeaverRequest, work: SequencedWork) -> Response:
-        """Run a call that has a sequence id. Invalid content is an error of the operation, not of the
-        request: the sequence id is used up either way, and the calls that follow wait for it."""
+        """Run a call that has a sequence id and return the response. Invalid content is an error of the
+        operation, not of the request: the sequence id is used up either way, and later calls wait for it."""
         model = self._find_model(request)
         request, pack = unpack_request(request, self._service.limits.max_body)
         payload = request.parse(WeaverSequencedRequest).payload
@@ -220,7 +220,7 @@ class WeaverTrainingRoutes:
         return await self._operation_routes.respond(operation_id, request)
 
     async def checkpoints(self, request: WeaverRequest) -> Response:
-        """List a model's checkpoints, even if the model has ended."""
+        """Return a model's checkpoints, even if the model has ended."""
         checkpoints = self._service.checkpoints(request.owner, request.path_params["model"])
         if not checkpoints:
             self._find_model(request)
