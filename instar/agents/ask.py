@@ -1,4 +1,4 @@
-"""An agent that makes a single call and leaves the scoring to others."""
+"""An agent that makes a single call and returns no reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instar.types import Json
 
 
 class SingleCallAgent(OpenAIAgent):
-    """Sends the task's `messages`, `question` or `prompt` after a system message, with the task's `tools`."""
+    """An agent that sends a system message and the task's `messages`, `question` or `prompt`, and `tools`."""
 
     async def __call__(
         self,
@@ -21,7 +21,7 @@ class SingleCallAgent(OpenAIAgent):
         examples: list[tuple[str, str]] | None = None,
         max_tokens: int = 128,
     ) -> None:
-        """``examples`` are questions and answers that precede the task."""
+        """Make the call. ``examples`` are questions and answers that precede the task."""
         client = self.client_for(session)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         for question, answer in examples or []:

@@ -1,4 +1,4 @@
-"""The calculator tool of the agents."""
+"""The calculator tool that the agents use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def calculate(arguments: str) -> str:
 
 
 def evaluate(expression: str) -> float:
-    """Evaluate an expression of numbers and the four operations. Raises ValueError for anything else."""
+    """Return the value of an expression of numbers and the four operations. Raises ValueError otherwise."""
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError("expression too long")
     return _value(ast.parse(expression.strip(), mode="eval").body)

@@ -1,5 +1,6 @@
 """Two agents for GSM8K. `solve` writes calculations in plain text and returns no reward. `check` has two
-tools, a calculator and one that checks its answer, takes several turns, and returns ``(turns, reward)``.
+tools, one that calculates and one that checks an answer. It takes several turns and returns
+``(turns, reward)``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from instar.types import Json
 
 MAX_TURNS = 4
 TEXT_TOKENS, CALL_TOKENS = 24, 48
-"""The token limits of a calculation in plain text, and of one in a tool call."""
+"""The token limits of a calculation in plain text and of a calculation in a tool call."""
 EXAMPLES = (
     ("Tom picks 15 bags of 20 plums and eats 31. How many plums remain?", "15 * 20 - 31", "269"),
     ("A crate holds 24 bottles. How many bottles are in 310 crates?", "24 * 310", "7440"),
@@ -40,7 +41,7 @@ CORRECT, WRONG = "correct", "wrong, try again"
 
 
 class Gsm8kTextAgent(OpenAIAgent):
-    """Writes a calculation, gets its result, and answers, after ``examples`` worked examples."""
+    """An agent that writes a calculation, gets its result and answers, after some worked examples."""
 
     async def __call__(
         self,
@@ -67,8 +68,8 @@ class Gsm8kTextAgent(OpenAIAgent):
 
 
 class Gsm8kToolAgent(OpenAIAgent):
-    """Calculates, has the answer checked, and tries again if it is wrong. The reward is 1 if the first check
-    succeeds, and halves with every further check."""
+    """An agent that calculates, has its answer checked, and tries again if the answer is wrong. The reward is
+    1 if the first check succeeds, and halves with every additional check."""
 
     async def __call__(
         self,
@@ -109,7 +110,7 @@ check = Gsm8kToolAgent()
 
 
 def check_answer(arguments: str, final: str) -> str:
-    """Return the result of a call of the tool with these JSON arguments."""
+    """Return the result of a call of the checking tool with these JSON arguments."""
     try:
         number = final_number(str(json.loads(arguments)["answer"]))
     except (ValueError, TypeError, KeyError):

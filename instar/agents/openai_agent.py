@@ -8,7 +8,7 @@ from instar.rollout.base import AgentSession
 
 
 class OpenAIAgent:
-    """Shares one connection pool among all sessions: a new client takes 24 ms, a derived one 0.06 ms."""
+    """An agent whose sessions share one connection pool: a new client takes 24 ms, a derived one 0.06 ms."""
 
     def __init__(self) -> None:
         self._shared_client: AsyncOpenAI | None = None

@@ -13,7 +13,7 @@ from instar.rollout.tasksets.textarena import TextArenaGame
 from instar.types import Json
 
 OFFERED_MOVE = re.compile(r"'(\[\w+\])'")
-"""The notation in which games for two list the valid moves."""
+"""The notation in which games for two players list the valid moves."""
 
 
 class TextArenaAgent(OpenAIAgent):
@@ -27,8 +27,8 @@ class TextArenaAgent(OpenAIAgent):
         unfinished: float = 0.0,
         hint: str = "Reply with your move in square brackets, and nothing else.",
     ) -> tuple[int, float]:
-        """Play the game. ``unfinished`` is the reward if it is not over after ``max_turns``. In a game for
-        two, the opponent moves at random."""
+        """Play the game and return ``(turns, reward)``. ``unfinished`` is the reward if the game is not over
+        after ``max_turns``. In a game for two players, the opponent moves at random."""
         client = self.client_for(session)
         game = TextArenaGame(task["game"], task["seed"], task["args"])
         seat = task["seed"] % game.players
@@ -56,7 +56,7 @@ play = TextArenaAgent()
 
 
 def _random_move(observation: str, rng: random.Random) -> str:
-    """Return one of the moves that the last line with moves lists."""
+    """Return a random move from the last line of the observation that lists moves."""
     for line in reversed(observation.splitlines()):
         if moves := OFFERED_MOVE.findall(line):
             return rng.choice(moves)

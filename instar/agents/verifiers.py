@@ -1,4 +1,4 @@
-"""Runs an environment of `verifiers` on one row of its dataset. Its rubric gives the reward."""
+"""Runs a `verifiers` environment on one row of its dataset. The environment's rubric gives the reward."""
 
 from __future__ import annotations
 

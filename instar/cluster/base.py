@@ -17,29 +17,29 @@ from instar.cluster.tasks import cancel_tasks
 from instar.errors import InstarError
 
 EXIT_FATAL = 70
-"""Exit code of a role that failed in a way that a restart would not fix."""
+"""Exit code of a role whose failure a restart would not fix."""
 EXIT_STOPPED = 75
-"""Exit code of a role that a signal ended before its work was done."""
+"""Exit code of a role that was stopped by a signal before its work was done."""
 DRAIN_SIGNAL = signal.SIGUSR1
-"""Tells a role to accept no new work and to end after its current work."""
+"""Signal that tells a role to accept no new work and to exit after its current work."""
 LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
-"""Roles that do not end by themselves."""
+"""Roles that do not exit by themselves."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 RESTART_RESET_SECONDS = 120.0
-"""A role that ran for this long starts again with the shortest pause."""
+"""Seconds of running after which a role that dies is restarted with the shortest pause again."""
 
 ListenAddress = tuple[str, int]
-"""Host and port to listen on; port 0 picks a free one."""
+"""Host and port to listen on; port 0 picks a free port."""
 
 
 class RoleOptions(TypedDict, total=False):
     name: str | None
-    """Name of the process among those of the role; free for reuse once the process has ended."""
+    """Name of the process, unique within the role. It can be reused after the process has exited."""
     python: str | None
-    """The interpreter. Default: the running one."""
+    """Python interpreter of the role. Default: the running interpreter."""
     env: Mapping[str, str]
     exclude_env: Collection[str]
-    """Variables that the role does not inherit."""
+    """Environment variables that the role does not inherit."""
     listen: ListenAddress | None
     """Address of a listening socket that the role gets. The socket outlives the process, so a client that
     connects during a restart waits instead of being refused."""
@@ -52,17 +52,17 @@ class RoleHandle:
     role: str
     name: str
     url: str = ""
-    """The URL at which other roles reach it; it changes when the role moves to another machine. Empty if the
-    role does not listen."""
+    """The URL at which other roles reach this role. It changes when the role moves to another machine, and is
+    empty if the role does not listen."""
     log: str = ""
-    """Path of its log file, after the host's name if that is another machine."""
+    """Path of the role's log file, preceded by the host's name if the file is on a different machine."""
     restarts: int = 0
     is_stopping: bool = False
-    """True once the role was told to end; it is not restarted then."""
+    """True once the role was told to exit; it is then not restarted."""
     is_retired: bool = False
-    """True once the role's work is no longer needed; it cannot be started again then."""
+    """True once the role's work is no longer needed; it then cannot be started again."""
     exit_code: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The last exit code, set when the role has ended for good."""
+    """The last exit code, set when the role has exited and will not be restarted."""
 
 
 class Cluster(ABC):
@@ -70,24 +70,24 @@ class Cluster(ABC):
         self.log = log
         """Called with messages for the user."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Never gets a result. Its exception is the first error that made the run fail."""
+        """A future without a result. Its exception is the first error that made the run fail."""
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, RoleHandle]:
-        """The roles by name, in the order of their first start."""
+        """The roles by name, in the order in which they were first started."""
 
     @abstractmethod
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
-        """Start a role, and restart it whenever it dies."""
+        """Start a role, restart it whenever it dies, and return its handle."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Return the host on which a role configured with ``host`` really listens, for messages."""
+        """Return the host on which a role configured with ``host`` actually listens, for messages."""
         return host
 
     async def wait(self, name: str) -> int:
-        """Return the exit code once the role has ended for good. Raise the first error if the run fails."""
+        """Return the exit code when the role has exited for good. Raises the first error if the run fails."""
         exit_code = self.roles[name].exit_code
         await asyncio.wait({exit_code, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         self.raise_failure()
@@ -98,13 +98,13 @@ class Cluster(ABC):
             self.failure.result()
 
     def fail(self, error: Exception) -> None:
-        """Fail the run; only the first error counts."""
+        """Mark the run as failed; only the first error counts."""
         if not self.failure.done():
             self.failure.set_exception(error)
 
     def _start_watcher(self, role: RoleHandle, watch: Coroutine[Any, Any, None]) -> None:
         """Watch a role in the background. If the watcher itself fails, the run fails, because nothing would
-        notice the end of the role."""
+        notice that the role has exited."""
 
         def check(watcher: asyncio.Task[None]) -> None:
             if watcher.cancelled() or (error := watcher.exception()) is None:
@@ -120,23 +120,23 @@ class Cluster(ABC):
 
     @abstractmethod
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
-        """Send a role the signal to end. It is not restarted, even if it has just died."""
+        """Send a role a signal to exit. The role is not restarted, even if it has just died."""
 
     @abstractmethod
     def kill(self, name: str) -> None:
-        """Kill the role and every process it started, for good."""
+        """Kill the role and every process that it started, and do not restart it."""
 
     @abstractmethod
     async def restart(self, name: str, timeout: float = 10.0) -> None:
         """Stop a role and start it again with the same arguments at the same address.
 
-        It is killed if it has not ended after ``timeout`` seconds. A role that has already ended is started
-        too. The restart does not count as a failure, and ``exit_code`` stays open. Return when the new
-        process has been started.
+        The role is killed if it has not exited after ``timeout`` seconds. A role that has already exited is
+        started, too. The restart does not count as a failure, and ``exit_code`` stays open. Returns when the
+        new process has been started.
         """
 
     async def stop(self, name: str, timeout: float = 10.0) -> None:
-        """Tell the role to end, and kill it with every process it started after ``timeout`` seconds."""
+        """Tell the role to exit. After ``timeout`` seconds, kill it and every process that it started."""
         role = self.roles.get(name)
         if role is None or role.exit_code.done():
             return
@@ -149,10 +149,10 @@ class Cluster(ABC):
 
     @abstractmethod
     async def tail(self, name: str, lines: int = 12) -> str:
-        """Return the end of the role's log, or what can be read of it."""
+        """Return the last lines of the role's log, as far as they can be read."""
 
     async def close(self) -> None:
-        """Stop all roles in reverse order of their start, because later ones depend on earlier ones."""
+        """Stop all roles in reverse order of their start, because later roles depend on earlier ones."""
         for name in reversed(list(self.roles)):
             await self.stop(name)
         await cancel_tasks(self._watchers.values())

@@ -32,11 +32,11 @@ class RoleContext:
         self.config: RunConfig = folder.read_config()
         self.arguments = arguments
         self.url = os.environ.get(ROLE_URL_ENV, "")
-        """The URL at which other roles reach this one; empty if it does not listen."""
+        """The URL at which other roles reach this role; empty if it does not listen."""
         self.stop = asyncio.Event()
-        """Set when the role should end soon."""
+        """Set when the role should exit soon."""
         self.drain = asyncio.Event()
-        """Set when the role should accept no new work and end after its current work."""
+        """Set when the role should accept no new work and exit after its current work."""
 
     @property
     def run_id(self) -> str:
@@ -50,8 +50,8 @@ class RoleContext:
         return socket.socket(fileno=self.arguments.fd)
 
     async def open_store(self) -> Store:
-        """Open the store for writing under this role's lease, and remove the store's password from the
-        environment so that agents do not inherit it."""
+        """Open the store for writing under this role's lease and return it. The store's password is removed
+        from the environment, so that agents do not inherit it."""
         from instar.store.factory import open_store
 
         store, section = open_store(self.config), self.config.store

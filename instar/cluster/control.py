@@ -1,4 +1,4 @@
-"""Stop, drain, restart and start single roles of a run while the others go on.
+"""Stops, drains, restarts and starts single roles of a run while the other roles continue.
 
 The run listens on a Unix socket in its folder that only its own user can open. Requests and responses are
 lines of JSON: ``{"do": "drain", "name": "engine-0", "timeout": 60}``, and ``{"roles": [...]}`` or
@@ -59,24 +59,24 @@ class ControlResponse(msgspec.Struct, omit_defaults=True):
 
 
 class RoleController:
-    """Carries out the user's requests. A role that the user stopped is *held*: its end does not mean that its
-    work is done."""
+    """Carries out the user's requests. A role that the user stopped is *held*: its exit does not mean that
+    its work is done."""
 
     def __init__(self, cluster: Cluster, store: Store, run_id: str) -> None:
         self.cluster = cluster
         self._store = store
         self._run_id = run_id
         self._held: dict[str, asyncio.Event] = {}
-        """Roles held, by name; the event is set when the role is released."""
+        """An event for each held role, by name, which is set when the role is released."""
         self._doing: dict[str, str] = {}
-        """The action in progress, by the role's name."""
+        """The action in progress for each role, by name."""
         self._ending = False
 
     async def wait_for_exit(self, name: str) -> int:
-        """Return the role's exit code once it has ended by itself.
+        """Return the role's exit code when it has exited by itself.
 
-        A role that is held is waited for until it was started and ended again, or `release_all` was called.
-        Raise the first error if the run fails.
+        If the role is held, wait until it was started and exited again, or until `release_all` is called.
+        Raises the first error if the run fails.
         """
         while True:
             code = await self.cluster.wait(name)
@@ -88,7 +88,7 @@ class RoleController:
             self.cluster.raise_failure()
 
     def release_all(self) -> None:
-        """Release all roles and start none any more, because the run is ending."""
+        """Release all roles and refuse to start any, because the run is ending."""
         self._ending = True
         for name in list(self._held):
             self._release(name)
@@ -100,7 +100,7 @@ class RoleController:
         self._release(name)
 
     async def handle(self, request: ControlRequest) -> list[RoleStatus]:
-        """Raise InstarError if the action is not possible."""
+        """Carry out a request and return the status of all roles. Raises InstarError if it is impossible."""
         if request.do != "list":
             await self._act(request.do, self._role(request.name), request.timeout)
         return await self.list_roles()
@@ -125,7 +125,7 @@ class RoleController:
                 await self._stop(role)
             elif action != "start" and not role.exit_code.done():
                 await self._drain(role, timeout)
-            # Its socket stays open, so a client that connected to it would wait.
+            # The role's socket stays open, so a client that connects to it would wait.
             await self._store.remove_endpoint(self._run_id, role.role, name)
             if action in ("start", "restart"):
                 if reason := self._refusal(role):
@@ -157,12 +157,12 @@ class RoleController:
         await self.cluster.stop(role.name, STOP_SECONDS)
 
     def _hold(self, role: RoleHandle) -> None:
-        """Hold the role, unless it cannot be started again: whoever waits for it would wait forever."""
+        """Hold the role, unless it cannot be started again, because waiting for it would then never end."""
         if not self._refusal(role):
             self._held.setdefault(role.name, asyncio.Event())
 
     def _refusal(self, role: RoleHandle) -> str:
-        """Return why the role cannot be started any more, or an empty string if it can."""
+        """Return why the role can no longer be started, or an empty string if it can."""
         if self._ending:
             return "the run is ending"
         is_replaced = self.cluster.roles.get(role.name) is not role
@@ -208,7 +208,7 @@ class RoleController:
 
 @asynccontextmanager
 async def serve_control_socket(control: RoleController, path: Path) -> AsyncGenerator[None]:
-    """Answer requests at this path while the body runs."""
+    """Answer requests on a socket at ``path`` while the body runs."""
     tasks: set[asyncio.Task[None]] = set()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -228,7 +228,7 @@ async def serve_control_socket(control: RoleController, path: Path) -> AsyncGene
 
 @contextmanager
 def _bound(path: Path) -> Generator[socket.socket]:
-    """Bind a socket at this path. A path that is too long becomes a link to a socket at a shorter one."""
+    """Bind a socket at ``path`` and yield it. If the path is too long, it is a link to the socket."""
     path.unlink(missing_ok=True)
     with ExitStack() as resources:
         listener = resources.enter_context(socket.socket(socket.AF_UNIX))
@@ -238,7 +238,7 @@ def _bound(path: Path) -> Generator[socket.socket]:
             socket_path = Path(folder) / path.name
             path.symlink_to(socket_path)
         resources.callback(path.unlink, missing_ok=True)
-        previous_umask = os.umask(0o177)  # private to its owner from the moment it exists
+        previous_umask = os.umask(0o177)  # the socket is private to its owner as soon as it exists
         try:
             listener.bind(str(socket_path))
         finally:
@@ -249,7 +249,7 @@ def _bound(path: Path) -> Generator[socket.socket]:
 async def _handle_connection(
     control: RoleController, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer line by line until the client disconnects."""
+    """Answer one request per line until the client disconnects."""
     try:
         while line := await reader.readline():
             writer.write(msgspec.json.encode(await _answer(control, line)) + b"\n")
@@ -272,12 +272,12 @@ async def _answer(control: RoleController, line: bytes) -> ControlResponse:
 
 
 async def send_control_request(path: Path, request: ControlRequest) -> list[RoleStatus]:
-    """Return what the run that listens at this path answers. Raise InstarError if it refuses, and
-    ConnectionError or FileNotFoundError if no run is up."""
+    """Send a request to the run that listens at ``path``, and return its answer. Raises InstarError if the
+    run refuses, and ConnectionError or FileNotFoundError if no run is up."""
     reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
     try:
         writer.write(msgspec.json.encode(request) + b"\n")
-        # Twice the timeout, because a role that does not drain in time is stopped and perhaps started.
+        # Twice the timeout, because a role that does not drain in time is stopped and may be started again.
         async with asyncio.timeout(2 * request.timeout + 60):
             line = await reader.readline() or b'{"error": "the run ended"}'
             response = msgspec.json.decode(line, type=ControlResponse)

@@ -1,10 +1,10 @@
-"""Divide the CPU cores of one machine between the engines and the trainer.
+"""Divides the CPU cores of one machine between the engines and the trainer.
 
 Threads of two processes on the same cores slow each other down by far more than half, because they wait for
 one another in every operation. So each side computes on half of the cores while the other may be busy: the
 engines as long as a trainer is up, the trainer whenever replies are being sampled. In sync mode the two take
-turns, so the number of threads does not change; it can affect the last bits of a sum. Several engines share
-the cores of their side.
+turns and the number of threads does not change, because it can affect the last bits of a sum. Several engines
+share the cores of their side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_busy(endpoint: Endpoint, now: float) -> bool:
 
 
 def _is_here(endpoint: Endpoint) -> bool:
-    """True if the role runs on this machine."""
+    """Return True if the role runs on this machine."""
     host = os.environ.get(HOST_ENV)
     return host is None or endpoint.log.startswith(f"{host}:")
 
@@ -40,8 +40,8 @@ def _is_here(endpoint: Endpoint) -> bool:
 async def share_cores(
     config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None], *, process_count: int = 1
 ) -> None:
-    """Adjust the cores to what the other role does until cancelled. ``process_count`` processes of this role
-    share them."""
+    """Adjust the number of cores to the activity of the role ``other`` until cancelled. ``process_count``
+    processes of this role share the cores."""
     cores = usable_cores()
     granted = cores
     if process_count > 1:

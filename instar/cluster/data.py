@@ -1,4 +1,4 @@
-"""The exported data that a run trains on: looked up by name, pinned and imported into the store."""
+"""The exported data that a run trains on: found by name, pinned and imported into the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATASET_INDEX_FILE = "datasets.db"
 
 
 def open_dataset_index(config: RunConfig) -> Store:
-    """Open the store with the names of datasets: the shared server, or a file next to the run folders."""
+    """Return the store with the names of datasets: the shared server, or a file next to the run folders."""
     if isinstance(config.store, PostgresStoreConfig):
         return open_store(config)
     return open_dataset_index_in(config.run_dir.absolute().parent)
@@ -32,8 +32,8 @@ def open_dataset_index_in(runs: Path) -> Store:
 
 
 async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> RunConfig:
-    """Return the config with each dataset pinned to a version and a content hash: those in ``previous``, the
-    data of a run that is resumed, or else the current ones."""
+    """Return the config with each dataset pinned to a version and a content hash. They are taken from
+    ``previous``, the data of a run that is resumed, or else are the current ones."""
     if all(each.is_live for each in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)
@@ -47,7 +47,7 @@ async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> Ru
 
 
 async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
-    """Return the named datasets, without creating the file that holds them."""
+    """Return the named datasets, without creating the file that lists them."""
     if all(each.dataset is None for each in config.data):
         return []
     is_shared = isinstance(config.store, PostgresStoreConfig)
@@ -61,8 +61,9 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """Return, by index, what each section was at the start of the run: the section with the same source, or
-    the version that a name without a version resolved to. If several match, the same index wins."""
+    """Return, by index, the section that each section was at the start of the run: the one with the same
+    source, or with the version that a name without a version resolved to. If several match, the one with the
+    same index is used."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))
     for is_match in (_has_same_source, _is_resolved_version):
@@ -84,7 +85,7 @@ def _is_resolved_version(section: DataConfig, previous: DataConfig) -> bool:
 
 
 def _check_distinct(sections: Sequence[DataConfig], pinned: Sequence[DataConfig]) -> None:
-    """Raise ConfigError if two sections have the same label: a step would claim the same groups twice."""
+    """Raise ConfigError if two sections have the same label: a step would claim their groups twice."""
     sources: dict[str, str] = {}
     for section, each in zip(sections, pinned, strict=True):
         if each.is_live:
@@ -112,7 +113,7 @@ def _pin(
 
 
 def _find_dataset(section: DataConfig, rows: Sequence[DatasetRow], path: str) -> DatasetRow | None:
-    """Return the row of a named dataset, by default the newest version; None if the source is a folder."""
+    """Return the row of a named dataset, by default its newest version; None if the source is a folder."""
     if section.dataset is None:
         return None
     name, version = section.dataset
@@ -130,7 +131,7 @@ def dataset_folder(section: DataConfig, row: DatasetRow | None) -> Path:
 
 
 async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Import the run's exported data into its store. Groups that were imported before a restart are kept."""
+    """Import the run's exported data into its store. Groups that were imported earlier are kept."""
     if all(each.is_live for each in config.data):
         return
     rows = await _list_datasets(config)

@@ -21,10 +21,10 @@ from instar.store.base import Store
 from instar.types import Endpoint
 
 DRAINING = "draining"
-"""Prefix of the state that a draining role announces."""
+"""Start of the state that a draining role announces."""
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
-"""Deadline for one engine to answer, so that it does not hold up the others."""
+"""Timeout for one engine to answer, in seconds, so that it does not delay the others."""
 
 
 class EndpointDirectory:
@@ -33,18 +33,18 @@ class EndpointDirectory:
         self._run_id = run_id
 
     async def register(self, role: RoleHandle) -> None:
-        """Write the address of a role before the role announces itself."""
+        """Write the address of a role to the store, before the role announces itself."""
         await self._store.put_endpoint(
             Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
         )
 
     async def take_lease(self, name: str) -> str:
-        """Return a new lease for the role of this name. Holders of earlier leases can no longer write."""
+        """Return a new lease for the role ``name``. Holders of earlier leases can no longer write."""
         return str(await self._store.take_lease(self._run_id, name))
 
     async def list_urls(self, role: str, *, draining: bool = True) -> dict[str, str]:
-        """Return the URLs of the role's processes that listen, by name. ``draining=False`` leaves out those
-        that are about to end."""
+        """Return the URLs of the role's processes that listen, by name. ``draining=False`` leaves out
+        processes that are about to exit."""
         entries = await self._store.endpoints(self._run_id)
         return {
             entry.name: entry.url
@@ -53,7 +53,7 @@ class EndpointDirectory:
         }
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
-        """Return the URLs of the role as soon as there are any. Raise EngineUnavailable after ``timeout``."""
+        """Return the URLs of the role as soon as any exist. Raises EngineUnavailable after ``timeout``."""
         deadline = time.monotonic() + timeout
         while not (urls := await self.list_urls(role)):
             if time.monotonic() > deadline:
@@ -62,7 +62,7 @@ class EndpointDirectory:
         return urls
 
     async def watch_url(self, role: str, set_url: Callable[[str], None]) -> None:
-        """Pass the current URL of a role that has one process to ``set_url``, again and again."""
+        """Pass the current URL of a role with one process to ``set_url`` repeatedly, until cancelled."""
         while True:
             for url in (await self.list_urls(role)).values():
                 set_url(url)
@@ -70,12 +70,12 @@ class EndpointDirectory:
 
 
 class EngineConnections:
-    """Connections to the engines of a run. A connection is kept while its engine stays at its address."""
+    """Connections to the engines of a run. A connection is kept until its engine's address changes."""
 
     def __init__(
         self, directory: EndpointDirectory, token: str, role: str = "engine", *, skip_silent: bool = False
     ) -> None:
-        """``skip_silent`` leaves out engines that do not answer, as long as others do."""
+        """Create the connections. ``skip_silent`` leaves out engines that do not answer if others do."""
         self._skip_silent = skip_silent
         self._directory = directory
         self._role = role
@@ -83,8 +83,8 @@ class EngineConnections:
         self._by_url: dict[str, RemoteEngine] = {}
 
     async def list_current(self) -> list[Engine]:
-        """Return the engines that have answered at their present address, even if they are silent now.
-        Draining engines are left out, because they will not answer much longer."""
+        """Return the engines that have answered at their current address, even if they do not answer now.
+        Draining engines are left out, because they will soon exit."""
         urls = await self._directory.list_urls(self._role, draining=False)
         await self._close_all_but(urls)
         new_urls = [url for url in urls.values() if url not in self._by_url]
@@ -96,7 +96,7 @@ class EngineConnections:
         return [engine for engine, answered in zip(engines, answers, strict=True) if answered] or engines
 
     async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
-        """Return the current engines once one has answered. Raise EngineUnavailable after ``timeout``."""
+        """Return the current engines once one has answered. Raises EngineUnavailable after ``timeout``."""
         deadline = time.monotonic() + timeout
         while not (engines := await self.list_current()):
             if time.monotonic() > deadline:
@@ -132,7 +132,7 @@ async def _is_answering(engine: Engine) -> bool:
 
 
 class DiscoveredEnginePool(EnginePool):
-    """A pool of the run's engines that follows their addresses in the store."""
+    """A pool of the run's engines that is updated when their addresses in the store change."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class DiscoveredEnginePool(EnginePool):
             await super().start(timeout)
 
     async def watch_endpoints(self) -> None:
-        """Keep the pool in step with the store until cancelled."""
+        """Update the pool whenever the addresses in the store change, until cancelled."""
         while True:
             urls = (await self._directory.list_urls(self._role)).values()
             self._by_url = {url: self._by_url.get(url) or RemoteEngine(url, self._token) for url in urls}
@@ -166,11 +166,11 @@ async def connect_to_engines(
     context: RoleContext, store: Store, role: str, *, newest_policy: PolicySource | None = None
 ) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
     """Return the run's engines or teachers as one engine, and a coroutine function that the caller must keep
-    running, so that engines are found again after they moved or restarted."""
+    running, so that engines are found again after they have moved or restarted."""
     directory, token = EndpointDirectory(store, context.run_id), os.environ[ENGINE_TOKEN_ENV]
     names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
     if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:
-        # It keeps its address, and requests that arrive during a restart wait at its socket.
+        # A single engine keeps its address, and requests that arrive during a restart wait in its socket.
         (url,) = (await directory.wait_for_urls(role, timeout=300)).values()
         return await RemoteEngine.connect(url, token, 300), wait_forever
     pool = DiscoveredEnginePool(directory, token, role=role, newest_policy=newest_policy)

@@ -1,4 +1,4 @@
-"""Create the cluster that a run's config names."""
+"""Creates the cluster that a run's config selects."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from instar.types import Json
 
 
 def public_settings(config: RunConfig) -> Json:
-    """Return the settings without the agent's environment, which often holds keys."""
+    """Return the settings without the agent's environment variables, which often hold keys."""
     return config.model_dump(mode="json", exclude={"rollout": {"agent": {"env"}}})
 
 
@@ -47,7 +47,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
     assert isinstance(section, EngineReferenceConfig)
     changes: Json = {"model": section.model, "engine": section.engine}
     if isinstance(config.backend, CloudSection):
-        # The student's name at a training service is not the teacher's.
+        # On a training service, the teacher has a different name from the student.
         changes["backend"] = config.backend.model_copy(update={"base_model": None})
     return config.model_copy(update=changes)
 
@@ -64,7 +64,7 @@ def _count(engine: EngineConfig) -> int:
 
 
 def engine_process_config(config: RunConfig, index: int) -> RunConfig:
-    """Return the config of one engine process: its part of a mixed engine, its server of several."""
+    """Return the config of one engine process: one part of a mixed engine, or one of several servers."""
     engine = config.engine
     if isinstance(engine, MixedEngineConfig):
         for part in engine.parts:
@@ -77,8 +77,8 @@ def engine_process_config(config: RunConfig, index: int) -> RunConfig:
 
 
 def engine_python(config: RunConfig) -> str | None:
-    """Return the interpreter of an engine process, given its `engine_process_config`. The interpreter of vLLM
-    is for its server, which is a separate process."""
+    """Return the interpreter of an engine process, given the config from `engine_process_config`. vLLM's
+    `python` is not used here, because it is for the vLLM server, which is a separate process."""
     return None if isinstance(config.engine, VllmEngineConfig) else config.engine.python
 
 
@@ -117,7 +117,7 @@ class RunFolder:
         return config.model_copy(update={"dir": self.path})
 
     def lock(self, name: str, *, wait: float = 20.0) -> int:
-        """Hold a role's lock until this process ends. Its last holder may still be exiting."""
+        """Hold a role's lock until this process exits. Waits if the last holder is still exiting."""
         self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait

@@ -1,4 +1,4 @@
-"""A run in progress: its cluster, store and keys, and how its roles are started."""
+"""A run in progress: its cluster, store and keys, and the functions that start its roles."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LiveRun:
     started: float = field(default_factory=time.monotonic)
     stopped_by_user: bool = False
     watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
-    """Tasks that observe the run; they end before its cluster and store are closed."""
+    """Tasks that observe the run; they are cancelled before its cluster and store are closed."""
 
     @property
     def run_id(self) -> str:
@@ -82,14 +82,14 @@ class LiveRun:
 
     @property
     def judge_key_variables(self) -> set[str]:
-        """The environment variables with keys of judges. The rewards role needs them; agents must not see
-        them."""
+        """The environment variables that hold keys of judges. The rewards role needs these variables; agents
+        must not see them."""
         names = (getattr(section, "api_key_env", None) for section in self.config.reward)
         return {name for name in names if name}
 
 
 async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
-    """Start a role, replacing an earlier one of the same name, and register its address."""
+    """Start a role in place of any earlier role of that name, register its address and return it."""
     lease = await run.store.take_lease(run.run_id, options.get("name") or role)
     options["env"] = {**options.get("env", {}), LEASE_ENV: str(lease)}
     handle = await run.cluster.start(role, *arguments, **options)
@@ -154,7 +154,7 @@ async def _start_engine(run: LiveRun, role: str, name: str, python: str | None) 
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, object]) -> None:
-    """Wait for all coroutines; the first that fails cancels the others."""
+    """Wait for all coroutines. The first error cancels the other coroutines."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
@@ -174,7 +174,7 @@ async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> N
             while True:
                 run.cluster.raise_failure()
                 try:
-                    # The socket is open from the start, so an early request waits in its queue.
+                    # The socket is open before the role is ready, so an early request waits in its queue.
                     async with client.get(
                         f"{handle.url}/healthz", timeout=aiohttp.ClientTimeout(1.0)
                     ) as response:
@@ -197,7 +197,7 @@ async def stop_watchers(run: LiveRun) -> None:
 
 
 async def engine_status(run: LiveRun) -> EngineStatus | None:
-    """Return the combined status of the engines, or None if there are none or they do not answer."""
+    """Return the combined status of the engines, or None if there are no engines or they do not answer."""
     urls = run.engine_urls
     if not urls:
         return None

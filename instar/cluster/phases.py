@@ -1,4 +1,4 @@
-"""The phases of a training run: evaluation before, training, evaluation after, and the last scores."""
+"""The phases of a training run: first evaluation, training, last evaluation, and the remaining scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.rewards.runner import IDLE_STATUS
 from instar.trainer.monitor import read_metrics
 
 SCORING_SECONDS = 120.0
-"""Longest wait of a finished run for scores that nothing depends on."""
+"""Maximum time in seconds that a finished run waits for scores that nothing depends on."""
 
 
 async def run_phases(run: LiveRun, stop: asyncio.Event) -> None:
@@ -31,7 +31,7 @@ async def run_phases(run: LiveRun, stop: asyncio.Event) -> None:
 
 
 async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
-    """Train until the trainer ends by itself; then stop the rollout if it still runs."""
+    """Train until the trainer exits by itself, then stop the rollout if it is still running."""
     cluster = run.cluster
     starts = [start_trainer(run)]
     if run.config.trains_live:
@@ -62,7 +62,7 @@ async def evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
 
 
 async def _is_interrupted(run: LiveRun, exited: asyncio.Task[int], stop: asyncio.Event) -> bool:
-    """Return True if the stop came before the role's exit; all roles that were held are released then."""
+    """Return True if ``stop`` was set before the role exited. In that case all held roles are released."""
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({exited, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -78,11 +78,11 @@ async def _is_interrupted(run: LiveRun, exited: asyncio.Task[int], stop: asyncio
 
 
 async def finish_scoring(run: LiveRun, stop: asyncio.Event) -> None:
-    """Wait a limited time until the remaining sessions are scored."""
+    """Wait for a limited time until the remaining sessions are scored."""
     if REWARDS not in run.cluster.roles or stop.is_set():
         return
     deadline = time.monotonic() + SCORING_SECONDS
-    # By then the rewards role has announced a state from after the last session ended.
+    # After this pause, the state that the rewards role announced is newer than the end of the last session.
     await _pause(3 * HEARTBEAT_SECONDS, stop)
     while time.monotonic() < deadline and not stop.is_set():
         run.cluster.raise_failure()
@@ -103,7 +103,7 @@ async def _is_untrained(run: LiveRun) -> bool:
 
 
 def _is_evaluated(run: LiveRun, label: str) -> bool:
-    """True if a resumed run has already done this evaluation in every mode."""
+    """Return True if a resumed run has already completed this evaluation in every mode."""
     assert run.config.eval is not None
     modes = {
         record["mode"]

@@ -1,4 +1,4 @@
-"""Checks of a training run's config before anything is started. Each raises ConfigError."""
+"""Checks a training run's config before anything is started. Each check raises ConfigError if it fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.errors import ConfigError
 
 
 def check_trainable(config: RunConfig) -> None:
-    """Check that the run has data to train on and an engine of its own."""
+    """Raise ConfigError unless the run has data to train on and its own engine."""
     if config.rollout is None:
         if any(section.is_live for section in config.data):
             raise ConfigError(
@@ -44,8 +44,8 @@ def check_teacher(config: RunConfig) -> None:
 
 
 def check_same_backend(config: RunConfig) -> None:
-    """Check that a resumed run still has the backend that saved its state; only that one can load it. `auto`
-    may resolve to another backend than at the start."""
+    """Raise ConfigError unless a resumed run has the backend that saved its state, because no other backend
+    can load it. `auto` may resolve to a different backend from the one at the start."""
     folder = RunFolder(config.run_dir.resolve())
     if not folder.config_file.is_file():
         return

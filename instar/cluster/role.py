@@ -1,8 +1,8 @@
 """The entry point of a role process: ``python -m instar.cluster.role ROLE RUN_DIR``.
 
-The supervisor starts it. A role reads its part of the config from the run's folder, announces itself in the
-store, ends gracefully on SIGTERM, drains on SIGUSR1, and exits at once when its supervisor is gone. Keys come
-through the environment, never through the command line.
+The supervisor starts this process. A role reads its part of the config from the run's folder, announces
+itself in the store, stops gracefully on SIGTERM, drains on SIGUSR1, and exits immediately when its supervisor
+is gone. Keys are passed in the environment, never on the command line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
         code = _run(arguments.role, folder, arguments)
         os.close(lock)
     except (EngineUnavailable, StoreFull):
-        # These may pass; exit code 1 makes the supervisor start the role again.
+        # These errors may be temporary; exit code 1 makes the supervisor start the role again.
         traceback.print_exc()
         code = 1
     except InstarError as error:
@@ -82,7 +82,7 @@ def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
 
 
 def _exit_with_supervisor(lifeline: int) -> None:
-    """Exit when the pipe from the supervisor closes; nothing would watch or stop the role without it."""
+    """Exit when the pipe from the supervisor closes, because nothing would watch or stop the role."""
 
     def watch() -> None:
         os.read(lifeline, 1)

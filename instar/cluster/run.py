@@ -27,9 +27,10 @@ async def train(
     on_started: Callable[[LiveRun], Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> LiveRun:
-    """Run the training to its end. ``on_started`` is called when the engines and the gateway answer.
+    """Train until the run is finished and return it. ``on_started`` is called when engines and gateway
+    answer.
 
-    Raise the first error if the run fails. On Ctrl-C the run drains, saves a checkpoint and returns with
+    Raises the first error if the run fails. On Ctrl-C the run drains, saves a checkpoint and returns with
     ``stopped_by_user`` set.
     """
     check_trainable(config)
@@ -52,7 +53,7 @@ async def train(
             await run_phases(run, stop)
             await finish_scoring(run, stop)
             run.stopped_by_user = stop.is_set()
-        except Exception as error:  # any error ends the run, and the store must say so
+        except Exception as error:  # any error ends the run, and must be recorded in the store
             await record_failure(run, error)
             if isinstance(error, OSError):  # a failure of the machine, not a bug: shown without a traceback
                 raise InstarError(str(error)) from error
@@ -62,7 +63,7 @@ async def train(
 
 
 def _handle_interrupts(run: LiveRun) -> asyncio.Event:
-    """Return an event that the first Ctrl-C sets, so that the run drains and saves; the second kills it."""
+    """Return an event that the first Ctrl-C sets to make the run drain and save. The second kills the run."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -80,7 +81,7 @@ def _handle_interrupts(run: LiveRun) -> asyncio.Event:
 
 
 async def record_failure(run: LiveRun, error: Exception) -> None:
-    """Write the failure to the store. If that fails too, only log it; the first error is reported."""
+    """Write the failure to the store. If writing fails too, only log that; the first error is reported."""
     try:
         await _finish(run, "failed", str(error) or type(error).__name__)
     except (InstarError, OSError) as store_error:

@@ -1,4 +1,4 @@
-"""Start the engines and the gateway of a run, and stop them at its end."""
+"""Starts the engines and the gateway of a run, and stops them when the run ends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from instar.store.factory import open_store
 async def serve_run(
     config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
-    """Start the engines and the gateway, yield when all of them answer, and stop everything at the end.
-    ``live`` is True if the run serves live sessions, which are scored as well."""
+    """Start the engines and the gateway, yield the run when all of them answer, and finally stop everything.
+    ``live`` is True if the run serves live sessions, which are then scored, too."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
@@ -79,7 +79,7 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
 
 
 async def _check_name(config: RunConfig, store: Store) -> None:
-    """Raise ConfigError if the store, which several folders may share, has a run of this name."""
+    """Raise ConfigError if the store, which several folders may share, already has a run of this name."""
     if await store.run(config.name) is not None:
         raise ConfigError(
             f"name: the store already has a run named {config.name!r}. Continue it with --resume from its "
@@ -97,6 +97,6 @@ async def _register_run(config: RunConfig, store: Store) -> None:
             created_at=existing.created_at if existing else 0,
         )
     )
-    # Endpoints of an earlier process. That its rollout had finished says nothing about the new one.
+    # These endpoints are from an earlier process, whose finished rollout says nothing about the new one.
     for endpoint in await store.endpoints(config.name):
         await store.remove_endpoint(config.name, endpoint.role, endpoint.name)

@@ -1,7 +1,7 @@
 """A cluster on this machine: each role is a child process, restarted when it dies.
 
-The supervisor owns the sockets that roles listen on and passes them down, so an address outlives the process
-behind it.
+The supervisor owns the sockets that roles listen on and passes them to the roles, so an address outlives the
+process behind it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 
 ROLE_URL_ENV = "INSTAR_ROLE_URL"
-"""The URL at which other roles reach this role."""
+"""The variable with the URL at which other roles reach this role."""
 LEASE_ENV = "INSTAR_LEASE"
-"""The lease under which a role writes to the store."""
+"""The variable with the lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""The host's name, which precedes the path of a role's log file if there are several hosts."""
+"""The variable with the host's name, which precedes the path of a log file if there are several hosts."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -78,12 +78,12 @@ class ChildProcess(RoleHandle):
     server: socket.socket | None = None
     process: asyncio.subprocess.Process | None = None
     is_restarting: bool = False
-    """True while the process is ended in order to be started again."""
+    """True while the process is being stopped for a restart."""
     stop_signal: int = signal.SIGTERM
-    """The last signal that told the role to end."""
+    """The last signal that told the role to exit."""
 
     def request_stop(self, number: int) -> None:
-        """End the role for good. A process that is just being started gets the signal once it runs."""
+        """Tell the role to exit for good. A process that is being started gets the signal once it runs."""
         self.is_stopping, self.is_restarting, self.stop_signal = True, False, number
 
     def send(self, number: int) -> None:
@@ -91,7 +91,7 @@ class ChildProcess(RoleHandle):
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process and every process it started."""
+        """Kill the process and every process that it started."""
         if self.process and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -106,14 +106,14 @@ class Supervisor(Cluster):
         url: Callable[[socket.socket], str] = listener_url,
         host: str = "",
     ) -> None:
-        """``url`` returns the URL at which others reach a socket of this machine, named ``host``."""
+        """Create a cluster on the machine ``host``. ``url`` returns the public URL of a socket."""
         super().__init__(log=log)
         self.folder = folder
         self._url = url
         self._host = host
         self._children: dict[str, ChildProcess] = {}
         # Nothing is ever written to this pipe. Only this process holds the write end, so a role that reads
-        # end-of-file knows that this process is gone, however it ended.
+        # end-of-file knows that this process is gone, however it exited.
         self._lifeline, self._alive = os.pipe()
 
     @property
@@ -147,7 +147,7 @@ class Supervisor(Cluster):
         return child
 
     def _listen(self, name: str, address: ListenAddress) -> socket.socket:
-        """Return the socket of the previous process of this name, or open a new one."""
+        """Return the socket of the previous process with this name, or a new one."""
         previous = self._children.get(name)
         return previous.server if previous and previous.server else open_listener(*address)
 
@@ -155,7 +155,7 @@ class Supervisor(Cluster):
         try:
             await self._spawn(child)
         except BaseException as error:
-            child.exit_code.set_result(EXIT_FATAL)  # it has no watcher
+            child.exit_code.set_result(EXIT_FATAL)  # the child has no watcher
             if isinstance(error, OSError):
                 raise InstarError(f"{child.name} cannot be started: {error}") from error
             raise
@@ -170,7 +170,7 @@ class Supervisor(Cluster):
                 stdout=log,
                 stderr=log,
                 pass_fds=tuple(child.fds),
-                start_new_session=True,  # Ctrl-C in the terminal goes to the supervisor only
+                start_new_session=True,  # only the supervisor gets Ctrl-C from the terminal
             )
         child.is_restarting = False
         if child.is_stopping:
@@ -234,7 +234,7 @@ class Supervisor(Cluster):
         child.is_restarting = True
         child.send(signal.SIGTERM)
         deadline = time.monotonic() + timeout
-        # The watcher starts the new process, also if it is waiting before a restart.
+        # The watcher starts the new process, even if it is currently pausing before a restart.
         while child.process is previous and not child.exit_code.done():
             if time.monotonic() > deadline:
                 child.kill()
@@ -259,6 +259,6 @@ class Supervisor(Cluster):
 
 
 def _normalize_exit_code(code: int) -> int:
-    """Return the exit code of a role that was told to end. A signal that kills it does so before it began its
-    work or after it was done, because it handles signals in between."""
+    """Return the exit code of a role that was told to exit. Roles handle signals while they work, so a signal
+    can only kill a role before or after its work, which counts as success."""
     return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

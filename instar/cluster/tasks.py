@@ -1,4 +1,4 @@
-"""Coroutines that run together so that an exception in one of them is raised or logged, never lost."""
+"""Runs coroutines together such that an exception in any of them is raised or logged, never lost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
-    """Run coroutines while the body runs, and cancel and await them when it ends.
+    """Run coroutines while the body runs, then cancel and await them.
 
-    An exception in one of them cancels the body and is raised here. It is raised without the exception group
-    around it, because the exit code of a role depends on the type of the error.
+    An exception in one of the coroutines cancels the body and is raised here. It is raised without an
+    exception group, because the exit code of a role depends on the type of the error.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -34,7 +34,7 @@ async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGen
 
 
 async def run_until_first(*awaitables: Awaitable[object]) -> None:
-    """Wait until the first one ends, cancel and await the others, and raise its error if it failed."""
+    """Wait until the first awaitable is done, cancel and await the others, and raise its error, if any."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -47,7 +47,7 @@ async def run_until_first(*awaitables: Awaitable[object]) -> None:
 
 
 async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, wait until they have ended, and log the errors of those that failed."""
+    """Cancel tasks, wait until they are done, and log the errors of tasks that failed."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -57,7 +57,7 @@ async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def log_error(task: asyncio.Future[Any]) -> None:
-    """Log the exception of a task that has ended with one."""
+    """Log the exception of a finished task, if it failed."""
     if error := _error(task):
         logger.error("a background task failed", exc_info=error)
 

@@ -1,7 +1,7 @@
-"""One YAML file describes a run. The docstring under a field is its documentation.
+"""The settings of a run, which one YAML file describes. The docstring under a field is its documentation.
 
-Sections that have variants are unions on ``type``; the same word keys the class in `registry`.
-Nothing here imports torch or any variant.
+Sections that have variants are unions on ``type``; `registry` finds the class of a variant under the same
+word. Nothing here imports torch or any variant.
 """
 
 from instar.config.backends import (

@@ -15,7 +15,7 @@ class LoraConfig(Section):
     rank: Positive = 16
     """Rank of the update."""
     alpha: float = 32.0
-    """The update is scaled by alpha / rank."""
+    """Scale of the update, which is multiplied by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the modules to adapt, or all linear layers."""
 
@@ -32,22 +32,22 @@ class LocalBackendConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, but needs less memory."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: all cores, shared with an engine on the same machine."""
+    """Number of CPU threads that torch uses. Default: all cores, shared with a local engine."""
     python: str | None = None
-    """Interpreter of the trainer's process. Default: the running one."""
+    """Python interpreter of the trainer's process. Default: the running interpreter."""
 
 
 class CloudSection(Section):
     """Settings that all training services share."""
 
     base_url: str | None = None
-    """URL of the service. Default: the one in the environment, then the service's own."""
+    """URL of the service. Default: the URL in the environment, or else the service's own URL."""
     api_key: SecretStr | None = None
     """API key. Better left out of the file: by default the service's own environment variable is read."""
     api_key_env: str | None = None
     """Environment variable with the API key, if it is not the service's own variable."""
     base_model: str | None = None
-    """Name of the model at the service. Default: `model.name`."""
+    """Name of the model on the service. Default: `model.name`."""
     rank: Positive = 16
     """Rank of the adapter."""
     train_attn: bool = True
@@ -57,44 +57,44 @@ class CloudSection(Section):
     train_unembed: bool = False
     """Adapt the output layer."""
     deadline: Seconds = 600.0
-    """Seconds that one call to the service may take, with its retries."""
+    """Timeout of one call to the service, including retries, in seconds."""
     sampler_ttl: Seconds = 7 * 86400.0
-    """Seconds that a published sampler is kept at the service. A sampler in use is exported again before it
-    expires."""
+    """Time that the service keeps a published sampler, in seconds. A sampler in use is exported again before
+    it expires."""
     python: str | None = None
-    """Interpreter of the trainer and the sampler, if the SDK is installed in a separate environment. Default:
-    the running one."""
+    """Python interpreter of the trainer and the sampler, if the SDK is installed in a separate environment.
+    Default: the running interpreter."""
 
 
 class TinkerBackendConfig(CloudSection):
-    """Trains at Tinker, or at a server that speaks its protocol. Needs `instar[tinker]`."""
+    """Trains on Tinker, or on a server that speaks its protocol. Needs `instar[tinker]`."""
 
     type: Literal["tinker"] = "tinker"
 
 
 class MintBackendConfig(CloudSection):
-    """Trains at MinT. Needs `instar[mint]`, in an environment without `instar[tinker]`: MinT pins an older
-    tinker. Set `python` to the interpreter of that environment."""
+    """Trains on MinT. Needs `instar[mint]`, in an environment without `instar[tinker]`, because MinT pins an
+    older tinker. Set `python` to the interpreter of that environment."""
 
     type: Literal["mint"] = "mint"
 
 
 class WeaverBackendConfig(CloudSection):
-    """Trains at Weaver, or at a server that speaks its protocol. Needs `instar[weaver]`."""
+    """Trains on Weaver, or on a server that speaks its protocol. Needs `instar[weaver]`."""
 
     type: Literal["weaver"] = "weaver"
 
 
 class AutoBackendConfig(CloudSection):
-    """Chooses the backend at the start: the service that the key, the URL or the environment names, else
+    """Chooses the backend at the start: the service that the key, the URL or the environment selects, or else
     `local`."""
 
     type: Literal["auto"] = "auto"
 
 
 class VerlBackendConfig(Section):
-    """Trains a sharded model (FSDP) with verl's workers on Ray. Needs verl in a separate environment, whose
-    interpreter is `python`."""
+    """Trains a sharded model (FSDP) with verl's workers on Ray. Needs verl in a separate environment; set
+    `python` to the interpreter of that environment."""
 
     type: Literal["verl"] = "verl"
     lora: LoraConfig | None = LoraConfig()
@@ -102,13 +102,12 @@ class VerlBackendConfig(Section):
     ranks: Positive = 2
     """Number of processes that the model is sharded over: one per GPU, or this many on the CPU."""
     micro_batch_tokens: Positive = 8192
-    """Maximum number of tokens in one forward and backward pass of a rank. A longer sample gets a pass of its
-    own."""
+    """Maximum number of tokens in one pass of a rank (forward and backward). A longer sample is one pass."""
     deadline: Seconds = 3600.0
-    """Seconds that one call to the workers may take. Then they are replaced by new ones, which load the last
-    saved state."""
+    """Timeout of one call to the workers, in seconds. After a timeout, the workers are replaced with new
+    ones, which load the last saved state."""
     python: str | None = None
-    """Interpreter of the trainer's process. Default: the running one."""
+    """Python interpreter of the trainer's process. Default: the running interpreter."""
 
 
 CloudConfig = TinkerBackendConfig | MintBackendConfig | WeaverBackendConfig
@@ -148,7 +147,7 @@ LossName = Literal["importance_sampling", "ppo", "cispo", "cross_entropy", "dro"
 
 
 class LossConfig(Section):
-    """The loss, a plain sum over trained tokens."""
+    """The loss, which is a plain sum over trained tokens."""
 
     name: LossName = "importance_sampling"
     """Name of the loss."""
@@ -157,4 +156,4 @@ class LossConfig(Section):
     clip_high: float | None = None
     """Upper bound of the importance ratio. Default: ppo 1.2, cispo 4."""
     beta: Annotated[float, Field(ge=0)] | None = None
-    """Strength of dro's regularization towards the old logprobs. Default: 0.05."""
+    """Strength of the regularization of `dro` towards the old logprobs. Default: 0.05."""

@@ -14,7 +14,7 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, no unknown keys, documented by docstrings."""
+    """A part of the config. It is frozen, has no unknown keys and is documented by docstrings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -39,6 +39,6 @@ class PluginConfig(Section):
     name: str
     """Name of the entry point in the group `instar.<kind>`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Settings of the plugin. It receives this whole section."""
+    """Settings of the plugin, which receives this whole section."""
     python: str | None = None
-    """Interpreter of the plugin's process, if it has one. Default: the running one."""
+    """Python interpreter of the plugin's process, if it has one. Default: the running interpreter."""

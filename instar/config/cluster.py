@@ -1,4 +1,4 @@
-"""Where a run's roles are placed, and how weights get to the engines."""
+"""Where a run's roles are placed, and how weights reach the engines."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout", "reward
 
 
 class LocalClusterConfig(Section):
-    """Every role is a process on this machine."""
+    """Runs every role as a process on this machine."""
 
     type: Literal["local"] = "local"
 
 
 class PlacementConfig(Section):
-    """The resources of one process of a role."""
+    """The resources that one process of a role gets."""
 
     cpus: Annotated[float, Field(ge=0)] = 1.0
-    """CPU cores that Ray reserves."""
+    """Number of CPU cores that Ray reserves."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs that Ray reserves; fractions below 1 share a GPU."""
+    """Number of GPUs that Ray reserves. With fractions below 1, processes share a GPU."""
     resources: dict[str, float] = {}
-    """Custom Ray resources that its node must have, for example `{node-a: 0.01}`."""
+    """Custom Ray resources that the node must have, for example `{node-a: 0.01}`."""
 
 
 class RayClusterConfig(Section):
-    """Every role is an actor on a Ray cluster, placed by its resources and restarted on another node if its
-    node is lost. Needs `instar[ray]`, and a PostgreSQL store if there are several nodes. Each node keeps logs
-    in its own `dir`. The trainer keeps its checkpoints there, so it can move to another node only if `dir` is
-    a shared folder."""
+    """Runs every role as an actor on a Ray cluster. Roles are placed by their resources and restarted on
+    another node if their node is lost. Needs `instar[ray]`, and a PostgreSQL store if there are several
+    nodes. Each node keeps logs in its own `dir`. The trainer keeps its checkpoints there, so it can move to
+    another node only if `dir` is a shared folder."""
 
     type: Literal["ray"] = "ray"
     address: str | None = None
@@ -40,13 +40,13 @@ class RayClusterConfig(Section):
     a new cluster on this machine."""
     placement: dict[RoleName, PlacementConfig] = {}
     """Resources of a process, by role. Default: one core, or less if the cluster has few, and a GPU for each
-    engine and the trainer, shared if there are too few."""
+    engine and the trainer, shared if there are too few GPUs."""
     env: list[str] = []
-    """Names of additional environment variables to pass to the roles. Variables that a setting names (such as
-    `api_key_env`), `PYTHONPATH` and `CUDA_HOME` are always passed."""
+    """Names of additional environment variables to pass to the roles. `PYTHONPATH`, `CUDA_HOME` and the
+    variables in settings such as `api_key_env` are always passed."""
     node_timeout: Seconds = 30.0
-    """Seconds that a node may be unreachable before its roles are started on other nodes, and before roles
-    that still run on it end. Ray itself may declare the node dead sooner."""
+    """Time that a node may be unreachable, in seconds. After that, its roles are started on other nodes, and
+    roles that still run on it exit. Ray itself may declare the node dead sooner."""
 
 
 ClusterConfig = Annotated[
@@ -63,10 +63,10 @@ class SyncConfig(Section):
     """`files`: engines read the published files, or receive them if they cannot see the folder. `ipc`:
     through a buffer in the memory of a shared GPU or of the machine. `nccl`: over NCCL, between GPUs. `ray`:
     through Ray's object store, to engines on nodes of the cluster. `auto`: `ipc` or `nccl` on GPUs if all
-    weights are replaced, `ray` on a Ray cluster without GPUs if all weights are trained, else `files`; the
-    trainer's log names the choice."""
+    weights are replaced, `ray` on a Ray cluster without GPUs if all weights are trained, else `files`. The
+    trainer's log shows the choice."""
     chunk_mib: Positive = 256
     """Size of one chunk of weights on the route `ray`, in MiB. At most two chunks are in the object store."""
     deadline: Seconds = 120.0
-    """Seconds until an engine must serve a new version, with all attempts. After that it keeps its version,
-    and the trainer tries again while it waits for data."""
+    """Timeout for an engine to serve a new version, including all attempts, in seconds. After a timeout, the
+    engine keeps its old version, and the trainer tries again while it waits for data."""

@@ -18,19 +18,20 @@ MAX_SHARE_DENOMINATOR = 10_000
 
 
 class DataConfig(Section):
-    """A source of groups to train on. A list mixes several, each with its share of every step."""
+    """A source of groups to train on. A list mixes several sources, each with its share of every step."""
 
     source: str = LIVE
     """`live`: sessions of this run. `dataset:NAME` or `dataset:NAME@VERSION`: exported data that has a name
-    (`instar datasets`), by default its newest version. Anything else is the folder of an export."""
+    (`instar datasets`), by default its newest version. Anything else is the path of a folder with an
+    export."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the groups of a step. The shares of a list add up to 1."""
+    """Share of the groups in a step. The shares in a list must add up to 1."""
     epochs: Positive | None = None
-    """Number of passes over exported data. After the last pass its part of a step stays empty. Default: 1, or
-    as many as the run needs if it is mixed with `live`."""
+    """Number of passes over exported data. After the last pass, its share of a step stays empty. Default: 1,
+    or as many as the run needs if the data is mixed with `live`."""
     content: str | None = None
-    """Content hash that the exported data must have. Default: the hash at the start of the run, which is kept
-    for a resume."""
+    """Content hash that the exported data must have. Default: the hash at the start of the run, which also
+    applies when the run is resumed."""
 
     @field_validator("source")
     @classmethod
@@ -60,19 +61,19 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """The label of its groups in the run: name and version, or the first digits of the content hash."""
+        """The label of the source's groups: name and version, or the first digits of the content hash."""
         if self.dataset is not None:
             return self.source.removeprefix(DATASET_PREFIX)
         return (self.content or "").removeprefix("sha256:")[:12]
 
 
 def group_prefix(run_id: str, label: str) -> str:
-    """Return the prefix of the ids of a run's groups with this label."""
+    """Return the prefix of the ids of all groups in a run with this label."""
     return f"{run_id}/data/{label}/"
 
 
 def normalize_data(value: Any) -> Any:
-    """Accept one section instead of a list, and a bare source instead of a section."""
+    """Return a list of sections, given one section, a bare source, or a list of either."""
     sections = cast(list[Any], value) if isinstance(value, list) else [value]
     return [{"source": section} if isinstance(section, str) else section for section in sections]
 
@@ -90,7 +91,7 @@ def check_data_sources(sections: Sequence[DataConfig]) -> None:
 
 def count_groups(shares: Sequence[float], groups: int) -> list[int]:
     """Return how many of the first ``groups`` groups belong to each source. The next group always goes to the
-    source that is furthest behind its share, so the result depends on the numbers alone."""
+    source that is furthest behind its share, so the result depends only on the numbers."""
     order = _order(tuple(shares))
     rounds, begun = divmod(groups, len(order))
     per_round, in_last_round = Counter(order), Counter(order[:begun])
@@ -99,7 +100,7 @@ def count_groups(shares: Sequence[float], groups: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _order(shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the source of each group in a round; after a round every source has exactly its share."""
+    """Return the source of each group in a round. After a round, every source has exactly its share."""
     exact = [_exact(share) for share in shares]
     length = 1
     while any((share * length).denominator != 1 for share in exact):
@@ -115,5 +116,5 @@ def _order(shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _exact(share: float) -> Fraction:
-    """Return the decimal number as written in the config."""
+    """Return the share exactly as the decimal number is written in the config."""
     return Fraction(repr(share))

@@ -16,15 +16,15 @@ class LocalEngineConfig(Section):
     max_batch: Positive = 64
     """Maximum number of replies generated at once."""
     prefill_tokens: Positive = 512
-    """Maximum number of prompt tokens computed in one step besides the decoded ones."""
+    """Maximum number of prompt tokens that are computed in one step in addition to the decoded tokens."""
     kv_tokens: Positive | None = None
-    """Size of the KV cache in tokens, including those kept for reuse. Default: depends on the free memory."""
+    """Size of the KV cache in tokens, including tokens kept for reuse. Default: fits the free memory."""
     threads: Positive | None = None
-    """CPU threads of torch. Default: all cores, shared with a trainer on the same machine."""
+    """Number of CPU threads that torch uses. Default: all cores, shared with a local trainer."""
     count: Positive = 1
     """Number of engine processes. The gateway distributes the sessions among them."""
     python: str | None = None
-    """Interpreter of the engine's process. Default: the running one."""
+    """Python interpreter of the engine's process. Default: the running interpreter."""
 
 
 class ScriptedEngineConfig(Section):
@@ -32,20 +32,20 @@ class ScriptedEngineConfig(Section):
 
     type: Literal["scripted"] = "scripted"
     replies: list[str] = ["Hello from the scripted engine."]
-    """The replies, one for each turn of a conversation; after the last one they start over."""
+    """The replies, one for each turn of a conversation; after the last reply, they start over."""
     function: str | None = None
-    """`package.module:function` that returns a reply for (prompt text, seed). Replaces `replies`."""
+    """Function `package.module:function` that returns a reply for (prompt text, seed). Replaces `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds to wait before each token."""
     count: Positive = 1
     """Number of engine processes. The gateway distributes the sessions among them."""
     python: str | None = None
-    """Interpreter of the engine's process. Default: the running one."""
+    """Python interpreter of the engine's process. Default: the running interpreter."""
 
 
 class UpstreamEngineConfig(Section):
-    """A model served by a provider, so that agents can be recorded. A call is trainable only if the provider
-    returns its token ids and logprobs."""
+    """Forwards calls to a provider's model, so that agents can be recorded. A call is trainable only if the
+    provider returns its token ids and logprobs."""
 
     type: Literal["upstream"] = "upstream"
     base_url: str
@@ -58,9 +58,9 @@ class UpstreamEngineConfig(Section):
     api_key_env: str | None = None
     """Environment variable with the API key. Default: the agent's key, unless Instar issued it."""
     model: str | None = None
-    """Model name sent to the provider. Default: the one that the agent requests."""
+    """Model name sent to the provider. Default: the name that the agent requests."""
     token_ids: bool = False
-    """Request token ids and logprobs, as vLLM returns them. Such calls are exact and trainable."""
+    """Request token ids and logprobs in vLLM's format. Calls that have both are exact and trainable."""
     headers: dict[str, str] = {}
     """HTTP headers sent with every request."""
     python: str | None = None
@@ -68,37 +68,37 @@ class UpstreamEngineConfig(Section):
 
 
 class CloudEngineConfig(Section):
-    """Samples at the training service that `backend` names. The default engine of such a run."""
+    """Samples from the training service of `backend`. This is the default engine of such a run."""
 
     type: Literal["cloud"] = "cloud"
     max_in_flight: Positive = 64
-    """Maximum number of concurrent requests to the service; others wait."""
+    """Maximum number of concurrent requests to the service; further requests wait."""
     count: Positive = 1
     """Number of processes. The gateway distributes the sessions among them."""
     python: str | None = None
-    """Interpreter of the engine's process. Default: the backend's."""
+    """Python interpreter of the engine's process. Default: the backend's interpreter."""
 
 
 class VllmEngineConfig(Section):
-    """Samples with vLLM servers that Instar starts and supervises, or that already run. vLLM needs a separate
-    environment, whose interpreter is `python`."""
+    """Samples with vLLM servers that Instar starts and supervises, or that are already running. vLLM needs a
+    separate environment; set `python` to the interpreter of that environment."""
 
     type: Literal["vllm"] = "vllm"
     policy: Literal["auto", "adapter", "merged"] = "auto"
-    """How a policy is served. `adapter`: each version is a separate LoRA adapter, and a request ends with the
-    version it began with. `merged`: the adapter is merged into the served weights, and requests in flight
-    continue with the new weights. `auto`: `merged` on a CPU, where adapters cost more than half of the speed,
-    and if all weights are trained; else `adapter`."""
+    """How a policy is served. `adapter`: each version is a separate LoRA adapter, and a request keeps the
+    version that it began with. `merged`: the adapter is merged into the served weights, and requests in
+    flight continue with the new weights. `auto`: `merged` on a CPU, where adapters cost more than half of the
+    speed, and if all weights are trained; else `adapter`."""
     count: Positive = 1
     """Number of servers to start. The gateway distributes the sessions among them."""
     servers: list[str] = []
-    """URLs of running servers, without `/v1`. If set, no server is started, and `count` is their number."""
+    """URLs of running servers, without `/v1`. If set, none is started, and `count` is the number of URLs."""
     api_key_env: str | None = None
     """Environment variable with the API key of `servers`. Servers that Instar starts get a generated key."""
     max_batch: Positive = 256
     """Maximum number of replies generated at once by one server."""
     gpu_memory: Unit | None = None
-    """Share of the GPU's memory for one server. Default: 0.9, or 0.4 if the trainer is on the same GPU."""
+    """Share of the GPU's memory for each server. Default: 0.9, or 0.4 if the trainer shares the GPU."""
     kv_gib: Annotated[float, Field(gt=0)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
     lora_rank: Positive | None = None
@@ -106,15 +106,15 @@ class VllmEngineConfig(Section):
     tensor_parallel: Positive = 1
     """Number of GPUs that one server uses."""
     eager: bool | None = None
-    """Skip compilation: faster start, slower sampling. Default: on a CPU only."""
+    """Skip compilation, for a faster start but slower sampling. Default: only on a CPU."""
     args: list[str] = []
     """Additional arguments of `vllm serve`."""
     env: dict[str, str] = {}
     """Additional environment variables of the servers."""
     start_timeout: Seconds = 600.0
-    """Seconds that a server may take to start."""
+    """Timeout for a server to start, in seconds."""
     python: str | None = None
-    """Interpreter of the environment with vLLM. Default: the running one."""
+    """Python interpreter of the environment with vLLM. Default: the running interpreter."""
 
     @model_validator(mode="before")
     @classmethod
@@ -128,7 +128,7 @@ class VllmEngineConfig(Section):
 
 
 class MixedEngineConfig(Section):
-    """Engines of several types that serve the same model."""
+    """Combines engines of several types that serve the same model."""
 
     type: Literal["mixed"] = "mixed"
     parts: Annotated[
@@ -143,11 +143,11 @@ class MixedEngineConfig(Section):
     ]
     """The engines, each with its own `count`."""
     python: str | None = None
-    """Unused, because every part has its own."""
+    """Unused, because every part has its own `python`."""
 
     @property
     def count(self) -> int:
-        """Number of processes of all parts."""
+        """The number of processes of all parts together."""
         return sum(1 if isinstance(part, PluginConfig) else part.count for part in self.parts)
 
 

@@ -15,7 +15,7 @@ class RedactConfig(Section):
     secrets: bool = True
     """Redact text that looks like an API key, a token or a private key."""
     patterns: list[str] = []
-    """Regular expressions whose matches are redacted too."""
+    """Regular expressions whose matches are also redacted."""
 
 
 class GatewayConfig(Section):
@@ -24,15 +24,15 @@ class GatewayConfig(Section):
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on; 0 picks a free one."""
+    """Port to listen on; 0 picks a free port."""
     request_timeout: Seconds = 600.0
-    """Seconds that one model call may take."""
+    """Timeout of one model call, in seconds."""
     max_body: Positive = 16 * 1024 * 1024
     """Maximum size of a request body, in bytes."""
     max_sessions_in_memory: Positive = 1024
-    """Maximum number of sessions kept in memory; others are read from the store when needed."""
+    """Maximum number of sessions kept in memory; other sessions are read from the store when needed."""
     max_in_flight: Positive = 1024
-    """Maximum number of concurrent model calls; more are rejected with 429."""
+    """Maximum number of concurrent model calls; further calls are rejected with 429."""
     max_messages: Positive = 20_000
     """Maximum number of messages in one request."""
     max_tools: Positive = 2048
@@ -40,9 +40,9 @@ class GatewayConfig(Section):
     max_header: Positive = 64 * 1024
     """Maximum size of the request line and headers, in bytes."""
     read_timeout: Seconds = 60.0
-    """Seconds for a request's headers and body to arrive, and for a client to read the end of a stream."""
+    """Timeout for reading a request, and for a client to read the end of a stream, in seconds."""
     idle_timeout: Seconds = 1800.0
-    """Seconds without a call after which a live session is closed."""
+    """Time without a call after which a live session is closed, in seconds."""
     redact: RedactConfig = RedactConfig()
 
 
@@ -50,6 +50,6 @@ class ModelRoute(Section):
     """The engine or upstream that answers requests for a model name."""
 
     upstream: str | None = None
-    """Name of one of `upstreams`. Default: the run's engine."""
+    """Name of an entry in `upstreams`. Default: the run's engine."""
     trainable: bool = True
-    """Allow training on the calls; if false, they are only recorded."""
+    """Allow training on the calls. If false, calls are only recorded."""

@@ -12,81 +12,82 @@ Price = Annotated[float, Field(ge=0)]
 
 
 class BudgetConfig(Section):
-    """The budget of a run for all its judges. After it is spent, sessions are not judged, and their scores
-    say why."""
+    """The budget of a run for all its judges. When the budget is spent, sessions are no longer judged, and
+    their scores say why."""
 
     dollars: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost in US dollars. Needs `input_price` and `output_price`."""
     calls: Positive | None = None
-    """Maximum number of answers, including those that could not be parsed, because they cost money too."""
+    """Maximum number of answers, including unparseable answers, because they cost money too."""
 
 
 class SignalsConfig(Section):
-    """The reward of a call for each kind of event that follows it; `null` gives no reward."""
+    """The reward of a call for each kind of event that may follow it; `null` gives no reward."""
 
     accepted: float | None = 1.0
-    """The user continues from the reply or thanks for it."""
+    """Reward if the user continues from the reply or says thanks."""
     corrected: float | None = 0.0
-    """The user says what is wrong with the reply, or undoes it."""
+    """Reward if the user says what is wrong with the reply, or undoes it."""
     repeated: float | None = 0.0
-    """The user asks for the same thing again."""
+    """Reward if the user asks for the same thing again."""
     tests_passed: float | None = 1.0
-    """Tests, a build or a check of the result passed."""
+    """Reward if tests, a build or a check of the result passed."""
     tests_failed: float | None = 0.0
-    """Tests, a build or a check of the result failed."""
+    """Reward if tests, a build or a check of the result failed."""
     tool_failed: float | None = 0.0
-    """A tool call in the reply was rejected or failed."""
+    """Reward if a tool call in the reply was rejected or failed."""
 
 
 class JudgeRewardConfig(Section):
-    """A model that reads a session and scores it by a rubric; see docs/judge.md."""
+    """Scores sessions with a model that follows a rubric; see docs/judge.md."""
 
     type: Literal["judge"]
     rubric: Literal["outcome", "process", "pairwise", "followup"] = "outcome"
-    """`outcome`: one score for the session. `process`: one for each call. `pairwise`: compares the sessions
-    of a group. `followup`: one for each call, from what happened next in the session."""
+    """`outcome`: one score for the session. `process`: one score for each call. `pairwise`: compares the
+    sessions of a group. `followup`: one score for each call, based on what happened next in the session."""
     criteria: str | None = None
-    """Criteria to judge by, as free text. Default: those of the rubric."""
+    """Criteria to judge by, as free text. Default: the criteria of the rubric."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
-    """Name of the judge; its rewards are named `judge:NAME`. Default: the rubric."""
+    """Name of the judge; its rewards are recorded under `judge:NAME`. Default: the rubric."""
     endpoint: str
     """Base URL of the judge's API: `https://api.openai.com/v1`, `https://api.anthropic.com`. `self` uses the
     run's own model; its answers are not trained on."""
     dialect: Literal["chat", "messages"] = "chat"
     """API format of the endpoint: OpenAI's chat completions or Anthropic's messages."""
     model: str | None = None
-    """Name of the model that judges. Leave it out with `endpoint: self`."""
+    """Name of the model that judges. Omit this with `endpoint: self`."""
     api_key_env: str | None = None
     """Environment variable with the endpoint's API key."""
     headers: dict[str, str] = {}
     """HTTP headers sent with every request."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """Sampling temperature. Default: the endpoint's own."""
+    """Sampling temperature. Default: the endpoint's own default."""
     max_tokens: Positive = 1024
     """Maximum length of an answer, in tokens."""
     structured: Literal["auto", "schema", "text"] = "auto"
-    """How an answer in JSON is requested. `schema`: with `response_format`, or with a tool call at Anthropic.
-    `text`: in the prompt only. `auto`: with a schema, or in the prompt if the endpoint rejects that."""
+    """How an answer in JSON is requested. `schema`: with `response_format`, or with a tool call for
+    Anthropic. `text`: in the prompt only. `auto`: with a schema, or in the prompt if the endpoint rejects the
+    schema."""
     votes: Positive = 1
-    """Number of answers to each question; the reward is their mean."""
+    """Number of answers to each question. The reward is the mean of the answers."""
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score that `outcome` and `process` ask for; rewards are scaled to 0..1."""
     pairs: Positive = 16
-    """Maximum number of pairs of a group that `pairwise` compares, each in both orders. At least as many as
-    connect all sessions are compared."""
+    """Maximum number of pairs in a group that `pairwise` compares, each in both orders. If this is too few to
+    connect all sessions, more pairs are compared."""
     signals: SignalsConfig = SignalsConfig()
     """The rewards that `followup` gives."""
     max_prompt_chars: Annotated[int, Field(ge=1000)] = 60_000
-    """Maximum length of a question without the rubric, in characters. Longer ones are shortened in the middle
-    or split."""
+    """Maximum length of a question without the rubric, in characters. Longer questions are shortened in the
+    middle or split."""
     timeout: Seconds = 30.0
-    """Seconds that one answer may take."""
+    """Timeout of one answer, in seconds."""
     concurrency: Positive = 32
     """Maximum number of concurrent questions."""
     input_price: Price = 0.0
-    """US dollars per million input tokens."""
+    """Price of a million input tokens, in US dollars."""
     output_price: Price = 0.0
-    """US dollars per million output tokens."""
+    """Price of a million output tokens, in US dollars."""
     budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")

@@ -16,16 +16,16 @@ class ModelConfig(Section):
     """The model that is served and trained."""
 
     name: str = "smollm2-135m"
-    """`smollm2-135m` (from the package registry), a Hugging Face id, or a folder (`./folder`)."""
+    """Model to use: `smollm2-135m` (from the package registry), a Hugging Face id, or a path (`./folder`)."""
     dtype: DType = "auto"
-    """Precision of the base weights. `auto`: bf16 if the processor is fast with it, else fp32."""
+    """Precision of the base weights. `auto`: bf16 if the processor computes fast in bf16, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on. `auto`: a GPU if there is one."""
     max_context: Positive = 2048
     """Maximum length of prompt and reply together, in tokens."""
     tool_format: Literal["auto", "template", "generic"] = "auto"
-    """How tools are shown to the model: by its chat template, or in the generic format of docs/concepts.md.
-    `auto`: by the template if it supports tools."""
+    """How tools are shown to the model: with its chat template, or in the generic format of docs/concepts.md.
+    `auto`: with the template if it supports tools."""
 
 
 class SqliteStoreConfig(Section):
@@ -41,8 +41,8 @@ class PostgresStoreConfig(Section):
 
     type: Literal["postgres"] = "postgres"
     url: str = "postgresql:///instar"
-    """URL of the server for libpq, without a password; use `password_env` or a `.pgpass` file for that. A
-    connection pooler must run in session mode."""
+    """URL of the server for libpq, without a password; pass the password with `password_env` or in a
+    `.pgpass` file. A connection pooler must run in session mode."""
     password_env: str = "INSTAR_POSTGRES_PASSWORD"
     """Environment variable with the password, if the server needs one. Default if unset: `PGPASSWORD`."""
     db_schema: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,62}$")] = "instar"
@@ -50,7 +50,7 @@ class PostgresStoreConfig(Section):
     pool: Positive = 4
     """Number of connections for reading, per process."""
     timeout: Seconds = 30.0
-    """Seconds that a statement or a connection attempt may take, and that reconnecting is tried."""
+    """Timeout of a statement, of a connection attempt and of all attempts to reconnect, in seconds."""
 
     @field_validator("url")
     @classmethod
@@ -62,7 +62,7 @@ class PostgresStoreConfig(Section):
         return url
 
     def password_env_name(self, environment: Mapping[str, str]) -> str | None:
-        """Return the name of the variable that holds the password, if any. Agents must not inherit it."""
+        """Return the name of the variable with the password, if any. Agents must not inherit the variable."""
         return next((name for name in (self.password_env, "PGPASSWORD") if environment.get(name)), None)
 
 

@@ -29,7 +29,7 @@ class JsonlTasksConfig(Section):
     id_field: str | None = None
     """Field with the id of a task. Default: the line number."""
     limit: Positive | None = None
-    """Maximum number of tasks; the first ones are used."""
+    """Maximum number of tasks; the first tasks are used."""
 
 
 class PythonTasksConfig(Section):
@@ -37,7 +37,7 @@ class PythonTasksConfig(Section):
 
     type: Literal["python"]
     function: str
-    """`package.module:function`."""
+    """Function that returns the tasks, as `package.module:function`."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
@@ -57,41 +57,41 @@ TasksConfig = Annotated[
 
 
 class FunctionAgentConfig(Section):
-    """An async Python function `agent(task, session)`; see docs/concepts.md."""
+    """Runs an async Python function `agent(task, session)`; see docs/concepts.md."""
 
     type: Literal["function"]
     function: str
-    """`package.module:function`."""
+    """Function to run, as `package.module:function`."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
 
 class CommandAgentConfig(Section):
-    """Any program. It gets OPENAI_BASE_URL, OPENAI_API_KEY, and the task as JSON in INSTAR_TASK."""
+    """Runs any program, with OPENAI_BASE_URL, OPENAI_API_KEY, and the task as JSON in INSTAR_TASK."""
 
     type: Literal["command"]
     command: list[str]
-    """Program and arguments; `{field}` is replaced by that field of the task."""
+    """Program and arguments; `{field}` is replaced with that field of the task."""
     env: dict[str, str] = {}
     """Additional environment variables."""
     cwd: Path | None = None
-    """Working folder. Default: the folder of the YAML file."""
+    """Working folder. Default: the folder that contains the YAML file."""
 
 
 AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig | PluginConfig, Field(discriminator="type")]
 
 
 class SamplingConfig(Section):
-    """Sampling parameters of every call of a channel. They override those that the agent requests."""
+    """Sampling parameters of every call of a channel. They override the agent's own parameters."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Probability mass of nucleus sampling."""
+    """Probability mass for nucleus sampling."""
 
 
 class RolloutConfig(Section):
-    """Runs agents on tasks."""
+    """Settings for running agents on tasks."""
 
     tasks: TasksConfig
     """Tasks to train on."""
@@ -102,15 +102,15 @@ class RolloutConfig(Section):
     concurrency: Positive = 32
     """Maximum number of concurrent sessions."""
     timeout: Seconds = 300.0
-    """Seconds that one session may take."""
+    """Timeout of one session, in seconds."""
     retries: NonNegative = 2
     """Number of retries after a transient error, with exponential backoff and jitter."""
     group_policy: Literal["keep", "refill", "drop"] = "keep"
-    """If a session of a group failed: train on the others, run it again, or drop the group."""
+    """How a failed session of a group is handled: train on the others, run it again, or drop the group."""
     refills: NonNegative = 2
-    """Maximum number of additional sessions per failed one under `refill`."""
+    """Maximum number of additional sessions for each failed session under `refill`."""
     failed_reward: float | None = None
-    """Reward of a failed session; `null` excludes it from the mean of its group."""
+    """Reward of a failed session; `null` excludes the session from the mean of its group."""
     shuffle: bool = True
     """Shuffle the tasks with the run's seed."""
     sampling: SamplingConfig = SamplingConfig()
@@ -118,24 +118,24 @@ class RolloutConfig(Section):
 
 
 class AgentRewardConfig(Section):
-    """The agent reports its reward as its return value or when it completes its session."""
+    """Uses the reward that the agent returns or sends when it completes its session."""
 
     type: Literal["agent"] = "agent"
 
 
 class RuleRewardConfig(Section):
-    """A Python rule: `rule(task, transcript) -> float`."""
+    """Scores sessions with a Python rule: `rule(task, transcript) -> float`."""
 
     type: Literal["rule"]
     function: str | None = None
-    """`package.module:function`. Default: the scorer of the task set, if it has one."""
+    """Function to call, as `package.module:function`. Default: the scorer of the task set, if it has one."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
     name: str | None = None
-    """Name of its rewards. Default: `function`."""
+    """Name under which its rewards are recorded. Default: `function`."""
     thread: bool = True
     """Run a function that is not async in a thread, so that it blocks nothing and `scoring.deadline` applies.
-    `false`: in the main thread, for packages that use signals for timeouts."""
+    `false`: run it in the main thread, for packages that use signals for timeouts."""
 
 
 RewardConfig = Annotated[
@@ -145,10 +145,10 @@ RewardConfig = Annotated[
 
 
 class EvalMode(SamplingConfig):
-    """One evaluation mode."""
+    """The agent's arguments and the sampling parameters of one evaluation mode."""
 
     agent_args: dict[str, Any] = {}
-    """Keyword arguments of the agent's function in this mode. They override its own."""
+    """Keyword arguments of the agent's function in this mode. They override those of `rollout.agent`."""
 
 
 class EvalConfig(Section):

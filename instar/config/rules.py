@@ -11,14 +11,14 @@ from instar.config.base import Positive, Seconds, Section
 
 
 class SandboxConfig(Section):
-    """The sandbox for code that a model wrote. A machine that supports none rejects the run at the start."""
+    """The sandbox for code that a model wrote. If the machine supports none, the run does not start."""
 
     kind: Literal["auto", "bubblewrap", "landlock"] = "auto"
-    """Implementation. `auto`: bubblewrap if it works, else Landlock with seccomp."""
+    """Kind of sandbox. `auto`: bubblewrap if it works, else Landlock with seccomp."""
     seconds: Seconds = 10.0
-    """Seconds that one job may take."""
+    """Timeout of one job, in seconds."""
     memory_mb: Positive = 1024
-    """Memory limit of all processes of a job together, and of the address space of each, in MB."""
+    """Memory limit of all processes of a job together, and of the address space of each process, in MB."""
     processes: Positive = 64
     """Maximum number of processes and threads."""
     output_kb: Positive = 1024
@@ -28,19 +28,19 @@ class SandboxConfig(Section):
     network: bool = False
     """Allow access to the network."""
     read: list[Path] = []
-    """Files and folders that a job may read, besides system programs and this Python."""
+    """Files and folders that a job may read, in addition to system programs and this Python."""
     concurrency: Positive | None = None
     """Maximum number of concurrent jobs. Default: one per core."""
 
 
 class ExactRewardConfig(Section):
-    """1 if the answer is the expected text, else 0."""
+    """Rewards 1 if the answer is the expected text, else 0."""
 
     type: Literal["exact"]
     name: str = "exact"
-    """Name of its rewards."""
+    """Name under which its rewards are recorded."""
     expected: str = "answer"
-    """Field of the task with the expected answer, or a list of them; `a.b` is field `b` of field `a`."""
+    """Field of the task with the expected answer or a list of answers; `a.b` is field `b` of field `a`."""
     expected_after: str | None = None
     """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
     after: str | None = None
@@ -57,14 +57,14 @@ class ExactRewardConfig(Section):
 
 
 class NumericRewardConfig(Section):
-    """1 if the last number of the final text is the expected one, else 0. `1,234.5`, `$3`, `2/3` and `1e-3`
-    are numbers."""
+    """Rewards 1 if the last number in the final text is the expected number, else 0. `1,234.5`, `$3`, `2/3`
+    and `1e-3` are numbers."""
 
     type: Literal["numeric"]
     name: str = "numeric"
-    """Name of its rewards."""
+    """Name under which its rewards are recorded."""
     expected: str = "answer"
-    """Field of the task with the expected number, or a list of them."""
+    """Field of the task with the expected number or a list of numbers."""
     expected_after: str | None = None
     """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
     after: str | None = None
@@ -77,33 +77,33 @@ class NumericRewardConfig(Section):
 
 
 class MathRewardConfig(Section):
-    """1 if the answer is mathematically equal to the expected one (math-verify: LaTeX, fractions, sets,
-    equations), else 0."""
+    """Rewards 1 if the answer is mathematically equal to the expected answer (math-verify: LaTeX, fractions,
+    sets, equations), else 0."""
 
     type: Literal["math"]
     name: str = "math"
-    """Name of its rewards."""
+    """Name under which its rewards are recorded."""
     expected: str = "answer"
-    """Field of the task with the expected answer, or a list of them."""
+    """Field of the task with the expected answer or a list of answers."""
     expected_after: str | None = None
     """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
     after: str | None = None
     """Use only the text after the last occurrence of this marker in the final text; an answer without the
     marker is wrong."""
     seconds: Seconds = 5.0
-    """Seconds to parse an answer; one that takes longer is wrong."""
+    """Timeout for parsing an answer, in seconds. An answer that takes longer is wrong."""
 
 
 class JsonSchemaRewardConfig(Section):
-    """1 if the answer is JSON that matches a schema, else 0."""
+    """Rewards 1 if the answer is JSON that matches a schema, else 0."""
 
     type: Literal["json_schema"]
     name: str = "json_schema"
-    """Name of its rewards."""
+    """Name under which its rewards are recorded."""
     against: dict[str, Any] | None = None
-    """The JSON schema. Default: the one in the task's field `expected`."""
+    """The JSON schema. Default: the schema in the task's field `expected`."""
     expected: str = "schema"
-    """Field of the task with its schema."""
+    """Field of the task with the schema."""
     after: str | None = None
     """Use only the text after the last occurrence of this marker in the final text; an answer without the
     marker is wrong."""
@@ -111,21 +111,21 @@ class JsonSchemaRewardConfig(Section):
     """Part of the final text that is the answer. `last_block`: the last fenced code block, or the whole text
     if there is none."""
     seconds: Seconds = 2.0
-    """Seconds to check an answer; one that takes longer is wrong."""
+    """Timeout for checking an answer, in seconds. An answer that takes longer is wrong."""
 
 
 class RegexRewardConfig(Section):
-    """1 if the answer matches a Python regular expression, else 0."""
+    """Rewards 1 if the answer matches a Python regular expression, else 0."""
 
     type: Literal["regex"]
     name: str = "regex"
-    """Name of its rewards."""
+    """Name under which its rewards are recorded."""
     pattern: str | None = None
-    """The regular expression. Default: the one in the task's field `expected`."""
+    """The regular expression. Default: the regular expression in the task's field `expected`."""
     expected: str = "pattern"
-    """Field of the task with its regular expression."""
+    """Field of the task with the regular expression."""
     how: Literal["search", "fullmatch"] = "search"
-    """Match anywhere in the answer, or the whole answer."""
+    """Part of the answer that must match: any part (`search`), or the whole answer (`fullmatch`)."""
     ignore_case: bool = False
     """Ignore the case of letters."""
     after: str | None = None
@@ -134,18 +134,18 @@ class RegexRewardConfig(Section):
     part: Literal["whole", "last_line", "last_block"] = "whole"
     """Part of the final text that is the answer."""
     seconds: Seconds = 1.0
-    """Seconds to match an answer; one that takes longer is wrong."""
+    """Timeout for matching an answer, in seconds. An answer that takes longer is wrong."""
 
 
 class CommandRewardConfig(Section):
-    """1 if a command that checks the answer exits with code 0, else 0. It runs in the sandbox."""
+    """Rewards 1 if a command that checks the answer exits with code 0, else 0. It runs in the sandbox."""
 
     type: Literal["command"]
     name: str = "command"
-    """Name of its rewards."""
+    """Name under which its rewards are recorded."""
     command: Annotated[list[str], Field(min_length=1)]
-    """Program and arguments. INSTAR_ANSWER is the path of a file with the answer, INSTAR_TASK of one with the
-    task as JSON."""
+    """Program and arguments. INSTAR_ANSWER is the path of a file with the answer, and INSTAR_TASK is the path
+    of a file with the task as JSON."""
     files: list[Path] = []
     """Text files, such as scripts, that are copied to the command's working folder."""
     file: str = "answer.txt"
@@ -156,19 +156,20 @@ class CommandRewardConfig(Section):
 
 
 class TestsRewardConfig(Section):
-    """Runs unit tests of the code in the answer, in the sandbox."""
+    """Rewards code in the answer that passes unit tests. The tests run in the sandbox."""
 
     type: Literal["tests"]
     name: str = "tests"
-    """Name of its rewards."""
+    """Name under which its rewards are recorded."""
     tests: str = "tests"
-    """Field of the task with its tests: a text, or a list with one test each."""
+    """Field of the task with the tests: one text, or a list with one text per test."""
     part: Literal["whole", "last_block"] = "last_block"
-    """Part of the final text that is the code: the last fenced code block, or all of it."""
+    """Part of the final text that is the code: the last fenced code block, or the whole text."""
     runner: Literal["python", "pytest"] | list[str] = "python"
-    """`python`: the tests run in the namespace of the answer; each text is a test, or each function `test_*`
+    """`python`: the tests run in the namespace of the answer. Each text is a test, or each function `test_*`
     that it defines. `pytest`: the tests are a file next to `answer.py` and import it. A list is a custom
-    command, run in the folder of `answer.py` and `test_answer.py`; exit code 0 means that all passed."""
+    command, run in the folder of `answer.py` and `test_answer.py`; exit code 0 means that all tests
+    passed."""
     reward: Literal["share", "all"] = "all"
     """`share`: the share of the tests that passed. `all`: 1 if all passed, else 0."""
     file: str = "answer.py"

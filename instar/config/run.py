@@ -25,12 +25,12 @@ def _listed(value: Any) -> Any:
 
 
 class RunConfig(Section):
-    """The config of a run."""
+    """All settings of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run, its folder and its policy."""
     seed: int = 0
-    """Seed of the order of tasks, the sampling and the adapter."""
+    """Seed for the order of tasks, for sampling and for the adapter."""
     dir: Path | None = None
     """Folder of the run. Default: `runs/<name>` in the working folder."""
     agent_id: str = "default"
@@ -40,17 +40,17 @@ class RunConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = LocalEngineConfig()
     upstreams: dict[str, UpstreamEngineConfig] = {}
-    """Providers besides the engine, by a name of your choice."""
+    """Providers in addition to the engine, under names of your choice."""
     models: dict[str, ModelRoute] = {}
-    """Routes by the model name that agents request (`*` matches anything); the first match is used. Default:
+    """Routes by the model name that agents request (`*` matches anything). The first match is used. Default:
     the run's engine answers all requests."""
     backend: BackendConfig = LocalBackendConfig()
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. Needed by `instar train`, unless all its data is exported data; not needed by
-    `instar serve`."""
+    """Agents to run on tasks. `instar train` needs this, unless it trains on exported data only; `instar
+    serve` does not need it."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """Data to train on: live sessions of this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_listed)] = [AgentRewardConfig()]
@@ -58,7 +58,7 @@ class RunConfig(Section):
     scoring: ScoringConfig = ScoringConfig()
     eval: EvalConfig | None = None
     simulate: SimulateConfig | None = None
-    """Used by `instar simulate` only."""
+    """Assumptions that only `instar simulate` uses."""
 
     @property
     def run_dir(self) -> Path:

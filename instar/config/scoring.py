@@ -1,4 +1,4 @@
-"""Scoring of finished sessions, and the combination of several rewards."""
+"""How finished sessions are scored, and how several rewards are combined."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from instar.config.base import NonNegative, Positive, Seconds, Section
 
 
 class CombineConfig(Section):
-    """Combines the rewards of a session or a call into one. A reward is named by its scorer (`math`,
+    """Combines the rewards of a session or a call into one. A reward is identified by its scorer (`math`,
     `judge:outcome`) or by its source: `human`, `judge`, `rule`, `agent`, `fallback`."""
 
     how: Literal["prefer", "sum"] = "prefer"
-    """`prefer`: the latest reward of the first name in `prefer` that has one. `sum`: the weighted sum."""
+    """`prefer`: the latest reward under the first name in `prefer` that has one. `sum`: the weighted sum."""
     prefer: list[str] = ["human", "judge", "rule", "agent", "fallback"]
-    """Names in order of precedence."""
+    """Names of scorers or sources, in order of precedence."""
     weights: dict[str, float] = {}
     """Weights under `sum`, by name; a reward without a weight is ignored."""
     veto: dict[str, float] = {}
-    """Minimum rewards by name; if one is below its minimum, the combined reward is `veto_value`."""
+    """Minimum rewards by name. If a reward is below its minimum, the combined reward is `veto_value`."""
     veto_value: float = 0.0
     """Reward of a vetoed session."""
 
@@ -32,15 +32,15 @@ class CombineConfig(Section):
 
 
 class ScoringConfig(Section):
-    """Scores ended sessions in the background."""
+    """How ended sessions are scored in the background."""
 
     concurrency: Positive = 16
     """Maximum number of concurrent scores per scorer."""
     deadline: Seconds = 60.0
-    """Seconds that one attempt to score may take."""
+    """Timeout of one attempt to score, in seconds."""
     retries: NonNegative = 3
     """Number of retries after a failure, with exponential backoff and jitter."""
     fallback: float | None = None
-    """Reward, with source `fallback`, of a session whose scorer failed on every attempt. `null` excludes the
-    session from training."""
+    """Reward of a session whose scorer failed on every attempt, recorded with source `fallback`. `null`
+    excludes the session from training."""
     combine: CombineConfig = CombineConfig()

@@ -20,7 +20,7 @@ class DistributionConfig(Section):
     median: Annotated[float, Field(gt=0)] | None = None
     """Median of a lognormal distribution."""
     sigma: Amount = 0.0
-    """Standard deviation of the logarithm. With 1, one value in a hundred exceeds ten times the median."""
+    """Standard deviation of the logarithm. At 1, one value in a hundred exceeds ten times the median."""
     most: Annotated[float, Field(gt=0)] | None = None
     """Maximum of a lognormal value. Default: no maximum."""
     values: Annotated[list[Amount], Field(min_length=1)] | None = None
@@ -46,38 +46,38 @@ Distribution = Annotated[DistributionConfig, BeforeValidator(_expand_shorthand)]
 
 
 class SimulateConfig(Section):
-    """The assumptions of `instar simulate`. A run measured with `--from` replaces those it can measure, and a
-    workload file replaces the sessions. The defaults describe a small model on one GPU each for engine and
-    trainer."""
+    """The assumptions of `instar simulate`. A run measured with `--from` replaces the assumptions that it can
+    measure, and a workload file replaces the sessions. The defaults describe a small model, with one GPU for
+    the engine and one for the trainer."""
 
     workload: Path | None = None
-    """A file of sessions to replay, one JSON object per line: `{"turns": [[prompt tokens, generated tokens,
+    """File of sessions to replay, one JSON object per line: `{"turns": [[prompt tokens, generated tokens,
     seconds of the tool], ...]}`. Default: sessions are drawn from the distributions below."""
     turns: Distribution = DistributionConfig(value=4)
     """Number of model calls in a session."""
     prompt: Distribution = DistributionConfig(value=200)
-    """Tokens that the prompt of a call adds to the session."""
+    """Number of tokens that the prompt of a call adds to the session."""
     generated: Distribution = DistributionConfig(median=200, sigma=1.0, most=4096)
-    """Tokens of a reply."""
+    """Number of tokens in a reply."""
     tool: Distribution = DistributionConfig(median=0.5, sigma=1.5, most=300)
-    """Seconds between a reply and the session's next call, or its end."""
+    """Seconds between a reply and the next call or the end of the session."""
     start: Distribution = DistributionConfig(value=0.05)
     """Seconds from the start of a session to its first call."""
     latency: Distribution = DistributionConfig(value=0.05)
-    """Seconds from a call to its first token if the engine is otherwise idle."""
+    """Seconds from a call to its first token, if the engine is otherwise idle."""
     crowding: Amount = 0.0
-    """Relative increase of the latency for every additional call at the engine."""
+    """Relative increase of the latency for every additional call in progress on the engine."""
     speed: Annotated[dict[Positive, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
         1: 250.0,
         16: 3600.0,
         64: 11000.0,
         256: 20900.0,
     }
-    """Tokens per second of one engine, by the number of replies it generates at once."""
+    """Tokens per second of one engine, by the number of replies that it generates at once."""
     train_base: Amount = 0.5
-    """Seconds of a training step that do not depend on its tokens."""
+    """Seconds of a training step that do not depend on the number of tokens."""
     train_per_token: Amount = 2e-5
-    """Additional seconds per token of the step, including prompts."""
+    """Additional seconds of a training step per token, including prompts."""
     publish: Distribution = DistributionConfig(value=0.3)
     """Seconds from an update until all engines serve it."""
     pause: Amount = 0.0
@@ -87,10 +87,10 @@ class SimulateConfig(Section):
     zero_signal: Unit = 0.0
     """Share of groups without a training signal, because all rewards are equal."""
     crashes_per_hour: Amount = 0.0
-    """Crashes of one engine per hour."""
+    """Number of crashes of one engine per hour."""
     restart: Amount = 60.0
     """Seconds until a crashed engine answers again."""
     most_engines: Positive = 64
-    """Maximum number of engines in the search for a better number."""
+    """Maximum number of engines that the search for a better number considers."""
     most_staleness: NonNegative = 8
-    """Maximum `trainer.max_staleness` in the search."""
+    """Maximum `trainer.max_staleness` that the search considers."""

@@ -13,52 +13,52 @@ from instar.config.model import ModelConfig
 
 
 class AdvantageConfig(Section):
-    """Computes the advantages of a group from its rewards."""
+    """How the advantages of a group are computed from its rewards."""
 
     estimator: Literal["grpo", "grpo_no_std", "rloo", "running", "reward"] = "grpo"
-    """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the others;
+    """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the other sessions;
     `running`: r - a running mean over sessions, for groups of one; `reward`: r itself, to imitate good data
     with the `cross_entropy` loss."""
     normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
     """Divisor of a step's sum over tokens: all trained tokens of the step, the sessions of the step, the
-    tokens of each session and then the sessions, or none."""
+    tokens of each session and then the sessions, or no divisor."""
     weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the rewards. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
     decay: Unit = 0.95
-    """Decay of the `running` baseline; closer to 1 changes slower."""
+    """Decay of the `running` baseline. A baseline with a decay closer to 1 changes more slowly."""
 
 
 class BaseReferenceConfig(Section):
-    """The base model as reference: the trained model without its adapter, or a frozen copy if all weights are
-    trained."""
+    """Uses the base model as reference: the trained model without its adapter, or a frozen copy if all
+    weights are trained."""
 
     type: Literal["base"] = "base"
     weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of a token's log-ratio to the reference in its advantage; 0 disables it."""
+    """Weight of a token's log-ratio to the reference in the token's advantage; 0 disables the reference."""
 
 
 class CompletionsReferenceConfig(Section):
-    """A teacher behind an OpenAI-compatible `/v1/completions` that returns the logprobs of a prompt. It must
-    have the same vocabulary as the model."""
+    """Uses a teacher behind an OpenAI-compatible `/v1/completions` that returns the logprobs of a prompt. The
+    teacher must have the same vocabulary as the model."""
 
     type: Literal["completions"]
     base_url: str
     """Base URL of the teacher, including `/v1`."""
     model: str
-    """Name of the teacher's model at that URL."""
+    """Name of the teacher's model on that server."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of a token's log-ratio to the teacher in its advantage; 0 disables it."""
+    """Weight of a token's log-ratio to the teacher in the token's advantage; 0 disables the teacher."""
     api_key_env: str | None = None
     """Environment variable with the API key."""
     max_in_flight: Positive = 16
     """Maximum number of concurrent requests."""
     timeout: Seconds = 120.0
-    """Seconds that one request may take, with its retries."""
+    """Timeout of one request, including retries, in seconds."""
 
 
 class EngineReferenceConfig(Section):
-    """A teacher in an additional engine, which runs in its own process. It must have the same vocabulary as
-    the model."""
+    """Uses a teacher in an additional engine, which runs in its own process. The teacher must have the same
+    vocabulary as the model."""
 
     type: Literal["engine"]
     model: ModelConfig
@@ -66,7 +66,7 @@ class EngineReferenceConfig(Section):
     engine: EngineConfig = LocalEngineConfig()
     """Engine that runs the teacher."""
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of a token's log-ratio to the teacher in its advantage; 0 disables it."""
+    """Weight of a token's log-ratio to the teacher in the token's advantage; 0 disables the teacher."""
 
 
 ReferenceConfig = Annotated[
@@ -77,13 +77,13 @@ ReferenceConfig = Annotated[
 
 
 class OffPolicyConfig(Section):
-    """Corrections for tokens that were sampled by another policy than the trained one: an older version, or
+    """Corrections for tokens that were sampled by a policy other than the trained one: an older version, or
     the same weights in an engine with slightly different numerics."""
 
     proximal: Literal["behavior", "recompute"] = "behavior"
-    """Denominator of the loss's ratio. `behavior`: the logprobs that the engine recorded. `recompute`: those
-    of the trained policy at the start of the step (decoupled PPO), computed by the backend; the ratio of
-    these to the engine's becomes an importance weight in the advantages."""
+    """Denominator of the loss's ratio. `behavior`: the logprobs that the engine recorded. `recompute`: the
+    logprobs of the trained policy at the start of the step (decoupled PPO), computed by the backend. The
+    ratio of these logprobs to the engine's becomes an importance weight in the advantages."""
     truncate: Annotated[float, Field(gt=0)] | None = None
     """Maximum importance weight of a token (truncated importance sampling); needs `proximal: recompute`.
     Default: 2."""
@@ -111,13 +111,13 @@ class CorrectionsConfig(Section):
     """Trains on replies that people corrected."""
 
     weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the tokens of a corrected reply, relative to the advantages of a step; 0 disables them."""
+    """Weight of the tokens in a corrected reply, relative to a step's advantages; 0 disables corrections."""
     per_step: Positive = 4
     """Maximum number of corrections in one step, oldest first."""
 
 
 class TrainerConfig(Section):
-    """The background trainer."""
+    """Settings of the background trainer."""
 
     mode: Literal["async", "sync"] = "async"
     """`async`: rollouts run ahead by at most `max_staleness` versions. `sync`: strict alternation,
@@ -125,36 +125,36 @@ class TrainerConfig(Section):
     steps: Positive = 20
     """Number of optimizer steps of the run."""
     seconds: Seconds | None = None
-    """Seconds of training, without evaluation, after which the run stops even if `steps` is not reached."""
+    """Maximum training time, without evaluation, in seconds. The run then stops even before `steps`."""
     groups_per_step: Positive = 6
     """Number of groups in one step."""
     max_staleness: NonNegative | None = None
-    """Maximum number of versions that a trained token may be behind; `stale` says what happens to older ones.
-    Default: 1 in `async` mode; `sync` mode allows only 0."""
+    """Maximum number of versions that a trained token may be behind; `stale` says what happens to older
+    tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
     stale: Literal["drop", "mask"] = "drop"
     """How samples with tokens that are too old are handled. `drop`: they are dropped with that reason.
-    `mask`: only their newer tokens are trained; samples without any are dropped."""
+    `mask`: only their newer tokens are trained; samples without newer tokens are dropped."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     loss: LossConfig = LossConfig()
     loss_fallback: LossName | None = None
-    """Loss to use if the backend does not support `loss`, with a warning in the log and the report. Default:
-    an unsupported loss is an error at the start."""
+    """Loss to use if the backend does not support `loss`. The log and the report then contain a warning.
+    Default: an unsupported loss is an error at the start."""
     reference: ReferenceConfig = BaseReferenceConfig()
-    """Model that the policy is kept close to, or learns from, token by token."""
+    """Model that the policy is kept close to, or learns from, at every token."""
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     corrections: CorrectionsConfig = CorrectionsConfig()
     warmup_steps: NonNegative = 3
-    """Number of steps over which the learning rate rises to its value."""
+    """Number of steps over which the learning rate rises to `adam.lr`."""
     schedule: Literal["constant", "linear"] = "constant"
     """Learning rate after warm-up: constant, or falling linearly towards zero at the end of `steps` or
-    `seconds`, whichever is nearer."""
+    `seconds`, whichever comes first."""
     checkpoint_every: Positive = 1
-    """Number of steps between two checkpoints. Steps after the last one are repeated after a crash."""
+    """Number of steps between two checkpoints. After a crash, steps since the last one are repeated."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints and published artifacts to keep, newest first."""
     tensorboard: bool | None = None
-    """Write TensorBoard event files next to metrics.jsonl. Default: if TensorBoard is installed."""
+    """Write TensorBoard event files next to metrics.jsonl. Default: yes, if TensorBoard is installed."""
 
     @model_validator(mode="after")
     def _loss_fits(self) -> Self:

@@ -1,1 +1,1 @@
-"""Find sessions that should not be trained on."""
+"""Finds sessions that should not be trained on."""

@@ -15,7 +15,7 @@ class SessionSummary:
     prompt: str
     """The first user message."""
     output: str
-    """Everything that the model wrote, including its tool calls."""
+    """All text that the model wrote, including its tool calls."""
     tokens: int
     """The number of sampled tokens."""
     version: int
@@ -39,15 +39,15 @@ class CurationFinding:
 
 @dataclass(frozen=True, slots=True)
 class CurationLimits:
-    """The thresholds from which on the checks report a finding."""
+    """The thresholds at which the checks report a finding."""
 
     similarity: float = 0.9
-    """Share of word triples that near-duplicates have in common."""
+    """Share of word triples that two near-duplicates have in common."""
     drift: float = 2.0
-    """Ratio of the latest versions' output length, or repetition, to the first versions'."""
+    """Ratio of the output length, or repetition, of the latest versions to that of the first versions."""
     repetition: float = 0.3
-    """Share of an output's word triples that occurred in it before."""
+    """Share of an output's word triples that already occurred earlier in the output."""
     disagreement: float = 0.5
-    """Distance between the reward of the rules and that of the judges."""
+    """Difference between the reward from rules and the reward from judges."""
     identical: float = 0.5
     """Share of a group's sessions with the same output."""

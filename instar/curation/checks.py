@@ -1,4 +1,4 @@
-"""Checks that map session summaries to findings. They change nothing."""
+"""Checks that return findings for session summaries. They change nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Check = Callable[[Sequence[SessionSummary], CurationLimits], list[CurationFindin
 
 SAME_REWARD = 1e-8
 MIN_SESSIONS = 8
-"""The fewest sessions whose mean is trusted."""
+"""The smallest number of sessions whose mean is trusted."""
 
 
 def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Find nearly identical outputs to different tasks.
+    """Return a finding for each set of nearly identical outputs to different tasks.
 
     Either the model ignores the task, or the tasks repeat each other.
     """
@@ -37,7 +37,7 @@ def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) 
 
 
 def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Find groups in which many sessions have the same output: nothing is explored. Needs complete groups."""
+    """Return findings for groups with many identical outputs: nothing is explored. Needs complete groups."""
     findings: list[CurationFinding] = []
     for group_id, members in _by_group(sessions).items():
         by_output: dict[str, list[SessionSummary]] = defaultdict(list)
@@ -52,7 +52,7 @@ def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -
 
 
 def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Find groups whose sessions all have the same reward: they teach nothing. Needs complete groups."""
+    """Return findings for groups whose rewards are all equal: they teach nothing. Needs complete groups."""
     del limits
     findings: list[CurationFinding] = []
     for group_id, members in _by_group(sessions).items():
@@ -65,7 +65,7 @@ def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits)
 
 
 def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Find outputs that repeat themselves and still have a reward above the mean."""
+    """Return findings for outputs that repeat themselves but have a reward above the mean."""
     rewards = [summary.reward for summary in sessions if summary.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     findings: list[CurationFinding] = []
@@ -83,7 +83,7 @@ def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) 
 
 
 def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Find outputs that grow much longer with the versions: length itself may be rewarded."""
+    """Return a finding if outputs grow much longer with newer versions: length itself may be rewarded."""
     lengths = [float(summary.tokens) for summary in sessions]
     return _find_drift("length_drift", "tokens", sessions, lengths, limits.drift, 1.0)
 
@@ -91,13 +91,13 @@ def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits
 def find_repetition_drift(
     sessions: Sequence[SessionSummary], limits: CurationLimits
 ) -> list[CurationFinding]:
-    """Find outputs that repeat themselves more and more with the versions."""
+    """Return a finding if outputs repeat themselves more and more with newer versions."""
     shares = [repetition_ratio(summary.output) for summary in sessions]
     return _find_drift("repetition_drift", "repetition", sessions, shares, limits.drift, 0.05)
 
 
 def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Find sessions whose rule and judge rewards differ widely: one of the two is wrong."""
+    """Return findings for sessions whose rule and judge rewards differ widely: one of them is wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
         rule, judge = _latest_reward(summary, RewardSource.RULE), _latest_reward(summary, RewardSource.JUDGE)
@@ -120,7 +120,7 @@ CHECKS: dict[str, Check] = {
 }
 
 GROUP_CHECKS = ("identical", "zero_signal")
-"""Checks that need complete groups; with part of a group they report false findings."""
+"""Checks that need complete groups. With only part of a group, they report false findings."""
 
 
 def _find_drift(
@@ -131,9 +131,9 @@ def _find_drift(
     limit: float,
     floor: float,
 ) -> list[CurationFinding]:
-    """Compare the first quarter of the versions with the last.
+    """Return a finding if the values grow too much from the first quarter of the versions to the last.
 
-    The finding names the late sessions above the early mean. Means below ``floor`` count as ``floor``.
+    The finding lists the late sessions above the early mean. Means below ``floor`` count as ``floor``.
     """
     versions = sorted({summary.version for summary in sessions})
     part = max(1, len(versions) // 4)
@@ -158,7 +158,7 @@ def _find_drift(
 
 
 def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
-    """Return the correlation of values and rewards; near 1, the value itself seems to be rewarded."""
+    """Return the correlation of values and rewards. Near 1, the value itself seems to be rewarded."""
     pairs = [(summary.reward, value) for summary, value in late if summary.reward is not None]
     rewards, values = np.array([r for r, _ in pairs]), np.array([v for _, v in pairs])
     if len(pairs) < MIN_SESSIONS or not rewards.std() or not values.std():

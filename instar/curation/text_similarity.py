@@ -1,5 +1,5 @@
-"""Find near-duplicate texts in time linear in their number: MinHash over word triples, with banding to find
-candidates."""
+"""Finds near-duplicate texts in time linear in their number, with MinHash over word triples and banding to
+find candidates."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASHES, BANDS = 64, 16
-"""Each band has four values: texts that share 90% of their triples almost surely have a band in common,
-texts that share 30% hardly ever do."""
+"""Numbers of hashes and of bands, so that a band has four values. Texts that share 90% of their triples
+almost surely have a band in common; texts that share 30% hardly ever do."""
 MAX_WORDS = 4096
-"""The number of words of a text that are compared; the rest is ignored."""
+"""The number of words of a text that are compared; further words are ignored."""
 _PRIME = np.uint64((1 << 61) - 1)
 
 Shingles = NDArray[np.uint64]
 
 
 def hash_shingles(text: str) -> Shingles:
-    """Return the hashes of the distinct word triples; a shorter text counts as one."""
+    """Return the hashes of the distinct word triples in the text. A shorter text counts as one triple."""
     words = text.lower().split()[:MAX_WORDS]
     triples = [" ".join(words[start : start + 3]) for start in range(max(1, len(words) - 2))]
     # A model may write half a surrogate pair, and the store keeps it.
@@ -30,7 +30,7 @@ def hash_shingles(text: str) -> Shingles:
 
 
 def repetition_ratio(text: str) -> float:
-    """Return the share of word triples that occurred in the text before; 0 for fewer than three words."""
+    """Return the share of word triples that already occurred in the text; 0 for fewer than three words."""
     words = text.lower().split()[:MAX_WORDS]
     count = len(words) - 2
     return 1.0 - len({tuple(words[i : i + 3]) for i in range(count)}) / count if count > 0 else 0.0
@@ -39,7 +39,7 @@ def repetition_ratio(text: str) -> float:
 def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[int]]:
     """Return sets of at least two similar texts, each as ascending indices.
 
-    Every text of a set has at least ``similarity`` to the first one.
+    Every text in a set has at least ``similarity`` to the first text in it.
     """
     shingles = [hash_shingles(text) for text in texts]
     values = _minhash(shingles)
@@ -53,7 +53,7 @@ def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[i
             duplicates[match].append(index)
             continue
         for key in keys:
-            if len(leaders[key]) < HASHES:  # bounds the work if thousands share a band without being similar
+            if len(leaders[key]) < HASHES:  # limits the work if thousands of dissimilar texts share a band
                 leaders[key].append(index)
     return [[leader, *others] for leader, others in sorted(duplicates.items())]
 

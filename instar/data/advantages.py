@@ -1,7 +1,7 @@
 """Computes advantages from the rewards of a group.
 
-A reward of None (of a failed or unscored session) is left out of every mean, and its advantage is None: that
-session is not trained.
+A reward of None (of a failed or unscored session) is left out of every mean, and its advantage is None: the
+session is not trained on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Advantages = list[float | None]
 STD_FLOOR = 1e-6
 """Added to the standard deviation, so that nearly equal rewards do not get huge advantages."""
 SIGNAL_THRESHOLD = 1e-8
-"""Advantages up to this size are rounding errors."""
+"""The size up to which advantages are considered rounding errors."""
 MAX_SAMPLING_WEIGHT = 2.0
 """The largest importance weight of a token that was not sampled from the full softmax."""
 
@@ -45,7 +45,7 @@ def grpo_no_std(rewards: Rewards) -> Advantages:
 
 
 def rloo(rewards: Rewards) -> Advantages:
-    """Return r - mean of the other sessions, or 0 if there are no others."""
+    """Return r - mean of the rewards of the other sessions, or 0 if there are no others."""
     known = _known_rewards(rewards)
     count, total = len(known), float(known.sum())
     if count < 2:
@@ -54,11 +54,11 @@ def rloo(rewards: Rewards) -> Advantages:
 
 
 class RunningBaseline(msgspec.Struct):
-    """Returns r - a moving mean over sessions, for groups of one. Its state is part of checkpoints."""
+    """An estimator for groups of one: r - a moving mean over sessions. Its state is part of checkpoints."""
 
     decay: float
     mean: float | None = None
-    """None until the first rewards, whose own mean is their baseline."""
+    """The moving mean. None until the first rewards, which use their own mean as the baseline."""
 
     def __call__(self, rewards: Rewards) -> Advantages:
         """Return advantages relative to the mean before this group, then update the mean."""
@@ -79,7 +79,7 @@ class RunningBaseline(msgspec.Struct):
 
 
 class AdvantageEstimator:
-    """The configured estimator, with the state that it carries from group to group."""
+    """The configured estimator, and the state that it keeps between groups."""
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
@@ -111,7 +111,7 @@ class AdvantageEstimator:
 
 
 def has_signal(advantages: Advantages) -> bool:
-    """True if any advantage differs from 0, which is not the case if all rewards are equal."""
+    """Return True if any advantage differs from 0. If all rewards are equal, none does."""
     return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
 
 
@@ -125,8 +125,8 @@ Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "non
 
 
 def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
-    """Divide the advantages by the divisor of the step's token sum. Sessions without trained tokens in this
-    step do not count."""
+    """Return the samples with their advantages divided by the divisor of the step's sum over tokens. Sessions
+    without trained tokens in this step do not count."""
     tokens = _trained_tokens_by_session(samples)
     common_divisor = compute_divisor(samples, mode)
 
@@ -140,7 +140,7 @@ def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
 
 
 def compute_divisor(samples: Sequence[Sample], mode: Normalization) -> float:
-    """Return the divisor of the step's token sum, or 1 if every session has its own."""
+    """Return the divisor of the step's sum over tokens, or 1 if every session has its own divisor."""
     match mode:
         case "batch_tokens":
             return sum(_trained_tokens_by_session(samples).values())
@@ -160,8 +160,9 @@ def _trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
 def compute_token_scales(
     samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
 ) -> list[Floats]:
-    """Return per sample the scaled value of an advantage of 1 on each trained token. What is added to the
-    advantages later is multiplied by it. With ``should_reweight``, `reweight_truncated_sampling` is included.
+    """Return one array per sample: the scaled value of an advantage of 1 on each trained token. Terms that
+    are added to the advantages later are multiplied by these scales. With ``should_reweight``, the scales
+    include the weights of `reweight_truncated_sampling`.
     """
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
     if should_reweight:
@@ -170,9 +171,9 @@ def compute_token_scales(
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:
-    """Multiply the advantages of tokens that were not drawn from the full softmax by p_full / p_sampled,
-    capped, because the losses use ``logprobs``, those of the full softmax. Tokens without logprobs are left
-    unchanged."""
+    """Return the sample with the advantages of tokens that were not drawn from the full softmax multiplied by
+    p_full / p_sampled, capped. The losses use ``logprobs``, which are from the full softmax. Tokens without
+    logprobs are left unchanged."""
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0

@@ -1,17 +1,17 @@
 """Builds the batch of a training step from finished groups.
 
-A step consumes ``groups_per_step`` finished groups, lowest index first. Their samples are trained, or
-dropped with the step for a reason: all rewards of the group are equal and there is no reference to learn
-from (``zero_signal``), the session has no reward (``no_reward``, ``failed``) or no trainable token
-(``no_tokens``), the sample is too old (``stale``; with `trainer.stale: mask`, all its tokens are) or longer
-than the model's context, as exported data may be (``too_long``), the session was run again (``superseded``),
-or was tagged as untrainable (``untrainable``). A session that ends after its group was consumed is dropped
-with the step that consumed it (``late``). Two kinds of groups are dropped outside of steps: those whose
-samples are all too old (``stale``), and those that the rollout abandoned. The same rows in the store always
-make the same batch.
+A step consumes ``groups_per_step`` finished groups, lowest index first. Each sample is either trained, or
+dropped with the step for one of these reasons: all rewards of the group are equal and there is no reference
+to learn from (``zero_signal``), the session has no reward (``no_reward``, ``failed``) or no trainable token
+(``no_tokens``), the sample is too old (``stale``; with `trainer.stale: mask`, all its tokens are too old) or
+longer than the model's context, as exported data may be (``too_long``), the session was run again
+(``superseded``), or the session was tagged as untrainable (``untrainable``). A session that ends after its
+group was consumed is dropped with the step that consumed the group (``late``). Two kinds of groups are
+dropped outside of steps: groups whose samples are all too old (``stale``), and groups that the rollout
+abandoned. The same rows in the store always make the same batch.
 
-If `data` names exported data, its groups take a share of each step. Other policies sampled them, so that
-staleness does not apply; each is claimed once per epoch.
+If `data` lists exported data, its groups take a share of each step. Other policies sampled these groups, so
+staleness does not apply to them; each group is claimed once per epoch.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class StepBatch:
     samples: list[Sample]
     """The samples to train, with normalized advantages."""
     scales: list[Floats]
-    """Per sample, the value of an advantage of 1 on each token after this step's scaling."""
+    """For each sample, the value of an advantage of 1 on each token after this step's scaling."""
     divisor: float
-    """The divisor of sums over all tokens of the step; 1 if each session has its own."""
+    """The divisor of sums over all tokens of the step; 1 if each session has its own divisor."""
     claims: list[Claim]
-    """Claims of every group that the step consumes, for trained samples and those dropped with it."""
+    """Claims of every group that the step consumes, both for trained samples and for dropped ones."""
     drops: list[Claim]
-    """Drops outside of the step, or with an earlier one."""
+    """Claims that drop samples outside of this step, or with an earlier step."""
     session_starts: list[float]
-    """Per live sample, the time at which its session started."""
+    """For each live sample, the time at which its session started."""
     is_full: bool
-    """True if the batch has as many live groups as a step waits for. Exported data that is used up leaves its
-    share empty."""
+    """True if the batch has as many live groups as a step waits for. When exported data is used up, its share
+    stays empty."""
     report: Json
 
 
@@ -88,7 +88,7 @@ class Batcher:
         self.estimator.load_json(state)
 
     def reset(self) -> None:
-        """Forget which groups were consumed, after steps have been released in the store."""
+        """Forget which groups were consumed. Called after steps were released in the store."""
         self._loaded = {}
         self._consumed.reset()
         self.mixture.reset()
@@ -108,14 +108,14 @@ class Batcher:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
 
         ``step_by_version`` is the argument of `Staleness`. If ``is_finished`` returns True, no more groups
-        will come and the remaining ones make the batch. Return None if no group is left, ``stop`` was set,
-        or ``timeout`` seconds have passed.
+        will arrive, and the remaining groups make the batch. Return None if no group is left, ``stop`` was
+        set, or ``timeout`` seconds have passed.
         """
         staleness = Staleness(version, step_by_version)
         deadline = None if timeout is None else time.monotonic() + timeout
         drops = await self._drop_outside_of_steps(epoch)
         while True:
-            # Called before the store is read, so that everything finished by then is in the store.
+            # Called before the store is read, so that everything that was finished by then is in the store.
             is_last = is_finished is not None and is_finished()
             fresh, stale = await self._load_ready(step, epoch, staleness)
             drops += stale
@@ -124,7 +124,7 @@ class Batcher:
                 if groups or self.mixture.has_live_data:
                     return await self._assemble(groups, drops, step, epoch, staleness)
             if drops:
-                # Written at once, because the rollout waits for the capacity that they free.
+                # Written immediately, because the rollout waits for the capacity that the drops free.
                 await self.store.drop_samples(drops)
                 drops = []
             is_late = deadline is not None and time.monotonic() >= deadline
@@ -135,8 +135,8 @@ class Batcher:
     async def preview(
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
     ) -> StepBatch:
-        """Return the batch that ``step`` would get now, with fewer groups if not enough are finished.
-        Nothing is written, and the batcher cannot be used afterwards."""
+        """Return the batch that ``step`` would get now, with fewer groups if not enough are finished. Nothing
+        is written, and the batcher cannot be used afterwards."""
         staleness = Staleness(version, step_by_version)
         drops = await self._drop_outside_of_steps(epoch)
         fresh, stale = await self._load_ready(step, epoch, staleness)
@@ -156,8 +156,8 @@ class Batcher:
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
-        """Return the first finished groups that no step has consumed, as many as the step takes, and drops of
-        the groups before them that are too old."""
+        """Return the first finished groups that no step has consumed, as many as the step takes, and claims
+        that drop the preceding groups that are too old."""
         needed = self.mixture.count_live_groups(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
@@ -182,7 +182,7 @@ class Batcher:
         return fresh, drops
 
     async def _drop_outside_of_steps(self, epoch: int) -> list[Claim]:
-        """Return drops of late sessions, and of groups that the rollout closed as dropped."""
+        """Return claims that drop late sessions, and groups that the rollout closed as dropped."""
         drops = await self._consumed.drop_late_sessions(epoch)
         builder = ClaimBuilder(self.run_id, epoch)
         groups = await self.store.groups(
@@ -198,7 +198,7 @@ class Batcher:
     async def _assemble(
         self, groups: Sequence[LoadedGroup], drops: list[Claim], step: int, epoch: int, staleness: Staleness
     ) -> StepBatch:
-        # Tags are read now, because one may have been added after its group was loaded.
+        # Tags are read now, because a tag may have been added after its group was loaded.
         groups = await self.loader.exclude_untrainable(groups)
         samples: list[Sample] = []
         claims: list[Claim] = []
@@ -249,8 +249,8 @@ class Batcher:
         )
 
     def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
-        """Return the advantages of a group's sessions. A session without a reward gets 0 if single calls were
-        rewarded, or if rewards have no weight."""
+        """Return the advantages of a group's sessions. The advantage of a session without a reward is 0 if
+        single calls were rewarded, or if rewards have no weight."""
         ignores_rewards = self._uses_reference and self.config.trainer.advantage.weight == 0
         estimated = self.estimator([session.reward for session in sessions])
         return [
@@ -263,7 +263,7 @@ class Batcher:
     def _select_samples(
         self, group: LoadedGroup, advantages: Advantages, builder: ClaimBuilder
     ) -> tuple[list[Sample], list[Claim]]:
-        """Return the samples of a group to train on, and claims for everything in it."""
+        """Return the samples of a group to train on, and claims for everything in the group."""
         samples: list[Sample] = []
         claims: list[Claim] = []
         for session, advantage in zip(group.sessions, advantages, strict=True):
@@ -284,8 +284,8 @@ class Batcher:
         return samples, claims
 
     def _without_stale_tokens(self, sample: Sample, staleness: Staleness | None) -> Sample | None:
-        """Return the sample as it may be trained now, or None if it is too old. Exported data has no
-        staleness and is returned unchanged."""
+        """Return the sample without tokens that are too old, or None if it must be dropped. Exported data has
+        no staleness and is returned unchanged."""
         limit = self.config.max_staleness
         if staleness is None or staleness.of_sample(sample) <= limit:
             return sample

@@ -1,4 +1,4 @@
-"""Claims: what becomes of each sample of a group in a training step, trained or dropped with a reason."""
+"""Claims: the record of what a training step does with each sample, trained or dropped with a reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ClaimBuilder:
     run_id: str
     epoch: int
     staleness: Staleness | None = None
-    """None for exported data, to which staleness does not apply."""
+    """The staleness of tokens; None for exported data, to which staleness does not apply."""
 
     def train(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
@@ -37,7 +37,7 @@ class ClaimBuilder:
         return replace(claim, outcome=ClaimOutcome.DROPPED, reason=reason)
 
     def drop_loaded(self, session: LoadedSession, reason: str, advantage: float | None) -> list[Claim]:
-        """Return one claim per sample, or one for the session if it has no samples."""
+        """Return claims that drop a session: one per sample, or one for the session if it has no samples."""
         if reason in ("zero_signal", "no_reward") and session.reward is None:
             reason = "failed" if session.is_failed else "no_reward"
         if session.samples:
@@ -47,7 +47,7 @@ class ClaimBuilder:
         return [replace(claim, sample_key=key, reward=session.reward, advantage=advantage)]
 
     def drop_session(self, session: Session, reason: str) -> Claim:
-        # The key is the session's own, because the keys of its slot belong to another session.
+        # The key contains the session's own id, because the keys of its slot belong to a different session.
         return self._drop(f"{session.session_id}/0", session.session_id, session.group_id, reason)
 
     def drop_group(
@@ -62,7 +62,7 @@ class ClaimBuilder:
         claims += self.drop_superseded(group)
         if claims or group.untrainable:
             return claims
-        # A group without sessions needs a claim too, or it would be loaded again in every step.
+        # A group without sessions needs a claim, too; otherwise every step would load it again.
         group_id = group.group.group_id
         return [self._drop(f"{group_id}/0", "", group_id, "no_sessions")]
 

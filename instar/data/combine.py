@@ -15,19 +15,19 @@ class RewardCombiner:
         self.counts_agent_rewards = any(section.type == "agent" for section in config.reward)
 
     def is_excluded(self, scores: Sequence[Score]) -> bool:
-        """True if a scorer gave up on the session and sessions without its score are excluded."""
+        """Return True if a scorer gave up on the session, and sessions without that score are excluded."""
         return self.excludes_fallback and any(
             score.state is ScoreState.FALLBACK for score in latest_scores(scores)
         )
 
     def __call__(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> float | None:
-        """Return the session's reward, or None if it has none or is excluded."""
+        """Return the session's combined reward, or None if it has none or is excluded."""
         if self.is_excluded(scores):
             return None
         return combine_rewards(self.config, [r for r in self._counted(rewards) if r.call_id is None])
 
     def combine_calls(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> dict[str, float]:
-        """Return the rewards of single calls by call id."""
+        """Return the combined rewards of single calls by call id."""
         if self.is_excluded(scores):
             return {}
         by_call: dict[str, list[Reward]] = {}
@@ -38,12 +38,12 @@ class RewardCombiner:
         return {call_id: value for call_id, value in combined.items() if value is not None}
 
     def _counted(self, rewards: Sequence[Reward]) -> list[Reward]:
-        """Rewards by the agent itself count only if `reward` lists the agent as a scorer."""
+        """Return the rewards that count. The agent's own rewards count only if `reward` lists the agent."""
         return [r for r in rewards if self.counts_agent_rewards or r.source is not RewardSource.AGENT]
 
 
 def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
-    """Combine rewards of the same session or call, in the order of their creation."""
+    """Return the combination of rewards of one session or call, which are in the order of their creation."""
     rewards = _without_outdated_fallbacks(rewards)
     for name, minimum in config.veto.items():
         values = [reward.value for reward in rewards if _is_by(reward, name)]
@@ -59,7 +59,7 @@ def _without_outdated_fallbacks(rewards: Sequence[Reward]) -> list[Reward]:
 
 
 def latest_scores(scores: Sequence[Score]) -> list[Score]:
-    """Return the last score of each scorer, whose versions may each have scored the session."""
+    """Return the last score of each scorer. Several versions of a scorer may have scored the session."""
     by_name = {score.scorer.partition("@")[0]: score for score in sorted(scores, key=lambda s: s.created_at)}
     return list(by_name.values())
 

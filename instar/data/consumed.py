@@ -1,4 +1,4 @@
-"""The groups that were consumed last. Their sessions that end afterwards are late and are dropped."""
+"""The most recently consumed groups. Sessions of these groups that end later are late and are dropped."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from instar.types import Claim
 @dataclass(frozen=True, slots=True)
 class ConsumedGroup:
     step: int | None
-    """The step that consumed the group; None if it was dropped outside of steps."""
+    """The step that consumed the group; None if the group was dropped outside of steps."""
     session_ids: set[str]
     """The sessions that have claims."""
 
 
 class ConsumedGroups:
     def __init__(self, store: Store, run_id: str, limit: int) -> None:
-        """``limit``: how many groups are remembered."""
+        """Create an empty record. ``limit`` is the number of groups that are remembered."""
         self._store = store
         self._run_id = run_id
         self._limit = limit
         self._groups: OrderedDict[str, ConsumedGroup] | None = None
 
     def reset(self) -> None:
-        """Forget the groups; the store is read again."""
+        """Forget the groups; they are read from the store again."""
         self._groups = None
 
     def add(self, group: LoadedGroup, step: int | None) -> None:
@@ -38,8 +38,9 @@ class ConsumedGroups:
             self._groups.popitem(last=False)
 
     async def drop_late_sessions(self, epoch: int) -> list[Claim]:
-        """Return drops of the sessions that ended after their group was consumed. Each carries the group's
-        step: a drop that outlives a released step would keep the group from being claimed again."""
+        """Return claims that drop the sessions that ended after their group was consumed. Each claim carries
+        the group's step, so that releasing the step also releases the claim and the group can be claimed
+        again."""
         groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []

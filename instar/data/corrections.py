@@ -1,7 +1,7 @@
 """Corrections by people, as samples for the cross-entropy loss.
 
-A correction's sample is the exact prompt of a call followed by the corrected reply. A step takes the oldest
-ones that no step has claimed; like every sample, each is trained once.
+The sample of a correction is the exact prompt of a call followed by the corrected reply. A step takes the
+oldest corrections that no step has claimed; like every sample, each is trained once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """The advantages are the weight of each token in the step."""
+    """The samples, whose advantages are the weight of each token in the step."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 

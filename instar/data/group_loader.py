@@ -1,4 +1,4 @@
-"""Loads groups for a batch: the final session of every slot, with its samples and its reward."""
+"""Loads groups for a batch: the final session of every slot, with the session's samples and reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LoadedSession:
     samples: list[Sample]
     reward: float | None
     call_rewards: dict[str, float]
-    """The weighted rewards of single calls."""
+    """The weighted rewards of single calls, by call id."""
 
     @property
     def is_failed(self) -> bool:
@@ -37,7 +37,7 @@ class LoadedGroup:
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
     """Sessions tagged as untrainable."""
     epoch: int | None = None
-    """For exported data, the number of earlier passes over it; None for the run's own groups."""
+    """For exported data, the number of earlier passes over the data; None for the run's own groups."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -49,7 +49,7 @@ class LoadedGroup:
         return {session.session_id for session in (*final, *self.superseded)}
 
     def exclude(self, session_ids: Set[str]) -> LoadedGroup:
-        """Return the group with those sessions listed as untrainable."""
+        """Return the group with the sessions ``session_ids`` listed as untrainable."""
         kept = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
         excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
         return replace(self, sessions=kept, untrainable=excluded)

@@ -1,8 +1,8 @@
 """Turns a session's call graph into flat samples, one for each root-to-leaf walk.
 
-A call extends another if its prompt is that call's prompt + its sampled tokens + new ones; any other call
-starts a new walk. Walks that share calls repeat their tokens, but a sampled token is trained only in the
-first of them, so it counts once however the session branched::
+A call extends another call if its prompt is the other's prompt + the other's sampled tokens + new tokens. Any
+other call starts a new walk. Walks that share calls repeat their tokens, but a sampled token is trained only
+in the first of these walks, so it counts once however the session branched::
 
     a ── b ── c      sample 0: a b c, all trained
           └── d      sample 1: a b d, only d trained
@@ -22,8 +22,9 @@ from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Se
 def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: bool = True) -> list[Sample]:
     """Return the session's samples in the order in which their last calls were recorded; advantages are zero.
 
-    Walks without tokens to train are omitted; the others keep their number, so that a sample's key depends
-    on the session's graph alone. With ``requires_logprobs``, raise StoreError if a trainable token has none.
+    Walks without tokens to train are omitted. The other walks keep their numbers, so that a sample's key
+    depends only on the session's graph. With ``requires_logprobs``, raises StoreError if a trainable token
+    has no logprob.
     """
     by_id = {call.call_id: call for call in calls}
     parents = {call.call_id: _parent(call, by_id) for call in calls}
@@ -44,7 +45,7 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
 
 
 def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
-    """Return the sample with ``value`` on every trained token, plus the value of its call in ``per_call``."""
+    """Return the sample with ``value`` on every trained token, plus the value in ``per_call`` of its call."""
     advantages = np.full(len(sample), value, dtype=np.float32)
     for span in sample.spans:
         advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)
@@ -52,7 +53,7 @@ def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] |
 
 
 def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
-    # A call whose tokens were not kept (a provider's, or one with a secret) has no parent.
+    # A call whose tokens were not kept (one by a provider, or one with a secret) has no parent.
     if call.link is not Link.EXTENDS or not len(call.prompt_ids):
         return None
     parent = by_id.get(call.parent_id or "")
@@ -72,7 +73,7 @@ def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
 def _flatten(
     key: str, session: Session, walk: Sequence[Call], trained: set[str], requires_logprobs: bool
 ) -> Sample:
-    """Flatten the calls of a walk into a sample, and add the calls that it trains to ``trained``."""
+    """Return the calls of a walk as one sample, and add the calls that the sample trains to ``trained``."""
     tokens = walk[-1].sequence.astype(np.int32, copy=False)
     mask = np.zeros(len(tokens), dtype=np.float32)
     logprobs = np.full(len(tokens), np.nan, dtype=np.float32)

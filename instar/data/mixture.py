@@ -1,4 +1,4 @@
-"""Selects the groups of exported data that a step takes beside the live ones."""
+"""Selects the groups of exported data that a step takes in addition to the live groups."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ExportedGroup:
 
 
 class DataMixture:
-    """Every source contributes groups to a step according to its share, in their order and for as many epochs
-    as configured. A step contains a group at most once."""
+    """The sources of exported data. Every source contributes groups to a step according to its share, in
+    order and for as many epochs as configured. A step contains a group at most once."""
 
     def __init__(self, store: Store, run_id: str, config: RunConfig) -> None:
         self.store = store
@@ -39,7 +39,7 @@ class DataMixture:
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
-        """Return the exported groups of a step, from those that no step has claimed."""
+        """Return the exported groups of a step, all of which no step has claimed yet."""
         before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
         picked: list[ExportedGroup] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):
@@ -59,7 +59,7 @@ class DataMixture:
             left = await self._unclaimed(label, epoch)
             fresh = [group for group in left if group.group_id not in taken_ids]
             if picked and not fresh:
-                break  # all groups are in this step
+                break  # all groups of the source are in this step
             picked += [ExportedGroup(group, epoch) for group in fresh[: places - len(picked)]]
             if not left:
                 self._first_epoch[label] = epoch + 1

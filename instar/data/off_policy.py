@@ -1,9 +1,9 @@
-"""Corrects for tokens that were sampled by another policy than the trained one.
+"""Corrects for tokens that were sampled by a policy other than the trained one.
 
-A token has three logprobs: the *behavior* logprob, of the distribution it was drawn from, which may be an
-older version's or that of the same weights in an engine with slightly different numerics; the *proximal*
-logprob, of the trained policy when its step begins; and the new one, which the loss changes. Each token has
-its own, so that a reply sampled across an update needs no special handling.
+A token has three logprobs. The *behavior* logprob is from the distribution that the token was drawn from,
+which may be an older version, or the same weights in an engine with slightly different numerics. The
+*proximal* logprob is from the trained policy at the start of the step. The third is the new logprob, which
+the loss changes. Each token has its own, so a reply sampled across an update needs no special handling.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from instar.types import Floats, Json, Sample
 Doubles = NDArray[np.float64]
 
 DEFAULT_TRUNCATE = 2.0
-"""The largest importance weight if the config has no other."""
+"""The largest importance weight if the config does not set one."""
 MAX_LOGPROB_GAP = 60.0
-"""Differences of logprobs are clipped to this, because larger ratios carry no more information."""
+"""The limit to which differences of logprobs are clipped, because larger ratios carry no information."""
 
 
 def get_behavior_logprobs(sample: Sample) -> Floats:
@@ -37,12 +37,12 @@ def decouple(
     proximal: Sequence[Floats],
     config: OffPolicyConfig,
 ) -> tuple[list[Sample], list[Floats], Json]:
-    """Apply decoupled PPO and return the samples, their scales and metrics.
+    """Apply decoupled PPO, and return the samples, their scales and metrics.
 
-    The loss's ratio is relative to the proximal logprobs, which replace the samples' own. The truncated
-    importance weight from behavior to proximal is multiplied into the advantages, and into ``scales`` for
-    what is added to the advantages later. Tokens beyond ``drop_above`` are not trained. They still count in
-    the step's divisor, so that the weight of the others does not change.
+    The loss's ratio is relative to the proximal logprobs, which replace the samples' logprobs. The advantages
+    are multiplied by the truncated importance weight from behavior to proximal. So are the ``scales``, for
+    terms that are added to the advantages later. Tokens beyond ``drop_above`` are not trained, but still
+    count in the step's divisor, so that the weight of the other tokens does not change.
     """
     corrected: list[Sample] = []
     weighted: list[Floats] = []

@@ -1,4 +1,4 @@
-"""Metrics of a step's batch."""
+"""Computes the metrics of a step's batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from instar.data.staleness import Staleness
 from instar.types import Claim, ClaimOutcome, Ids, Json, Sample
 
 NGRAM_LENGTH = 4
-"""Tokens of the n-grams whose repetition is measured."""
+"""The length in tokens of the n-grams whose repetition is measured."""
 
 
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
-    """Rewards of exported data are reported separately, because they say nothing about the policy."""
+    """Return reward statistics, separately for exported data, which says nothing about the policy."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
     data = {"data_reward_mean": _mean_reward(exported), "data_sessions": len(exported)} if exported else {}
@@ -37,7 +37,7 @@ def _mean_reward(sessions: Sequence[LoadedSession]) -> float | None:
 def report_batch(
     samples: Sequence[Sample], live: Sequence[Sample], claims: Iterable[Claim], staleness: Staleness
 ) -> Json:
-    """Report the size of the batch, the staleness of its live samples, and the drops by reason."""
+    """Return the size of the batch, the staleness of its live samples, and the number of drops by reason."""
     versions = np.concatenate([np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in live)])
     by_sample = [staleness.of_sample(sample) for sample in live]
     reasons = Counter(claim.reason or "unknown" for claim in claims if claim.outcome is ClaimOutcome.DROPPED)
@@ -58,9 +58,9 @@ def report_batch(
 
 
 def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
-    """Report the length and repetition of sampled outputs, given by group and session, and the share of
-    sessions whose output is identical to another's of their group. If these rise with the reward, something
-    other than the task is being learned."""
+    """Return the length and repetition of sampled outputs, given by group and session, and the share of
+    sessions whose output is identical to that of another session in the group. If these values rise with the
+    reward, the policy is learning something other than the task."""
     outputs = [[_sampled_tokens(session) for session in group if session] for group in groups]
     flat = [output for group in outputs for output in group]
     if not flat:
@@ -77,7 +77,7 @@ def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
 
 
 def _sampled_tokens(samples: Sequence[Sample]) -> Ids:
-    """Return the sampled tokens of a session, each call once even if several samples contain it."""
+    """Return the sampled tokens of a session. Each call counts once, even if several samples contain it."""
     calls = {
         span.call_id: sample.token_ids[span.start : span.start + span.length]
         for sample in samples
@@ -87,7 +87,7 @@ def _sampled_tokens(samples: Sequence[Sample]) -> Ids:
 
 
 def _repetition(tokens: Ids) -> float:
-    """Return the share of n-grams that occurred before."""
+    """Return the share of n-grams that already occurred earlier in the tokens."""
     count = len(tokens) - NGRAM_LENGTH + 1
     if count < 1:
         return 0.0
@@ -103,6 +103,6 @@ def report_session_ages(starts: Sequence[float], now: float) -> Json:
 
 
 def histogram(values: Iterable[int] | Ids) -> dict[str, int]:
-    """Return how often each value occurs, lowest first; the keys are strings, as JSON requires."""
+    """Return how often each value occurs, lowest value first. The keys are strings, as JSON requires."""
     counts = Counter(int(value) for value in values)
     return {str(value): counts[value] for value in sorted(counts)}

@@ -1,4 +1,4 @@
-"""Staleness of tokens: the training steps between the policy that sampled them and the one to be trained."""
+"""Staleness of tokens: the training steps between the policy that sampled them and the current one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from instar.types import Ids, Sample
 
 
 class Staleness:
-    """Staleness relative to ``version``.
+    """Computes staleness relative to ``version``.
 
-    Versions are not numbered like steps. A step that was undone by a crash is trained again into another
-    version, and tokens of the first version are not staler for it. ``step_by_version`` maps versions to the
-    steps that made them; the step of a version that is missing there has the version's number.
+    Versions are not numbered like steps. A step that a crash undid is trained again and gets a new version,
+    but tokens of the old version do not become staler. ``step_by_version`` maps versions to the steps that
+    made them; a version that is missing there has the same number as its step.
     """
 
     def __init__(self, version: int, step_by_version: Mapping[int, int] | None = None) -> None:
@@ -24,7 +24,7 @@ class Staleness:
         self._by_version = np.maximum(0, steps[version] - steps)
 
     def of_tokens(self, versions: Ids) -> Ids:
-        """Return the staleness per token; the values of tokens that were not sampled are meaningless."""
+        """Return the staleness of each token. The values for tokens that were not sampled are meaningless."""
         return self._by_version.take(versions, mode="clip")
 
     def of_sample(self, sample: Sample) -> int:

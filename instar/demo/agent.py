@@ -1,6 +1,6 @@
 """The demo's agent: the OpenAI SDK, one tool, and a loop. It does not depend on training.
 
-It gets the URL and key of a session instead of a provider's; nothing else connects it to Instar.
+The agent gets the URL and key of a session instead of a provider's; nothing else connects it to Instar.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXAMPLES = (
 )
 MAX_TURNS = 3
 CALL_TOKENS, ANSWER_TOKENS = 44, 16
-"""The token limits of a tool call, and of the number after it."""
+"""The token limits of a tool call and of the number after it."""
 
 
 class CalculatorAgent(OpenAIAgent):
@@ -37,7 +37,7 @@ class CalculatorAgent(OpenAIAgent):
         examples: int = len(EXAMPLES),
     ) -> None:
         """Solve one problem after ``examples`` worked examples. With ``tool="random"`` the tool returns
-        random numbers; an agent that still scores does not use it."""
+        random numbers; an agent that still gets rewards does not use the tool."""
         client = self.client_for(session)
         run_tool = calculate if tool == "calc" else _random_tool(session.session_id)
         messages: list[Any] = [*prompt(examples), {"role": "user", "content": task["question"]}]

@@ -1,7 +1,7 @@
-"""Arithmetic problems for the demo: a quarter is plain, the rest are six kinds of word problems.
+"""Arithmetic problems for the demo: a quarter are plain, the rest are six kinds of word problems.
 
 A problem is identified by its kind and its numbers. A hash of the problem decides whether it is held out, so
-that the training set and the held-out set never share one.
+that the training set and the held-out set never share a problem.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def heldout_tasks(seed: int = 0, size: int = 128) -> list[Json]:
 
 
 def score(task: Json, transcript: Transcript) -> float:
-    """Return 1 if the last number of the final reply is the answer, else 0."""
+    """Return 1 if the last number in the final reply is the answer, else 0."""
     numbers = NUMBER.findall(transcript.final_text)
     if not numbers:
         return 0.0
@@ -48,7 +48,7 @@ def score(task: Json, transcript: Transcript) -> float:
 
 
 def _generate(seed: int, size: int, *, held_out: bool) -> list[Json]:
-    """Return ``size`` distinct problems. Kinds rotate, so that every prefix has the same mix."""
+    """Return ``size`` distinct problems. The kinds rotate, so that every prefix has the same mix."""
     rng = random.Random(f"instar-demo/{seed}/{held_out}")
     problems: dict[str, WordProblem] = {}
     for index in range(size):

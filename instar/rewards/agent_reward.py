@@ -1,4 +1,4 @@
-"""The reward that the agent returned. A reward sent on completing the session is recorded by the gateway."""
+"""The scorer that uses the reward that the agent returned. The gateway records rewards sent on completion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AgentReward(Scorer):
     name = "returned"
 
     def __init__(self, config: AgentRewardConfig | None = None) -> None:
-        del config  # it has no settings
+        del config  # this scorer has no settings
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if transcript.returned is None:

@@ -1,4 +1,4 @@
-"""The interfaces of scorers, and what they see of a session and of the run."""
+"""The interfaces of scorers, and the parts of a session and of the run that scorers can see."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Transcript:
 
     @property
     def final(self) -> Message | None:
-        """The reply of the last call."""
+        """The reply of the last call, if the session has one."""
         return self.calls[-1].reply if self.calls else None
 
     @property
@@ -48,12 +48,12 @@ class ScoringContext:
     api_key: str = ""
 
     def set_gateway_url(self, url: str) -> None:
-        """Use the gateway at ``url`` from now on; it may move while the run goes on."""
+        """Send later requests to the gateway at ``url``, which may change during the run."""
         self.base_url = f"{url}/v1"
 
 
 class WorkerTextScorer(ABC):
-    """A task set's scorer that evaluates text from the model, and so runs as a check in a worker process."""
+    """A task set's scorer that evaluates text from the model, and therefore runs as a check in a worker."""
 
     check_name: str
     """The name of the check in ``rules/check_worker.py``."""
@@ -64,33 +64,33 @@ class WorkerTextScorer(ABC):
 
     @abstractmethod
     def build_request(self, task: Task, text: str) -> Json:
-        """Return the worker's request for one final text."""
+        """Return the request to the worker for one final text."""
 
     @abstractmethod
     def __call__(self, task: Task, text: str) -> float:
-        """Score the text in this process."""
+        """Return the score of the text, computed in this process."""
 
 
 class Scorer(ABC):
-    """Gives rewards to sessions. It is created with its section of the config; ``score`` may run
-    concurrently."""
+    """Gives rewards to sessions. A scorer is created with its section of the config, and ``score`` may be
+    called concurrently."""
 
     name: str = ""
     """The name that rewards, weights and vetoes refer to: ``returned``, ``math``, ``judge:outcome``."""
     version: str = ""
-    """A version that changes when the same session may get another score."""
+    """A version that changes when the same session may get a different score."""
     background: bool = False
     """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
     concurrency_limit: asyncio.Semaphore | None = None
-    """Limits concurrent attempts. The wait for it does not count towards an attempt's deadline."""
+    """Limits concurrent attempts. Waiting for this limit does not count towards an attempt's deadline."""
 
     @property
     def key(self) -> str:
-        """The name and version. The store keeps one score per session and key."""
+        """The scorer's name and version. The store keeps one score per session and key."""
         return f"{self.name}@{self.version}" if self.version else self.name
 
     async def start(self, context: ScoringContext) -> None:  # noqa: B027 - most need nothing
-        """Prepare for the first score. Raises ConfigError if the scorer cannot work here."""
+        """Prepare for the first score. Raises ConfigError if the scorer cannot work on this machine."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
@@ -101,7 +101,7 @@ class Scorer(ABC):
 
 
 class GroupScorer(Scorer):
-    """Compares the sessions of a group after all of them have ended."""
+    """A scorer that compares the sessions of a group after all of them have ended."""
 
     background = True
 
@@ -122,7 +122,7 @@ class ScoringResult:
 
     @property
     def failure_reason(self) -> str | None:
-        """The reason why a scorer gave up, if one did."""
+        """Why a scorer gave up, or None if none did."""
         return next((score.reason for score in self.scores if score.reason is not None), None)
 
 
@@ -134,11 +134,11 @@ class RolloutScoring(ABC):
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> ScoringResult:
-        """Score the session. A scorer that fails is recorded as failed; its error is not raised."""
+        """Return the scores and rewards of the session. Errors of scorers are recorded, not raised."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the reason that is recorded for an error."""
-    # The messages of our own errors are complete without the name of their class.
+    """Return the text that is recorded as the reason of a failure."""
+    # The messages of Instar's own errors are complete without the name of the class.
     text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
     return text.strip()[:MAX_REASON_CHARS]

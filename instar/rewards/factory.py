@@ -15,14 +15,14 @@ from instar.types import RewardSource, Task
 
 
 class TextScorerSource(Protocol):
-    """A task set that may have a scorer of its own."""
+    """A task set that may have its own scorer."""
 
     @property
     def scorer(self) -> Callable[[Task, str], float] | None: ...
 
 
 def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -> list[Scorer]:
-    """Create the scorers of ``config.reward``. A rule without a function uses the task set's scorer."""
+    """Return the scorers of ``config.reward``. A rule without a function uses the task set's scorer."""
     scorers = [_create(section, taskset) for section in config.reward]
     names = [scorer.name for scorer in scorers]
     for index, name in enumerate(names):
@@ -48,12 +48,12 @@ class BackgroundScorers:
     """The scorers that can score sessions of the live channel."""
 
     def are_needed(self, *, live: bool) -> bool:
-        """True if they have anything to score. ``live``: the run serves live sessions."""
+        """Return True if there is anything to score. ``live``: the run serves live sessions."""
         return any(scorer.background for scorer in self.scorers) or (live and bool(self.live))
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
-    """Raises ConfigError for settings that no scorer can honour."""
+    """Return the scorers of a run without its task set. Raises ConfigError for impossible settings."""
     scorers = create_scorers(config, _MissingTextScorer())
     live = [
         scorer
@@ -66,7 +66,7 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
 
 
 class _MissingTextScorer:
-    """Stands in for a task set where a rule that needs its scorer is created but never runs."""
+    """A stand-in for a task set, for a rule that needs the task set's scorer but never runs."""
 
     def scorer(self, task: Task, text: str) -> float:
         raise ScoreError("a session without a task has no scorer of its own")

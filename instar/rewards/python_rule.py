@@ -1,4 +1,4 @@
-"""A Python rule: ``rule(task, transcript, **args) -> float``, sync or async, called with the task's data."""
+"""A rule in Python: ``rule(task, transcript, **args) -> float``, sync or async. ``task`` is a dict."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
 WORKER_SECONDS = 10.0
-"""An answer that a worker evaluates for longer than this scores 0."""
+"""The time limit of a worker in seconds. An answer that takes longer scores 0."""
 
 
 class RuleReward(Scorer):
-    """The configured function, or else ``text_scorer``, the task set's scorer of a final text."""
+    """Scores with the configured function, or else with ``text_scorer``, the scorer of the task set."""
 
     def __init__(
         self, config: RuleRewardConfig, text_scorer: Callable[[Task, str], float] | None = None
@@ -73,6 +73,6 @@ class RuleReward(Scorer):
         return [Reward(transcript.session_id, float(value), RewardSource.RULE, scorer=self.name)]
 
     async def _call(self, rule: Callable[[], Any]) -> Any:
-        # In a thread, a slow rule neither blocks the event loop nor outlasts its deadline.
+        # In a thread, a slow rule neither blocks the event loop nor exceeds its deadline.
         value = rule() if self._is_async or not self.runs_in_thread else await run_in_daemon_thread(rule)
         return await value if inspect.isawaitable(value) else value

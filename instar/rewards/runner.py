@@ -1,8 +1,8 @@
 """Scores completed sessions in the background.
 
-Every scorer has its own queue, so that one that is slow or hangs delays only its own sessions. A score and
-its rewards are written in one transaction, once per session and scorer. What a process that died was about to
-score, the next one scores.
+Every scorer has its own queue, so that a scorer that is slow or hangs delays only its own sessions. A score
+and its rewards are written in one transaction, once per session and scorer. If the process dies, the next one
+scores the sessions that were in progress.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from instar.types import Channel, Group, GroupStatus, ScoreState, Session, Sessi
 
 POLL_SECONDS = 0.2
 FULL_SCAN_SECONDS = 30.0
-"""Seconds after which everything is read again from the beginning."""
+"""The interval in seconds at which all sessions are read again from the beginning."""
 PENDING_PER_SLOT = 8
-"""Sessions that are taken up per concurrent attempt: most of them wait for a slot or for another attempt."""
+"""Pending sessions per concurrent attempt. Most of them wait for a slot or for a retry."""
 ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
 IDLE_STATUS = "idle"
-"""The status text begins with this when nothing is left to score."""
+"""The start of the status text when nothing is left to score."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ScoringCounts:
 
 
 class ScoringRunner:
-    """Scores the sessions of rollouts with the background scorers, and those of the live channel with
+    """Scores sessions of rollouts with the background scorers, and sessions of the live channel with
     ``live_scorers``."""
 
     def __init__(
@@ -75,7 +75,7 @@ class ScoringRunner:
 
     @property
     def doing(self) -> str:
-        """The status text of the role."""
+        """The role's status text."""
         counts, pending = self.counts, self._group_queue.pending_count
         gave_up = f", {counts.fallback} given up ({counts.last_reason[:80]})" if counts.fallback else ""
         groups = f", {pending} groups waiting" if pending else ""
@@ -83,8 +83,8 @@ class ScoringRunner:
         return f"{now}, {counts.scored} scored{gave_up}{groups}"
 
     async def run(self) -> None:
-        """Run until `drain` is called and the sessions in progress are scored. On cancellation it stops
-        immediately; a later run scores those sessions. Raises StoreError."""
+        """Score sessions until `drain` is called and the sessions in progress are scored. On cancellation,
+        stop immediately; a later run scores the remaining sessions. Raises StoreError."""
         for states in (await self.store.score_counts(self.run_id)).values():
             self.counts.scored += states.get(ScoreState.SCORED, 0)
             self.counts.fallback += states.get(ScoreState.FALLBACK, 0)
@@ -97,7 +97,7 @@ class ScoringRunner:
             raise errors.exceptions[0] from None
 
     def drain(self) -> None:
-        """Take up no further sessions."""
+        """Start no more sessions; `run` returns when the sessions in progress are scored."""
         self._draining = True
 
     @property
@@ -112,7 +112,7 @@ class ScoringRunner:
         memory_limit: asyncio.Semaphore,
         attempt_limit: asyncio.Semaphore,
     ) -> None:
-        """Score the sessions and record the result."""
+        """Score the sessions and record the scores and rewards."""
 
         async def load() -> list[Transcript]:
             return [Transcript(each, await self.store.calls(each), None) for each in session_ids]
@@ -141,7 +141,7 @@ def _channels(scorer: Scorer, is_live: bool) -> tuple[Channel, ...]:
 
 
 class _ScorerQueue:
-    """One scorer and the sessions that it scores one by one."""
+    """The queue of one scorer, which scores sessions one by one."""
 
     def __init__(self, runner: ScoringRunner, scorer: Scorer, channels: tuple[Channel, ...]) -> None:
         self.runner = runner
@@ -152,7 +152,7 @@ class _ScorerQueue:
         self._memory_limit = asyncio.Semaphore(2 * slots)
         self._max_pending = PENDING_PER_SLOT * slots
         self._pending: dict[str, int] = {}
-        """The ``seq`` of each session that is being scored or waits for it."""
+        """The ``seq`` of each session that is being scored or waits to be scored."""
         self._session_done = asyncio.Event()
         self._after = 0
         """The next query returns sessions with a higher ``seq``."""
@@ -169,7 +169,7 @@ class _ScorerQueue:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _take_up_sessions(self, tasks: asyncio.TaskGroup) -> bool:
-        """Begin to score as many sessions as are allowed. Returns False if no further ones exist."""
+        """Start scoring as many sessions as allowed. Return False if no more sessions exist."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled is None:
             self._settled = await store.last_ended_seq(run_id, self.channels)
@@ -195,7 +195,7 @@ class _ScorerQueue:
         return session.session_id not in self._pending and session.agent_id != JUDGE_AGENT
 
     def _restart_scan(self, settled: int) -> None:
-        """Begin the next scan at the first session that may still become ready, or from time to time at 0."""
+        """Begin the next scan at the first session that may still become ready, or periodically at 0."""
         self._after = min([settled, *(seq - 1 for seq in self._pending.values())])
         self._settled = None
         if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
@@ -229,8 +229,8 @@ class _PendingGroup:
 
 
 class _GroupQueue:
-    """Groups whose sessions have all ended. Compares their sessions, and marks a group as ready for training
-    when each of its sessions has all scores."""
+    """The queue of groups whose sessions have all ended. It compares the sessions of each group, and marks a
+    group as ready for training when every session has all its scores."""
 
     def __init__(
         self, runner: ScoringRunner, session_scorers: Sequence[Scorer], group_scorers: Sequence[GroupScorer]
@@ -243,11 +243,11 @@ class _GroupQueue:
         self._memory_limits = {scorer.key: asyncio.Semaphore(2 * slots) for scorer in group_scorers}
         self._pending: dict[str, _PendingGroup] = {}
         self._group_ids: dict[str, str] = {}
-        """The pending group of each session."""
+        """The pending group that each session belongs to."""
         self._comparing: set[tuple[str, str]] = set()
         """Pairs of group id and scorer key that are in progress."""
         self._scored_during_read: set[tuple[str, str]] | None = None
-        """Sessions that were scored while the scores of a group are read from the store."""
+        """The sessions that were scored while a group's scores are being read from the store."""
         self._last_full_scan = time.monotonic()
 
     @property

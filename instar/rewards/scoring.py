@@ -1,4 +1,4 @@
-"""Scores one session or group with one scorer: deadlines, retries, and the fallback."""
+"""Scores one session or group with one scorer, and applies deadlines, retries and the fallback."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(first_delay=0.25, max_delay=30.0, jitter=(1.0, 1.5))
 MAX_REQUESTED_DELAY = 300.0
-"""The longest delay in seconds that a scorer may ask for."""
+"""The longest delay in seconds that a scorer may request."""
 CANCEL_GRACE = 2.0
-"""Seconds that a cancelled attempt has to end before it is abandoned."""
+"""The time in seconds that a cancelled attempt has to stop before it is abandoned."""
 
 LoadTranscripts = Callable[[], Awaitable[Sequence[Transcript]]]
-"""Loads the sessions. Each attempt loads them again, so that none are held in memory between attempts."""
+"""Returns the sessions. Each attempt loads them again, so that none stay in memory between attempts."""
 AsyncSlot = AbstractAsyncContextManager[Any]
 
 
@@ -50,10 +50,10 @@ async def score_sessions(
     memory_slot: AsyncSlot | None = None,
     attempt_slot: AsyncSlot | None = None,
 ) -> ScoringResult:
-    """Score the sessions, with retries. A scorer that keeps failing results in a fallback.
+    """Score the sessions with retries, and return the result. A scorer that keeps failing gets a fallback.
 
     ``memory_slot`` is held while the sessions are in memory and ``attempt_slot`` during an attempt; neither
-    is held between attempts. Raises StoreError, but no error of the scorer.
+    is held between attempts. Raises StoreError, but never an error of the scorer.
     """
     for attempt in range(1, config.retries + 2):
         try:
@@ -97,7 +97,7 @@ async def _score_before_deadline(
 def _check_rewards(
     scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
 ) -> tuple[Reward, ...]:
-    """Return the rewards with their scorer, and with ids that prevent recording one twice."""
+    """Return the rewards with the scorer set, and with ids that prevent recording a reward twice."""
     checked: list[Reward] = []
     key_counts: Counter[str] = Counter()
     for reward in rewards:
@@ -143,7 +143,7 @@ def _is_retryable(error: Exception) -> bool:
 
 
 class InlineScoring(RolloutScoring):
-    """Runs, one after another, the scorers that a rollout waits for."""
+    """Runs the scorers that a rollout waits for, one after another."""
 
     def __init__(self, scorers: Sequence[Scorer], config: ScoringConfig) -> None:
         self.scorers = [scorer for scorer in scorers if not scorer.background]
@@ -151,7 +151,7 @@ class InlineScoring(RolloutScoring):
         self.config = config
 
     async def start(self, context: ScoringContext) -> None:
-        """Start the scorers. Raises ConfigError."""
+        """Start the scorers. Raises ConfigError if one cannot work on this machine."""
         for scorer in self.scorers:
             await scorer.start(context)
 

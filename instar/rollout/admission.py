@@ -2,7 +2,7 @@
 
 A step consumes ``groups_per_step`` groups, of which exported data may take a share. A group that starts while
 at most ``max_staleness`` steps' worth of other groups is ahead of it is trained on at most ``max_staleness``
-versions later. With 0, generation and training alternate strictly.
+versions later. If ``max_staleness`` is 0, generation and training alternate strictly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from instar.types import Channel, GroupStatus, StepState
 EPOCH = 0
 """Training claims every group once, so all claims are in this epoch."""
 MAX_AGE_SECONDS = 0.25
-"""Seconds after which the state is read again even if the counts of the store are the same."""
+"""Seconds after which the state is read again even if the counts in the store have not changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Admission:
         self._last_read = 0.0
 
     async def read_state(self) -> AdmissionState:
-        """Return the current state. This is cheap while nothing changes."""
+        """Return the current state. This call is cheap while nothing changes."""
         progress = await self.store.progress(self.run_id)
         is_old = time.monotonic() - self._last_read > MAX_AGE_SECONDS
         if self._last is None or self._last.progress != progress or is_old:

@@ -20,10 +20,10 @@ from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
 OUTPUT_TAIL_BYTES = 64 * 1024
-"""Bytes that are read from the end of a program's output, where its reward may be."""
+"""The number of bytes that are read from the end of a program's output, where its reward may be."""
 STDERR_TAIL_BYTES = 800
 SECRET_VARIABLES = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL_KEYS"})
-"""Variables with keys of the run itself, which agents must not see."""
+"""Variables that hold keys of the run itself and that agents must not see."""
 
 
 def create_agent(config: AgentConfig) -> Agent:
@@ -31,8 +31,8 @@ def create_agent(config: AgentConfig) -> Agent:
 
 
 class FunctionAgent(Agent):
-    """Calls ``function(task.data, session, **args)``, which returns None, a reward, or (turns, reward). The
-    function's ``aclose``, if it has one, is awaited at the end of the run."""
+    """An agent that calls ``function(task.data, session, **args)``. The function returns None, a reward, or
+    (turns, reward). If the function has an ``aclose`` method, it is awaited at the end of the run."""
 
     def __init__(self, config: FunctionAgentConfig) -> None:
         function = registry.load_object(config.function)
@@ -72,8 +72,8 @@ def _is_async(function: object) -> bool:
 
 
 class CommandAgent(Agent):
-    """Runs a program. A guard process ensures that neither it nor its children outlive the session or the
-    rollout. The last line of its output may be JSON: ``{"reward": 1.0}``."""
+    """An agent that runs a program. A guard process ensures that neither the program nor its children outlive
+    the session or the rollout. The last line of the output may be JSON with a reward: ``{"reward": 1.0}``."""
 
     def __init__(self, config: CommandAgentConfig) -> None:
         self.config = config
@@ -88,7 +88,7 @@ class CommandAgent(Agent):
             "INSTAR_TASK": msgspec.json.encode(task.data).decode(),
             "INSTAR_SESSION_ID": session.session_id,
         }
-        # Files instead of pipes, because a pipe ends only when every process that inherited it has ended.
+        # Files instead of pipes, because a pipe closes only when every process that inherited it has exited.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             code = await self._execute(command, env, out, err)
             if code != 0:
@@ -103,7 +103,7 @@ class CommandAgent(Agent):
                 *guard_command(command, kill_immediately=True),
                 env=env,
                 cwd=self.config.cwd,
-                stdin=asyncio.subprocess.PIPE,  # the guard ends when this pipe closes
+                stdin=asyncio.subprocess.PIPE,  # the guard exits when this pipe closes
                 stdout=out,
                 stderr=err,
                 start_new_session=True,  # the guard must survive if the rollout's group is killed
@@ -119,7 +119,7 @@ class CommandAgent(Agent):
 
 
 def fill_template(part: str, data: Json) -> str:
-    """Replace each ``{field}`` by that field of the task; other braces are kept."""
+    """Return ``part`` with each ``{field}`` replaced with that field of the task; other braces are kept."""
 
     def field_text(match: re.Match[str]) -> str:
         if match[1] not in data:
@@ -143,7 +143,7 @@ def _parse_reward(output: str) -> float | None:
     try:
         last = msgspec.json.decode(lines[-1])
     except msgspec.DecodeError:
-        return None  # other output that happens to begin with a brace
+        return None  # the last line is other output that happens to begin with a brace
     reward = cast(Json, last).get("reward")
     if reward is not None and not isinstance(reward, int | float):
         raise AgentError(f"the program's reward is not a number: {lines[-1]:.200}")

@@ -11,7 +11,7 @@ from instar.types import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """The model's URL for an agent, and the key that makes its calls one session."""
+    """The URL of the model for an agent, and the key that assigns its calls to one session."""
 
     session_id: str
     base_url: str
@@ -30,7 +30,7 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Attempt the task once. Raises AgentError if the agent failed; transport errors pass through."""
+        """Attempt the task once and return the result. Raises AgentError, or the transport's own errors."""
 
     async def close(self) -> None:  # noqa: B027 — most agents hold nothing
         """Release resources."""

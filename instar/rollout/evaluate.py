@@ -1,4 +1,4 @@
-"""Evaluates held-out tasks: each is attempted once on the `val` channel, in every configured mode."""
+"""Evaluates held-out tasks: each task is attempted once on the `val` channel, in every configured mode."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ RecordMetrics = Callable[[str, int, Mapping[str, Any]], None]
 ReportProgress = Callable[[int, int], None]
 """Called with (finished tasks, all tasks)."""
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
-"""Returns the combined reward of a session."""
+"""Returns the combined reward of a session, or None."""
 POLL_SECONDS = 0.1
 SCORING_GRACE = 60.0
-"""Seconds added to the longest time that a scorer may take, before unscored tasks are given up."""
+"""Seconds added to the longest time that a scorer may take, before the unscored tasks are given up."""
 
 
 class Evaluator:
@@ -59,11 +59,11 @@ class Evaluator:
         self.doing = "evaluating"
 
     async def evaluate_all(self, label: str) -> list[Json]:
-        """Evaluate all modes one after another."""
+        """Evaluate all modes one after another and return their metrics."""
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
 
     async def last_evaluated_version(self) -> int:
-        """Return the newest version of which all modes were evaluated completely during training, or 0."""
+        """Return the newest version that was evaluated completely in all modes during training, or 0."""
         groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.READY)
         task_counts = Counter(group.group_id.rpartition("/")[0] for group in groups)
         modes: dict[int, set[str]] = {}
@@ -74,7 +74,7 @@ class Evaluator:
         return max((version for version in modes if modes[version] >= set(self.eval.modes)), default=0)
 
     async def try_evaluate_all(self, label: str) -> None:
-        """Run `evaluate_all`, but only report a failure: training goes on without these metrics."""
+        """Run `evaluate_all`, but only report a failure: training continues without these metrics."""
         try:
             await self.evaluate_all(label)
         except ConfigError:
@@ -86,8 +86,8 @@ class Evaluator:
                 self.record("warning", 0, {"text": text})
 
     async def evaluate(self, mode: str, label: str, progress: ReportProgress | None = None) -> Json:
-        """Attempt every task once. Finished tasks of an interrupted evaluation with the same label, mode and
-        version are kept."""
+        """Attempt every task once and return the metrics. Tasks that an interrupted evaluation with the same
+        label, mode and version finished are kept."""
         start_time = time.monotonic()
         services = replace(self.services, agent=self._agent_for(self.eval.modes[mode]))
         version = (await self.store.progress(self.run_id)).head_version
@@ -123,7 +123,7 @@ class Evaluator:
         return metrics
 
     def _agent_for(self, mode: EvalMode) -> Agent:
-        """Return the run's agent, or another instance if the mode has other arguments."""
+        """Return the run's agent, or a new instance if the mode has different arguments."""
         config = self.rollout.agent
         if not mode.agent_args:
             return self.services.agent
@@ -132,7 +132,7 @@ class Evaluator:
         return create_agent(config.model_copy(update={"args": {**config.args, **mode.agent_args}}))
 
     async def _open_groups(self, name: str) -> list[Group]:
-        """Return one group of size 1 per task. Those of tasks that were evaluated before are closed."""
+        """Return one group of size 1 per task. Groups of tasks that were evaluated before are closed."""
         existing = {group.group_id: group for group in await self.store.groups(self.run_id, Channel.VAL)}
         first_index = max((group.index for group in existing.values()), default=-1) + 1
         ids = [f"{self.run_id}/val/{name}/{index:06d}" for index in range(len(self.tasks))]
@@ -173,7 +173,7 @@ class Evaluator:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _load_reward(self, group: Group) -> float | None:
-        """Return the combined reward; None if the session failed or nothing scored it."""
+        """Return the group's combined reward, or None if its session failed or has no score."""
         rows = await self.store.sessions(group_id=group.group_id)
         completed = [row.session.session_id for row in rows if row.session.status is SessionStatus.COMPLETED]
         if not completed:

@@ -30,8 +30,8 @@ REQUEST_TIMEOUT = 30.0
 
 
 class GatewayClient:
-    """Opens and ends sessions. While the gateway is unavailable, for example during a restart, requests are
-    retried for ``max_wait`` seconds; then EngineUnavailable is raised."""
+    """A client that opens and ends sessions. While the gateway is unavailable, for example during a restart,
+    requests are retried for ``max_wait`` seconds; then EngineUnavailable is raised."""
 
     def __init__(self, url: str, admin_key: str, *, max_wait: float = 120.0) -> None:
         self.set_url(url)
@@ -40,7 +40,7 @@ class GatewayClient:
         self._http = HttpClient(headers=headers, timeout=REQUEST_TIMEOUT)
 
     def set_url(self, url: str) -> None:
-        """Send requests to the gateway at ``url`` from now on."""
+        """Send all later requests to the gateway at ``url``."""
         self.url = url.rstrip("/")
 
     async def open_session(
@@ -55,7 +55,7 @@ class GatewayClient:
         sampling: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> AgentSession:
-        """Open a session. If a response is lost, its session stays open until the runner closes the group."""
+        """Open a session and return it. If the response is lost, it stays open until its group closes."""
         body = OpenSession(
             channel=channel,
             task_id=task_id,
@@ -76,7 +76,7 @@ class GatewayClient:
         metadata: Mapping[str, Any] | None = None,
         scores: Sequence[Score] = (),
     ) -> EndedSession:
-        """End the session as completed. A session that has already ended is not changed."""
+        """End the session as completed and return it. A session that has already ended is not changed."""
         body = CompleteSession(
             metadata=dict(metadata or {}),
             rewards=[to_reward_body(reward) for reward in rewards],
@@ -85,7 +85,7 @@ class GatewayClient:
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail_session(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
-        """End the session as failed, with ``reward`` as its fallback reward."""
+        """End the session as failed, with ``reward`` as its fallback reward, and return it."""
         rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)
         return await self._post(f"/sessions/{session_id}/fail", body, EndedSession)

@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
-"""Consecutive groups without any usable session after which the run stops."""
+"""Number of consecutive groups without any usable session after which the run stops."""
 
 
 class PeriodicEvaluator(Protocol):
-    """Evaluates the policy while training goes on."""
+    """Evaluates the policy during training."""
 
     @property
     def doing(self) -> str: ...
@@ -34,7 +34,7 @@ class PeriodicEvaluator(Protocol):
         ...
 
     async def try_evaluate_all(self, label: str) -> None:
-        """Evaluate. Raises only errors that must stop the training."""
+        """Evaluate the current policy. Raises only errors that must stop the training."""
         ...
 
 
@@ -55,19 +55,19 @@ class RolloutRunner:
         self.groups_done = 0
         self._order = lru_cache(maxsize=2)(self._shuffle_tasks)
         self._failed_groups = 0
-        """Consecutive groups without any usable session."""
+        """Number of consecutive groups without any usable session."""
         self._last_evaluated: int | None = None
-        """The last evaluated version, once it was read from the store."""
+        """The last evaluated version; None until it is read from the store."""
         self._evaluating = False
         self._draining = False
         self._unfinished_slots = 0
         self._slot_done = asyncio.Event()
-        """Set when a slot has ended, so that another group may start."""
+        """Set when a slot has finished, so that another group may start."""
         self._running: set[asyncio.Task[None]] = set()
 
     @property
     def doing(self) -> str:
-        """The status text of the role."""
+        """The role's status text."""
         if self._evaluating and self.evaluator is not None:
             return self.evaluator.doing
         counters = self.counters
@@ -80,13 +80,13 @@ class RolloutRunner:
         return f"{running}, {counters.completed} done{failed}"
 
     def epoch_of(self, index: int) -> int:
-        """Return how often all tasks were used before the group with this index."""
+        """Return how often all tasks were used before the group with index ``index``."""
         return index // len(self.tasks)
 
     async def run(self) -> None:
-        """Run until all steps are trained, or until `drain` is called and all started groups have ended.
+        """Run groups until all steps are trained, or until `drain` is called and all started groups finish.
 
-        On cancellation it stops immediately: open sessions are abandoned, and a later run repeats them.
+        On cancellation, stop immediately: open sessions are abandoned, and a later run repeats them.
         """
         try:
             await self._resume()
@@ -109,7 +109,7 @@ class RolloutRunner:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     def drain(self) -> None:
-        """Start no further groups; `run` returns when the started ones have ended."""
+        """Start no more groups; `run` returns when the started groups have finished."""
         self._draining = True
 
     def _collect(self) -> None:
@@ -118,20 +118,20 @@ class RolloutRunner:
             task.result()
 
     async def _wait(self) -> None:
-        """Wait until a slot has ended, but not for long, because training also makes groups startable."""
+        """Wait until a slot has finished, but not for long, because training also makes groups startable."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await self._slot_done.wait()
         self._slot_done.clear()
 
     async def _evaluate_if_due(self, state: AdmissionState) -> None:
-        """Evaluate the current version if due. No group starts meanwhile, so that rollout and evaluation do
-        not slow each other down."""
+        """Evaluate the current version if an evaluation is due. No group starts during the evaluation, so
+        that rollout and evaluation do not slow each other down."""
         every = self.config.eval.every if self.config.eval else None
         version = state.progress.head_version
         if self.evaluator is None or every is None:
             return
-        if self._last_evaluated is None:  # an earlier process may have been interrupted during one
+        if self._last_evaluated is None:  # an earlier process may have been interrupted during an evaluation
             self._last_evaluated = await self.evaluator.last_evaluated_version()
         if version // every > self._last_evaluated // every:
             self._last_evaluated = version
@@ -144,7 +144,7 @@ class RolloutRunner:
     # --- groups ----------------------------------------------------------------------------------
 
     def task_for(self, index: int) -> Task:
-        """Return the task of a group. Every epoch uses all tasks in another order."""
+        """Return the task of group number ``index``. Every epoch uses all tasks in a different order."""
         epoch, place = divmod(index, len(self.tasks))
         return self.tasks[self._order(epoch)[place]]
 
@@ -187,8 +187,8 @@ class RolloutRunner:
         self.groups_done += 1
 
     def _check_progress(self, results: list[SlotResult]) -> None:
-        """Raise AgentError after too many failed groups: an agent that never works is misconfigured, and with
-        `drop` the run would never end."""
+        """Raise AgentError after too many failed groups. An agent that never works is misconfigured, and with
+        `drop` the run would never finish."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
             return
         if results and all(result.is_lost for result in results):
@@ -215,7 +215,7 @@ class RolloutRunner:
         slots without a final session."""
         if not self.scoring.has_background_scorers:
             for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.SCORING):
-                # The scorers that it waited for are no longer configured.
+                # The scorers that the group waited for are no longer configured.
                 await self.store.close_group(group.group_id, GroupStatus.READY)
         for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.OPEN):
             sessions = await self._abandon_open(group, "interrupted")
@@ -232,7 +232,7 @@ class RolloutRunner:
             self._launch(group, slots, has_failed)
 
     def _unfinished_slot(self, group: Group, number: int, attempts: list[Session]) -> RolloutSlot | None:
-        """Return the slot as far as it is still to be run; None if it has its final session."""
+        """Return the part of the slot that must still be run, or None if the slot has its final session."""
         next_attempt = 1 + max((session.attempt for session in attempts), default=-1)
         failures = sum(session.status is SessionStatus.FAILED for session in attempts)
         if any(session.status is SessionStatus.COMPLETED for session in attempts):
@@ -247,7 +247,7 @@ class RolloutRunner:
         return max((s for s in attempts if s.status in ended), key=lambda session: session.attempt)
 
     async def _abandon_open(self, group: Group, reason: str) -> list[Session]:
-        """End the group's open sessions as abandoned, and return all its sessions as they were before."""
+        """End the group's open sessions as abandoned, and return all its sessions in their previous state."""
         rows = await self.store.sessions(group_id=group.group_id)
         for row in rows:
             if row.session.status is SessionStatus.OPEN:

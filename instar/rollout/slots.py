@@ -1,8 +1,8 @@
 """Runs one slot of a group: an agent's session from its start to its end, with retries and refills.
 
-A transient error (a lost connection, 429, 503) abandons the session and starts another. Any other error of
-the agent fails the session, with the error as its reason. An error of the control API itself is not the
-agent's: it is raised and stops the rollout.
+A transient error (a lost connection, 429, 503) abandons the session and starts a new one. Any other error of
+the agent fails the session, with the error as the reason. An error of the control API itself is not the
+agent's fault: it is raised and stops the rollout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 RETRY = RetryPolicy(first_delay=0.5)
 TRANSIENT_STATUSES = (429, 502, 503)
 CANCEL_GRACE = 5.0
-"""Seconds that a cancelled agent has to end."""
+"""The time in seconds that a cancelled agent has to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class RolloutSlot:
     attempt: int = 0
     """The number of the next attempt."""
     refills: int = 0
-    """The number of sessions that already replaced failed ones."""
+    """The number of sessions that have already replaced failed sessions."""
     seed_index: int | None = None
-    """The number that the seed is derived from. Default: the group's index."""
+    """The number from which the seed is derived. Default: the group's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class RolloutCounters:
     failed: int = 0
     abandoned: int = 0
     unscored: int = 0
-    """Completed sessions on which a scorer gave up."""
+    """The number of completed sessions on which a scorer gave up."""
     last_failure: str = ""
 
 
@@ -85,7 +85,7 @@ class RolloutServices:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a stable number in 0..2**31-1 for a path of names and numbers."""
+    """Return a number in 0..2**31-1 that is always the same for the same names and numbers."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -110,7 +110,7 @@ class SlotRunner:
         self.limit = asyncio.Semaphore(config.concurrency)
 
     async def run(self, slot: RolloutSlot) -> SlotResult:
-        """Run sessions until one is final."""
+        """Run sessions until one is final, and return its result."""
         attempt, refills, retries = slot.attempt, slot.refills, 0
         while True:
             async with self.limit:
@@ -130,7 +130,7 @@ class SlotRunner:
     async def _attempt(self, slot: RolloutSlot, attempt: int, refill: int, *, is_last: bool) -> SlotResult:
         group = slot.group
         seed_index = group.index if slot.seed_index is None else slot.seed_index
-        # A retry after a transient error repeats the same draw; a refill is another draw.
+        # A retry after a transient error repeats the same draw; a refill is a new draw.
         refill_part = (f"refill-{refill}",) if refill else ()
         session = await self.gateway.open_session(
             channel=group.channel,
@@ -168,8 +168,8 @@ class SlotRunner:
         if ended.status is not SessionStatus.COMPLETED:
             return self._count_failure(session_id, "ended by the agent itself")
         if not ended.changed:
-            # The session had ended before. Either the agent completed it itself, or the response to our first
-            # request was lost; in that case recording the scores again changes nothing.
+            # The session had already ended. Either the agent completed it itself, or the response to the
+            # first request was lost; in that case recording the scores again changes nothing.
             await self.store.record_scores(scoring.scores, scoring.rewards)
         self.counters.completed += 1
         reason = None if scoring.failure_reason is None else f"reward: {scoring.failure_reason}"
@@ -197,7 +197,7 @@ class SlotRunner:
 
 
 async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-    """Return the result, or raise AgentTimeout. A coroutine that ignores cancellation is abandoned."""
+    """Return the coroutine's result. Raises AgentTimeout; if it ignores cancellation, it is abandoned."""
     return await run_with_deadline(
         seconds,
         coroutine,
@@ -208,7 +208,7 @@ async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], na
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order. The first error cancels the others and is raised unchanged."""
+    """Return all results in order. The first error cancels the other coroutines and is raised unchanged."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -219,7 +219,8 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if a retry may succeed: after a lost connection, too many requests, or if a server is not ready.
+    """Return True if a retry may succeed: a connection was lost, there were too many requests, or a server is
+    not ready.
 
     The causes of the error count, too, because SDKs raise their own errors from those of the transport.
     """

@@ -1,4 +1,4 @@
-"""Task sets from JSON lines or from a Python function. The built-in ones are in `tasksets/`."""
+"""Task sets from JSON lines or from a Python function. The built-in task sets are in `tasksets/`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from instar.rollout.tasksets.jsonl import read_json_lines
 from instar.types import Json, Task
 
 TextScorer = Callable[[Task, str], float]
-"""Scores the final text of a session."""
+"""Returns the score of a session's final text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
     tasks: Sequence[Task]
     scorer: TextScorer | None = None
-    """The scorer of the task set itself, if it has one."""
+    """The task set's own scorer, if it has one."""
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -31,7 +31,7 @@ class TaskSet:
 
 
 def load_tasks(config: TasksConfig) -> TaskSet:
-    """Load or generate the tasks. Raises ConfigError if there are none, or if two have the same id."""
+    """Load or generate the tasks and return them. Raises ConfigError for no tasks or a repeated id."""
     taskset: TaskSet = registry.resolve_section("tasks", config)(config)
     if not taskset.tasks:
         raise ConfigError(f"tasks ({config.type}): the task set is empty")
@@ -57,7 +57,7 @@ def _jsonl_task(config: JsonlTasksConfig, number: int, record: Json) -> Task:
 
 
 def python_tasks(config: PythonTasksConfig) -> TaskSet:
-    """Create a task from each dict. Its id is the field ``task_id``, or else its index."""
+    """Return one task per dict of the function. A task's id is the field ``task_id``, or else its index."""
     result: object = registry.load_object(config.function)(**config.args)
     if not isinstance(result, Iterable):
         raise ConfigError(

@@ -13,8 +13,8 @@ from instar.simulate.sessions import SimulatedSession
 
 
 class EngineSpeed:
-    """Tokens per second of one engine by its number of concurrent replies: linear between the measured
-    points, from the origin to the first one, constant after the last."""
+    """The tokens per second of one engine, by the number of concurrent replies. The speed is linear between
+    the measured points and from the origin to the first point, and constant after the last point."""
 
     def __init__(self, points: dict[int, float]) -> None:
         self._sizes = [0, *sorted(points)]
@@ -42,15 +42,15 @@ class Workload:
     """The sessions to run, and how long each part of them takes."""
 
     sessions: Sequence[SimulatedSession]
-    """The sessions in this order, repeated when they run out."""
+    """The sessions in the order in which they run, repeated when they run out."""
     latency: DistributionConfig
-    """Seconds to the first token of a call that is alone at its engine."""
+    """Seconds until the first token of a call, if the engine has no other calls."""
     speed: EngineSpeed
     train_base: float
     train_per_token: float
     publish: DistributionConfig
     crowding: float = 0.0
-    """Relative increase of the latency for every further call at the engine."""
+    """Relative increase of the latency for every additional call in progress on the engine."""
     pause: float = 0.0
     failures: float = 0.0
     zero_signal: float = 0.0
@@ -58,7 +58,7 @@ class Workload:
     restart: float = 60.0
 
     def latency_factor(self, calls: float) -> float:
-        """Return the factor on the latency with ``calls`` calls at an engine."""
+        """Return the factor by which the latency grows if an engine has ``calls`` calls in progress."""
         return 1 + self.crowding * max(0.0, calls - 1)
 
 
@@ -71,7 +71,7 @@ class ClusterSpec:
     concurrency: int
     group_size: int
     groups_per_step: int
-    """Groups per step, including those of exported data."""
+    """Number of groups per step, including groups of exported data."""
     steps: int
     max_staleness: int
     group_policy: Literal["keep", "refill", "drop"] = "keep"
@@ -83,12 +83,12 @@ class ClusterSpec:
     masks_stale: bool = False
     """True if only the stale tokens of a sample are masked; otherwise the sample is dropped."""
     versions_per_token: bool = True
-    """True if a reply continues under a policy that is loaded meanwhile; otherwise it keeps its policy."""
+    """True if replies in progress continue with a newly loaded policy; otherwise they keep theirs."""
     live_groups: Callable[[int], int] | None = None
-    """Returns the number of live groups of the first n steps. None: all groups are live."""
+    """Returns the number of live groups in the first n steps. None: all groups are live."""
 
     def count_live_groups(self, steps: int) -> int:
-        """Return the number of groups of the first ``steps`` steps that agents are run for."""
+        """Return the number of groups in the first ``steps`` steps for which agents are run."""
         return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
 
 
@@ -97,22 +97,22 @@ class SimulationResult:
     seconds: float = 0.0
     steps: int = 0
     samples: int = 0
-    """Samples trained on."""
+    """Number of samples that were trained on."""
     data_samples: int = 0
-    """Samples of exported data among them."""
+    """Number of trained samples that come from exported data."""
     generated: int = 0
-    """Tokens of all sessions."""
+    """Number of generated tokens in all sessions."""
     engines_idle: float = 0.0
-    """Share of the engines' time without a reply to generate."""
+    """Share of the engines' time in which they had no reply to generate."""
     engines_used: float = 0.0
-    """Generated tokens as a share of the maximum at the largest batch."""
+    """Number of generated tokens as a share of the maximum at the largest batch."""
     trainer_idle: float = 0.0
     in_flight: float = 0.0
     """Mean number of concurrent sessions."""
     staleness: Counter[int] = field(default_factory=Counter[int])
-    """Trained samples of live groups by the number of versions that they were behind."""
+    """Number of trained live samples by their staleness in versions."""
     dropped: Counter[str] = field(default_factory=Counter[str])
-    """Samples not trained on, by reason."""
+    """Number of samples that were not trained on, by reason."""
     crashes: int = 0
     finished: bool = True
     """True if all steps were trained; otherwise the run was stuck or took too long."""

@@ -14,12 +14,12 @@ Limit = Literal["rollout", "trainer"]
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBound:
-    """The bound in samples per hour."""
+    """An upper bound on the throughput, in samples per hour."""
 
     rollout: float
-    """The engines' limit at full concurrency."""
+    """The limit set by the engines at full concurrency."""
     trainer: float
-    """The limit of a trainer that never waits."""
+    """The limit set by a trainer that never waits."""
 
     @property
     def samples_per_hour(self) -> float:
@@ -34,10 +34,10 @@ class SessionCost(NamedTuple):
     """The mean cost of a session."""
 
     generated: float
-    """Tokens after the first one of each reply."""
+    """Number of tokens after the first token of each reply."""
     calls: float
     waits: float
-    """Seconds in tools and before the first call."""
+    """Seconds spent in tools and before the first call."""
     tokens: float
 
 
@@ -51,7 +51,7 @@ class SlotCost(NamedTuple):
 
 
 def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
-    """Return the bound.
+    """Return the upper bound on the throughput.
 
     Of C concurrent sessions, those that wait for a tool or a first token generate nothing. At x sessions per
     second these are x times the mean wait w, so x times the mean tokens is at most the engines' speed at
@@ -77,7 +77,7 @@ def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
 
 
 def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
-    """Return the mean cost of a slot; None if every group has a failure and is dropped."""
+    """Return the mean cost of a slot, or None if every group has a failure and is dropped."""
     fails = workload.failures
     if cluster.group_policy == "drop":
         good = (1 - fails) ** cluster.group_size
@@ -111,7 +111,7 @@ def completed_session_cost(sessions: Sequence[SimulatedSession]) -> SessionCost:
 
 
 def failed_session_cost(sessions: Sequence[SimulatedSession]) -> SessionCost:
-    """Return the mean cost of a session that fails after one of its turns, all equally likely."""
+    """Return the mean cost of a session that fails after one of its turns. All turns are equally likely."""
     generated = calls = waits = tokens = 0.0
     for session in sessions:
         turns = session.turns

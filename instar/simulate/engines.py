@@ -1,4 +1,4 @@
-"""Engines on a virtual clock: the more replies share an engine, the slower is each."""
+"""Engines on a virtual clock. The more replies share an engine, the slower each reply is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from instar.simulate.base import EngineSpeed
 Event = Callable[[], None]
 
 BUSIER, SLACK = 2, 8
-"""The rule of `engines/pool` for moving a session from its engine to the least busy one."""
+"""The thresholds of `engines/pool` for moving a session from its engine to the least busy one."""
 
 
 class VirtualClock:
-    """Runs events in the order of their times; events of the same time in the order they were added."""
+    """A clock that runs events in the order of their times, or in the order added if times are equal."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,7 +29,7 @@ class VirtualClock:
         heapq.heappush(self._events, (self.now + seconds, self._count, event))
 
     def step(self) -> bool:
-        """Run the next event. Returns False if there is none."""
+        """Run the next event. Return False if there is none."""
         if not self._events:
             return False
         self.now, _, event = heapq.heappop(self._events)
@@ -46,14 +46,14 @@ class SimulatedRequest:
     on_crash: Event
     """Called when the engine crashes after the request began."""
     engine: SimulatedEngine | None = None
-    """The engine that it was sent to; None while no engine is up."""
+    """The engine that the request was sent to; None while no engine is up."""
     cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """An engine. ``work`` is the number of tokens that a reply running from the start would have now, so a
-    reply that begins at work w ends at w + its tokens, however many replies share the engine meanwhile."""
+    """A simulated engine. ``work`` is the number of tokens that a reply running since the start would have
+    now. A reply that begins at work w ends at w + its tokens, however many replies share the engine."""
 
     index: int
     running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list[Any])
@@ -68,12 +68,12 @@ class SimulatedEngine:
     busy_seconds: float = 0.0
     tokens: float = 0.0
     next_event: int = 0
-    """The number of the event that ends its next reply; events with lower numbers are ignored."""
+    """The number of the event that ends the next reply; events with lower numbers are ignored."""
 
 
 class SimulatedPool:
-    """All engines, with the gateway's rules: a session stays with its engine unless that is far busier than
-    others; any other request goes to the least busy engine."""
+    """All engines, with the gateway's rules: a session stays with its engine unless that engine is far busier
+    than others; any other request goes to the least busy engine."""
 
     def __init__(self, clock: VirtualClock, engines: int, max_batch: int, speed: EngineSpeed) -> None:
         self.clock = clock
@@ -118,7 +118,7 @@ class SimulatedPool:
                 self._schedule_end(engine)
 
     def crash(self, engine: SimulatedEngine, restart: float) -> None:
-        """Fail the requests that have begun, and send the waiting ones to other engines."""
+        """Stop the engine until its restart: fail requests that have begun, and resend waiting ones."""
         if not engine.is_up:
             return
         self._update(engine)
@@ -158,7 +158,7 @@ class SimulatedPool:
         self._schedule_end(engine)
 
     def _update(self, engine: SimulatedEngine) -> None:
-        """Add the work done since the last update."""
+        """Add the work that the engine has done since the last update."""
         now = self.clock.now
         since = max(engine.updated_at, min(engine.paused_until, now))
         if engine.active and now > since:
@@ -205,7 +205,7 @@ class SimulatedPool:
         return last if last.load <= BUSIER * idlest.load + SLACK else idlest
 
     def _least_busy(self) -> SimulatedEngine | None:
-        """Return the least busy engine. Each change of load adds an entry, and outdated ones are dropped."""
+        """Return the least busy engine, or None if none is up. Outdated heap entries are removed."""
         while self._by_load:
             load, served, index = self._by_load[0]
             engine = self.engines[index]

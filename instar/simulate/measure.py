@@ -17,9 +17,9 @@ from instar.types import Session as RecordedSession
 
 MAX_SESSIONS = 5000
 MAX_VALUES = 5000
-"""Values kept of a measured distribution."""
+"""Maximum number of values that are kept of a measured distribution."""
 WARM_UP = 1
-"""Steps excluded from the trainer's times: the first one compiles, allocates and fills caches."""
+"""Number of steps excluded from the trainer's times. The first step compiles, allocates and fills caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ async def measure(
     store: Store, run_id: str, records: Sequence[Json], *, engines: int, max_batch: int
 ) -> Workload:
     """Return the workload of a run: its sessions, and fits of its engines' speed and its step times.
-    ``records`` are the training steps in metrics.jsonl."""
+    ``records`` are the records of training steps in metrics.jsonl."""
     rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MAX_SESSIONS)
     ended = [
         row.session for row in rows if row.session.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
@@ -73,8 +73,8 @@ def with_sessions(work: Workload, sessions: Sequence[SimulatedSession]) -> Workl
 
 
 def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> SimulatedSession:
-    """Return the session as turns. Concurrent calls become turns without a wait. A call that does not
-    continue another one, or continues one that another call continues already, begins a sample of its own."""
+    """Return the session as turns. Concurrent calls become turns without a wait. A call starts a new sample
+    if it does not continue another call, or if the call that it continues is already continued."""
     after = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
     return SimulatedSession(
         tuple(
@@ -90,7 +90,7 @@ def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> Sim
 
 
 def _added(calls: Sequence[Call]) -> list[int]:
-    """Return the tokens that the prompt of each call adds to the session's samples."""
+    """Return the number of tokens that the prompt of each call adds to the session's samples."""
     ends = {call.call_id: len(call.prompt_ids) + len(call.sampled_ids) for call in calls}
     added: list[int] = []
     for call in calls:
@@ -116,9 +116,10 @@ def _warm(records: Sequence[Json]) -> Sequence[Json]:
 
 
 def fit_training(records: Sequence[Json]) -> tuple[float, float]:
-    """Return (seconds of a step without tokens, seconds per token) by least squares; the second is 0 if the
-    steps differ too little in size. The fit is over the tokens that the backend computed, if it reports them:
-    common prefixes count once. The computed share is assumed to be the same in all steps."""
+    """Return (seconds of a step without tokens, seconds per token), fitted by least squares. The second value
+    is 0 if the steps differ too little in size. If the backend reports how many tokens it computed, the fit
+    is over these, so that common prefixes count once. The computed share is assumed to be the same in all
+    steps."""
     used = _warm(records)
     seconds = np.array([record["train_seconds"] for record in used], float)
     sampled = np.array([record.get("sequence_tokens", 0) for record in used], float)
@@ -133,13 +134,13 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
 
 
 def _count_computed(record: Json) -> float:
-    """Return the tokens that a step's time depends on."""
+    """Return the number of tokens that determines the time of a step."""
     return float(record.get("distinct_tokens", record.get("sequence_tokens", 0)))
 
 
 def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
-    """Fit the seconds per token as c + d · (concurrent replies - 1) over all calls, each with the mean number
-    of replies that shared its engine."""
+    """Return the speed of an engine. The seconds per token are fitted as c + d · (concurrent replies - 1)
+    over all calls, each with the mean number of replies that shared its engine."""
     used = [call for call in calls if call.tokens > 1 and call.ended > call.began]
     if not used:
         timed = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
@@ -160,8 +161,8 @@ def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> Engi
 
 
 def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[DistributionConfig, float]:
-    """Return (latencies of calls that are alone at their engine, relative increase per further call), fitted
-    over all calls, each with the mean number of calls in progress while it waited."""
+    """Return (latencies of calls that are alone on their engine, relative increase per additional call),
+    fitted over all calls, each with the mean number of calls in progress while it waited."""
     seconds = np.array([max(0.0, call.began - call.sent) for call in calls])
     within = np.array([(call.sent, call.began) for call in calls])
     concurrent = _mean_concurrency(np.array([(call.sent, call.ended) for call in calls]), within) / engines

@@ -1,8 +1,9 @@
-"""Simulates admission, sessions, groups and training steps of a run.
+"""Simulates the admission, sessions, groups and training steps of a run.
 
-The rules are those of `rollout/admission` (how many groups may start), `rollout/runner` and `rollout/slots`
-(how many sessions run, what happens to one that fails), `data/batcher` (which groups a step takes, which are
-stale) and `trainer/loop` (a step is trained, published and served before the next one begins).
+The rules are the same as in `rollout/admission` (how many groups may start), `rollout/runner` and
+`rollout/slots` (how many sessions run, what happens to a session that fails), `data/batcher` (which groups a
+step takes, which are stale) and `trainer/loop` (a step is trained, published and served before the next one
+begins).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from instar.simulate.engines import SimulatedEngine, SimulatedPool, SimulatedReq
 from instar.simulate.sessions import SimulatedSession, make_draw
 
 POLL_DELAY = 0.03
-"""Mean seconds until rollout and trainer notice each other's progress: both poll every 0.05 s."""
+"""Mean time in seconds until rollout and trainer notice each other's progress: both poll every 0.05 s."""
 MAX_FAILED_GROUPS = 8
 """The limit of `rollout/runner` for consecutive groups without a successful session."""
 MAX_VIRTUAL_SECONDS = 1000 * 3600.0
-"""Virtual seconds after which a simulation is stopped."""
+"""Number of virtual seconds after which a simulation is stopped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,9 +30,9 @@ class SimulatedGroup:
     index: int
     open_slots: int
     oldest_used: list[int] = field(default_factory=list[int])
-    """Per sample, the version of its oldest token, or of its newest one if stale tokens are masked."""
+    """For each sample, the version of its oldest token, or of its newest token if stale tokens are masked."""
     oldest_versions: list[int] = field(default_factory=list[int])
-    """Per sample, the version of its oldest token."""
+    """For each sample, the version of its oldest token."""
     tokens: list[int] = field(default_factory=list[int])
     failed: int = 0
 
@@ -45,9 +46,9 @@ class SessionAttempt:
     """The version of the first token."""
     newest: int = -1
     replies: int = 0
-    """Complete replies."""
+    """Number of complete replies."""
     fails_at: int | None = None
-    """The turn in which it fails, if it does."""
+    """The turn in which the session fails, or None if it does not fail."""
     refills: int = 0
     retries: int = 0
     engine: SimulatedEngine | None = None
@@ -68,29 +69,29 @@ class PipelineSimulation:
         self.version = 0
         """The version that the engines serve."""
         self.done = 0
-        """Steps whose policy is served."""
+        """Number of steps whose policy is served."""
         self.claimed = 0
-        """Steps that have begun."""
+        """Number of steps that have begun."""
         self.started_groups = self.open_groups = 0
         self.ready: list[SimulatedGroup] = []
         self.training = False
         self.failed_groups = 0
-        """Consecutive groups in which every session failed."""
+        """Number of consecutive groups in which every session failed."""
         self.unfinished = 0
         self.running_sessions = self.calling = 0
-        """Sessions, and those of them with a call in progress."""
+        """Number of running sessions, and number of these with a call in progress."""
         self.queue: deque[Callable[[], None]] = deque()
         """Sessions that wait to start."""
         self.trained_seconds = 0.0
         self._data_tokens = sum(session.tokens for session in workload.sessions) / len(workload.sessions)
-        """Tokens of a session of exported data."""
+        """Mean number of tokens in a session of exported data."""
         self._next_session = 0
         self._session_seconds = 0.0
         self._counted_at = 0.0
         self._admitting = self._batching = False
 
     def run(self, on_step: Callable[[int], None] | None = None) -> SimulationResult:
-        """Run until all steps are trained. ``on_step`` is called with the number of finished steps."""
+        """Simulate until all steps are trained and return the result. ``on_step`` gets the finished steps."""
         for engine in self.pool.engines:
             self._schedule_crash(engine)
         self._admit()
@@ -105,7 +106,7 @@ class PipelineSimulation:
         return self._finish()
 
     def _is_stuck(self) -> bool:
-        """True if nothing is in progress. Crashes of idle engines would otherwise run for ever."""
+        """Return True if nothing is in progress; crashes of idle engines would otherwise never stop."""
         return not (self.training or self.open_groups or self._admitting or self._batching)
 
     def _finish(self) -> SimulationResult:
@@ -265,7 +266,7 @@ class PipelineSimulation:
         self.clock.after(0.375 * 2**attempt.retries, lambda: self._enqueue(retry))
 
     def _fill_slot(self, attempt: SessionAttempt, *, sample: bool) -> None:
-        """Record the final session of a slot."""
+        """Record the final session of a slot. ``sample`` is True if the session can be trained on."""
         group = attempt.group
         self.unfinished -= 1
         group.open_slots -= 1
@@ -345,15 +346,15 @@ class PipelineSimulation:
         self.clock.after(seconds + publish, self._on_served)
 
     def _train_data(self, groups: int) -> float:
-        """Train groups of exported data and return their tokens. They are like live ones, but no session has
-        failed and none is stale."""
+        """Train groups of exported data and return their number of tokens. They are like live groups, but no
+        session has failed and none is stale."""
         samples = self.cluster.group_size * sum(self._has_signal() for _ in range(groups))
         self.result.samples += samples
         self.result.data_samples += samples
         return samples * self._data_tokens
 
     def _has_signal(self) -> bool:
-        """Draw whether a group has signal; True if it has."""
+        """Return True, at random, if a group has a training signal."""
         return not self.workload.zero_signal or self.rng.random() >= self.workload.zero_signal
 
     def _on_served(self) -> None:

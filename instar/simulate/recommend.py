@@ -1,4 +1,4 @@
-"""Recommends the number of engines and `max_staleness` of a run."""
+"""Recommends the number of engines and the `max_staleness` of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from instar.simulate.pipeline import simulate
 GOOD_ENOUGH = 0.95
 """Share of the best throughput that is enough to prefer fewer engines or less staleness."""
 MAX_DROPPED = 0.02
-"""Share of samples that may be dropped as stale: these are the long sessions."""
+"""Maximum share of samples that may be dropped as stale. These samples come from the long sessions."""
 MIN_THROUGHPUT = 0.5
 """Share of the best throughput below which more samples may be dropped."""
 STEPS = 24
-"""Steps of each of the simulations."""
+"""Number of steps in each simulation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ def recommend(
     seed: int = 0,
     on_trial: Callable[[str], None] = lambda _: None,
 ) -> Recommendation | None:
-    """Choose the staleness for the most engines, then the engines for that staleness, then the staleness for
-    those engines. In ``sync`` mode the staleness is 0. Returns None if no choice trains anything."""
+    """Return the recommended number of engines and staleness, or None if no choice trains anything. The
+    search chooses the staleness for the most engines, then the engines for that staleness, then the staleness
+    for those engines. In ``sync`` mode the staleness is 0."""
     brief = replace(cluster, steps=min(cluster.steps, max(STEPS, 3 * (most_staleness + 1))))
     trials: dict[tuple[int, int], SimulationTrial] = {}
 
@@ -86,8 +87,8 @@ def _doubling(first: int, most: int) -> list[int]:
 
 
 def _choose_smallest(trials: Sequence[SimulationTrial], by: str) -> SimulationTrial:
-    """Return the smallest trial that is near the best throughput and drops few stale samples, unless that
-    would cost half of the throughput."""
+    """Return the smallest trial that is near the best throughput and drops few stale samples. More samples
+    may be dropped if few drops would cost over half of the throughput."""
     best = _best(trials)
     fresh = [one for one in trials if one.result.dropped_share <= MAX_DROPPED]
     if fresh and _best(fresh) >= MIN_THROUGHPUT * best:

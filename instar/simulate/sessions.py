@@ -1,4 +1,4 @@
-"""Simulated sessions: calls of certain lengths and the waits between them."""
+"""Simulated sessions: calls with given lengths, and the waits between them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DrawValue = Callable[[], float]
 
 class SimulatedTurn(NamedTuple):
     prompt: int
-    """Tokens that the prompt adds to the trained samples; all of the prompt if the session branches, because
-    both samples contain what comes before."""
+    """Number of tokens that the prompt adds to the trained samples. If the session branches, this is the
+    whole prompt, because both samples contain the preceding tokens."""
     generated: int
     tool_seconds: float
     """Seconds until the next call or the end of the session."""
 
     @property
     def tokens_after_first(self) -> int:
-        """The number of tokens after the first one, whose time is the call's latency."""
+        """The number of tokens after the first token, whose time is the call's latency."""
         return max(0, self.generated - 1)
 
     @property
@@ -51,16 +51,16 @@ class SimulatedSession:
 
     @property
     def tokens(self) -> int:
-        """The tokens of its samples: prompts and replies."""
+        """The number of tokens in the session's samples: prompts and replies."""
         return self.count_tokens(len(self.turns))
 
     def count_tokens(self, replies: int) -> int:
-        """Return the tokens of its samples if it ends after so many replies."""
+        """Return the number of tokens in the session's samples if it ends after ``replies`` replies."""
         return sum(turn.tokens for turn in self.turns[:replies])
 
 
 def make_draw(config: DistributionConfig, rng: random.Random) -> DrawValue:
-    """Return a function that draws a value from the distribution."""
+    """Return a function that draws values from the distribution."""
     if config.value is not None:
         value = config.value
         return lambda: value
@@ -85,7 +85,7 @@ def distribution_mean(config: DistributionConfig) -> float:
     if most == math.inf:
         return mean
     below = NormalDist(mu, sigma).cdf
-    # The mean of the values below the maximum, and the maximum for all values above it.
+    # The mean of the values below the maximum, plus the maximum for all values above it.
     return mean * below(math.log(most) - sigma**2) + most * (1 - below(math.log(most)))
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of a run: the backend's state and the trainer's own.
 
-A checkpoint folder exists only when it is complete: it is written under another name, flushed to disk and
+A checkpoint folder exists only when it is complete: it is written under a temporary name, flushed to disk and
 renamed.
 """
 
@@ -19,11 +19,11 @@ from instar.types import Json
 
 class TrainerState(msgspec.Struct, frozen=True):
     step: int
-    """Last step whose update is in the weights."""
+    """Number of the last step whose update is in the weights."""
     seconds: float
-    """Time spent training so far."""
+    """Time spent training so far, in seconds."""
     baseline: Json = {}
-    """State of the running baseline, if the estimator has one."""
+    """State of the running baseline; empty if the estimator has none."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -34,7 +34,7 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
     target = checkpoint_path(run_dir, state.step)
     scratch = target.with_name(f".{target.name}.partial")
     for leftover in (scratch, target):
-        # `target` exists only if a crash came between the rename and the row that names it.
+        # `target` exists only if a crash happened after the rename and before the store recorded it.
         shutil.rmtree(leftover, ignore_errors=True)
     scratch.mkdir(parents=True)
     await backend.save_state(scratch / "backend")
@@ -63,14 +63,14 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 def discard_checkpoints_after(run_dir: Path, step: int) -> None:
-    """Remove the checkpoints of later steps. The store does not name them, so they were never committed."""
+    """Remove checkpoints of steps after ``step``. They are not in the store: they were not committed."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if path > checkpoint_path(run_dir, step):
             shutil.rmtree(path)
 
 
 def find_outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> list[Path]:
-    """Return all but the newest ``keep`` of a folder's numbered entries, without those in ``never``."""
+    """Return the numbered entries of a folder, except the newest ``keep`` and the paths in ``never``."""
     if not folder.is_dir():
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -78,7 +78,7 @@ def find_outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset())
 
 
 def prune_folder(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
-    """Remove outdated entries and unfinished ones."""
+    """Remove outdated and unfinished entries from a folder."""
     for leftover in folder.glob(".*"):
         shutil.rmtree(leftover, ignore_errors=True)
     for old in find_outdated(folder, keep, never):

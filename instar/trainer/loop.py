@@ -45,7 +45,7 @@ EPOCH = 0
 MAX_LOST_SESSIONS = 5
 """Consecutive lost sessions, without a trained step in between, after which the run fails."""
 RENEW_AFTER = 2 / 3
-"""The share of a published sampler's lifetime after which it is exported again."""
+"""The share of a published sampler's lifetime after which the sampler is exported again."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class TrainingTimer:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """The run that a trainer works on."""
+    """The run that a trainer trains."""
 
     config: RunConfig
     run_id: str
@@ -91,23 +91,23 @@ class Trainer:
         self.penalty = penalty
         self.doing = "starting"
         self.step = 0
-        """Last step whose update is in the weights."""
+        """Number of the last step whose update is in the weights."""
         self.saved_step = 0
         self.saved_version = 0
-        """The version of the last saved step, to which a recovery returns."""
+        """The version of the last saved step, to which `recover` returns."""
         self.lost_sessions = 0
-        """Consecutive times that the backend has lost its session."""
+        """Number of consecutive times that the backend has lost its session."""
         self.renewal_time: float | None = None
         """When the head's artifact must be exported again; None if it does not expire."""
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
-        """True if no more groups will come."""
+        """True if no more groups will arrive."""
 
     # --- running -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until the steps or the time are used up, no data is left, or `stop` was called."""
+        """Train until the steps or the time are used up, no data is left, or `stop` is called."""
         while True:
             try:
                 await self.recover()
@@ -152,7 +152,7 @@ class Trainer:
         )
         batch = await self.publisher.sync_while_waiting(head, waiting)
         if batch is None:
-            return not was_finished  # if it finished meanwhile, its last groups may have arrived
+            return not was_finished  # the last groups may have arrived during the wait
         await self.train_step(batch, wait_seconds=time.monotonic() - wait_started)
         self.lost_sessions = 0
         return True
@@ -162,7 +162,7 @@ class Trainer:
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """Return the seconds to wait for data, limited by the run's time and the published sampler's."""
+        """Return how many seconds to wait for data, limited by the run's time and the sampler's lifetime."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
@@ -214,7 +214,7 @@ class Trainer:
         self.monitor.record("train", step, metrics)
 
     async def _update_weights(self, batch: StepBatch, corrections: CorrectionBatch, step: int) -> Json:
-        """Apply the step's update to the weights and return its metrics."""
+        """Apply the step's update to the weights and return the metrics of the update."""
         self.doing = f"step {step}: {len(batch.samples)} samples"
         metrics: Json = {}
         if batch.samples:
@@ -235,7 +235,7 @@ class Trainer:
         return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
     async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
-        """Apply off-policy correction and the reference penalty to the advantages. Return metrics too."""
+        """Return the batch with off-policy corrected advantages and reference penalty, and metrics."""
         batch, metrics = await apply_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(
@@ -251,7 +251,7 @@ class Trainer:
         self.doing = f"step {step}: saving"
         state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.baseline_state())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
-        # This one row makes the checkpoint valid, for the steps before it too.
+        # This one row makes the checkpoint valid, also for the preceding steps.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
@@ -260,13 +260,13 @@ class Trainer:
         return version
 
     async def _publish_files(self, version: int) -> None:
-        """Write the files of a version that was pushed to the engines without any. Engines that start while
-        the trainer is busy or stopped load them, and they remain after the run."""
+        """Write the files of a version that was pushed to the engines directly. Engines that start while the
+        trainer is busy or stopped load these files, and the files remain after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
-        """Publish the last saved step if it is not published yet, and commit all steps up to it."""
+        """Publish the last saved step if necessary, commit all steps up to it, and return its version."""
         rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
@@ -299,7 +299,7 @@ class Trainer:
         return version
 
     async def _publish_head(self, version: int) -> None:
-        """Publish the current weights as this version."""
+        """Publish the current weights as ``version``."""
         if self.publisher.sync.live:
             artifact = Artifact("live")
         else:
@@ -314,8 +314,8 @@ class Trainer:
         self.renewal_time = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
 
     async def _renew_head(self) -> bool:
-        """Export the head's artifact again if it is about to expire. The weights are unchanged since then,
-        because every step ends with a version."""
+        """Export the head's artifact again if it is about to expire, and return whether it was. The weights
+        have not changed since the last export, because every step ends with a version."""
         if self.renewal_time is None or time.time() < self.renewal_time:
             return False
         head = await self.store.latest_policy(self.policy_id)
@@ -362,7 +362,7 @@ class Trainer:
             await self.publisher.push(head)
 
     async def _tombstone_abandoned_versions(self) -> None:
-        # Called before their steps are released, so that a crash in between finds the versions again.
+        # This comes before the steps are released, so that a recovery after a crash finds the versions again.
         for version, _ in await self.store.reserved_versions(self.policy_id):
             await self.store.tombstone(self.policy_id, version, "its publisher died before it was written")
         for policy, step in await self.store.published_policies(self.policy_id):
@@ -370,7 +370,7 @@ class Trainer:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
     async def _restore_published_version(self) -> None:
-        """Set the version of a saved step that was published before its row was updated."""
+        """Set the version of a saved step that was published before the step's row was updated."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published_policies(self.policy_id):
             if step == self.saved_step and rows[step].version is None:

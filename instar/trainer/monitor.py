@@ -15,8 +15,9 @@ from instar.types import Json
 
 
 class Monitor:
-    """Appends records. A step that is trained again after a crash has two records, of which readers take the
-    last (`read_steps`). ``tensorboard=None`` writes TensorBoard files if it is installed."""
+    """Writes the metrics of a run. A step that is trained again after a crash has two records, and readers
+    use the last one (`read_steps`). ``tensorboard=None`` writes TensorBoard files if TensorBoard is
+    installed."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -25,7 +26,7 @@ class Monitor:
         self._board = _open_board(run_dir / "tensorboard") if use_board else None
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        # orjson writes NaN as null, which json.dumps would not.
+        # orjson writes NaN as null; json.dumps would write an invalid NaN.
         record = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
         self._file.write(record.decode() + "\n")
         self._file.flush()
@@ -41,7 +42,7 @@ class Monitor:
 
 
 def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield every number with its path, for example those of a histogram one by one."""
+    """Yield every number in nested values with its path, such as each bin of a histogram."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flatten_numbers(f"{prefix}/{name}", cast(Mapping[str, Any], value))
@@ -60,7 +61,7 @@ def _open_board(folder: Path) -> Any:
 
 
 def read_metrics(run_dir: Path) -> Iterator[Json]:
-    """Yield every record in order, without a last line that a crash cut short."""
+    """Yield every record in order, except a last line that a crash cut short."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return
@@ -72,7 +73,7 @@ def read_metrics(run_dir: Path) -> Iterator[Json]:
 
 
 def read_warnings(run_dir: Path) -> list[str]:
-    """Return the distinct warnings about settings that the run did not follow exactly."""
+    """Return the distinct warnings about settings that the run could not follow exactly."""
     warnings = (record["text"] for record in read_metrics(run_dir) if record["kind"] == "warning")
     return list(dict.fromkeys(warnings))
 

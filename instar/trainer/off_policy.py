@@ -1,4 +1,4 @@
-"""Applies `trainer.off_policy` to a batch whose tokens were sampled by another policy."""
+"""Applies `trainer.off_policy` to a batch whose tokens were sampled by a different policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instar.types import Json
 async def apply_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """Return the batch for the loss, without samples that have no token left to train, and metrics."""
+    """Return the corrected batch, without samples that have no tokens left to train, and metrics."""
     if config.proximal == "behavior":
         return batch, {}
     started = time.monotonic()

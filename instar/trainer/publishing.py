@@ -1,4 +1,4 @@
-"""Pushes the policy's current version to the engines, and again to those that fall behind."""
+"""Pushes the policy's current version to the engines, and repeats the push for engines that fall behind."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 ListEngines = Callable[[], Awaitable[list[Engine]]]
 
 POLL_SECONDS = 3.0
-"""Seconds between two checks of the versions that the engines serve."""
+"""The interval in seconds at which the versions that the engines serve are checked."""
 MAX_RETRY_SECONDS = 60.0
-"""Longest delay between two attempts after failures."""
+"""The longest delay in seconds between two attempts after failures."""
 STATUS_TIMEOUT = 3.0
-"""Seconds for an engine to report the version that it serves."""
+"""The time in seconds that an engine has to report the version that it serves."""
 MAX_REFUSALS = 4
-"""Consecutive attempts that every engine, or the route to them, may refuse. After that the run fails, because
-all its samples would come from an old version."""
+"""Maximum number of consecutive attempts that all engines, or the route to them, may refuse. After that the
+run fails, because all its samples would come from an old version."""
 
 
 class PolicyPublisher:
@@ -42,8 +42,8 @@ class PolicyPublisher:
         """Metrics of the last push to all engines."""
 
     async def push(self, policy: Policy) -> None:
-        """Push the policy to every engine. An engine that is not reached keeps the version that it reports,
-        and the run continues. Raise the engines' error if all of them keep refusing."""
+        """Push the policy to every engine. An engine that cannot be reached keeps its current version, and
+        the run continues. Raises the engines' error if all of them keep refusing."""
         engines = await self._engines()
         started = time.monotonic()
         failures = await self._push_to(policy, engines)
@@ -54,8 +54,8 @@ class PolicyPublisher:
         }
 
     async def sync_while_waiting(self, policy: Policy, waiting: Coroutine[Any, Any, T]) -> T:
-        """Await ``waiting``. Meanwhile push the policy to engines that serve another version, because a push
-        did not reach them or because they were restarted."""
+        """Return the result of ``waiting``. While waiting, push the policy to engines that serve a different
+        version, because a push did not reach them or because they were restarted."""
         self._is_ending = False
         waiting_task = asyncio.create_task(waiting)
         sync_task = asyncio.create_task(self._sync_lagging_engines(policy))
@@ -67,7 +67,7 @@ class PolicyPublisher:
         finally:
             waiting_task.cancel()
             self._is_ending = True
-            # A push that reads the backend's weights must finish: the weights may not change during it.
+            # A push that reads the backend's weights must finish before the weights may change.
             if not (self._is_pushing and self.sync.live):
                 sync_task.cancel()
             await asyncio.gather(waiting_task, sync_task, return_exceptions=True)
@@ -83,7 +83,7 @@ class PolicyPublisher:
                 delay = min(2 * delay, MAX_RETRY_SECONDS)
 
     async def _find_lagging_engines(self, policy: Policy) -> list[Engine]:
-        """Return the engines that report another version. One that does not respond is starting or gone."""
+        """Return the engines that report a different version, except those that do not respond."""
         engines = await self._engines()
         versions = await asyncio.gather(*map(_served_version, engines))
         return [
@@ -93,7 +93,7 @@ class PolicyPublisher:
         ]
 
     async def _push_to(self, policy: Policy, engines: Sequence[Engine], *, is_retry: bool = False) -> int:
-        """Return the number of engines that the push did not reach."""
+        """Push the policy to ``engines`` and return the number of engines that the push did not reach."""
         self._is_pushing = True
         try:
             outcomes = await self.sync.push(policy, engines)
@@ -115,7 +115,7 @@ class PolicyPublisher:
 
 
 def _is_refusal(failure: Exception) -> bool:
-    """True if the engine responded and refused, or if there was no route to it."""
+    """Return True if the engine responded and refused, or if there was no route to it."""
     cause = failure.__cause__
     return isinstance(cause, EngineError | RouteError) and not isinstance(cause, EngineUnavailable)
 

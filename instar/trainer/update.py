@@ -16,7 +16,7 @@ CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """``samples`` and ``corrections`` are None if the step had none."""
+    """The result of one optimizer step. ``samples`` and ``corrections`` are None if the step had none."""
 
     samples: ForwardBackwardResult | None
     corrections: ForwardBackwardResult | None
@@ -24,7 +24,7 @@ class UpdateResult:
 
 
 def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
-    """Return the loss for advantages that are already divided: its other terms are divided likewise."""
+    """Return the loss for advantages that are already divided: its other terms are divided as well."""
     if loss.name != "dro":
         return loss
     beta = DEFAULT_BETA if loss.beta is None else loss.beta
@@ -32,8 +32,8 @@ def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
 
 
 def schedule_adam(settings: TrainerConfig, step: int, seconds: float) -> AdamConfig:
-    """Return the optimizer's settings for a step that begins after ``seconds`` of training: warm-up and
-    schedule are part of its learning rate."""
+    """Return the optimizer's settings for a step that begins after ``seconds`` of training. The learning rate
+    includes the warm-up and the schedule."""
     factor = min(1.0, step / (settings.warmup_steps + 1))
     if settings.schedule == "linear":
         used = (step - 1) / settings.steps
@@ -60,7 +60,7 @@ async def apply_update(
             await correction_pass if correction_pass else None,
             await optimizer_step,
         )
-    except BaseException:  # cancellation too: no call may still be running when the error is handled
+    except BaseException:  # also on cancellation, no call may still be running when the error is handled
         calls: list[asyncio.Future[Any] | None] = [sample_pass, correction_pass, optimizer_step]
         await asyncio.gather(*filter(None, calls), return_exceptions=True)
         raise

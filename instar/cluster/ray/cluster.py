@@ -1,8 +1,8 @@
 """The roles of a run as actors of a Ray cluster.
 
-Each actor holds one role (`instar.cluster.ray.host`) and restarts it when it dies. This module handles the
+Each actor runs one role (`instar.cluster.ray.host`) and restarts it when it dies. This module handles the
 loss of an actor or its node: the role is started on another node under a new lease, and its new address is
-written to the store. The actors belong to this process and end with it.
+written to the store. The actors belong to this process and exit with it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from instar.gateway.auth import is_loopback
 
 REPORT_EVERY = 0.5
 ANSWER_SECONDS = 5.0
-"""Deadline for an actor to answer one call."""
+"""Timeout for an actor to answer one call, in seconds."""
 HEAD_SECONDS = 30.0
 PLACE_SECONDS = 60.0
-"""Deadline for an actor to be placed and to start its role."""
+"""Timeout for an actor to be placed and to start its role, in seconds."""
 PLACE_TRIES = 5
 SHUTDOWN_SECONDS = 30.0
 EXIT_LOST = -int(signal.SIGKILL)
@@ -50,7 +50,7 @@ EXIT_LOST = -int(signal.SIGKILL)
 
 
 class ActorLostError(Exception):
-    """The actor is gone, or has been unreachable for too long."""
+    """Raised if the actor is gone, or has been unreachable for too long."""
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class RoleActor(RoleHandle):
     shares_folder: bool = False
     moves: int = 0
     generation: int = 1
-    """Number of the current process; reports about earlier ones are ignored."""
+    """Number of the current process; reports about earlier processes are ignored."""
     placed_at: float = 0.0
 
 
@@ -98,7 +98,7 @@ class RayCluster(Cluster):
     async def connect(
         cls, config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
     ) -> Self:
-        """Connect to the cluster. Raise ConfigError if that fails or the config does not fit the cluster."""
+        """Connect to the cluster and return it. Raises ConfigError if that fails or the config is unfit."""
         assert isinstance(config.cluster, RayClusterConfig)
         ray = await connect(resolve_address(config.cluster))
         cluster = cls(ray, config, folder, directory, log=log)
@@ -111,7 +111,7 @@ class RayCluster(Cluster):
                 )
             for role in ("engine", "gateway", "trainer", "rollout", "rewards"):
                 check_capacity(role, plan_placement(role, config, nodes), nodes)
-        except BaseException:  # whatever it is, Ray must be shut down
+        except BaseException:  # Ray must be shut down after any error
             await cluster.close()
             raise
         log(f"Ray: {len(nodes)} node(s), {', '.join(sorted(node.host for node in nodes))}")
@@ -161,8 +161,8 @@ class RayCluster(Cluster):
         return actor
 
     async def _place(self, actor: RoleActor) -> None:
-        """Let Ray find a node for the actor. A role that is told to end meanwhile ends. Raise InstarError if
-        there is no node."""
+        """Let Ray find a node for the actor. If the role is told to exit during the search, it exits. Raises
+        InstarError if there is no node."""
         reason = ""
         for _ in range(PLACE_TRIES):
             await self._create(actor)
@@ -177,7 +177,7 @@ class RayCluster(Cluster):
                 self._dismiss(actor)
                 if self._end_if_stopping(actor):
                     return
-                await self._renew_lease(actor)  # it may have started although its answer was lost
+                await self._renew_lease(actor)  # the role may have started although the answer was lost
                 continue
             actor.host, actor.node_id = placed.host, placed.node_id
             actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
@@ -207,8 +207,8 @@ class RayCluster(Cluster):
         actor.handle = self._ray.remote(RoleHost).options(**options).remote()
 
     def _bound_to(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
-        """Return the node that the actor must run on, if any: the trainer's previous node, which has its
-        checkpoints, or the node of this process if the store is a file."""
+        """Return the node that the actor must run on, if any: for the trainer, its previous node, which has
+        its checkpoints; if the store is a file, the node of this process."""
         if isinstance(self.config.store, SqliteStoreConfig):
             here = self._ray.get_runtime_context().get_node_id()
             return next((node for node in nodes if node.node_id == here), None)
@@ -242,7 +242,7 @@ class RayCluster(Cluster):
                     self.fail(error)
 
     async def _follow(self, actor: RoleActor) -> None:
-        """Poll the actor. Raise ActorLostError when it is lost."""
+        """Poll the actor until it is lost, then raise ActorLostError."""
         last_report = time.monotonic()
         timeout = min(ANSWER_SECONDS, self._section.node_timeout / 3)
         while actor.handle is not None:
@@ -263,7 +263,7 @@ class RayCluster(Cluster):
         for event in report.events:
             self.log(event)
         actor.restarts = actor.moves + report.restarts
-        handle = actor.handle  # the actor that reported; the role may move meanwhile
+        handle = actor.handle  # the actor that reported; the role may move during the wait
         if handle is not None and not actor.shares_folder and actor.role in ("trainer", "rollout"):
             await self._metrics.fetch(
                 actor.host, lambda offset: self._ask(handle.read_metrics.remote(offset), ANSWER_SECONDS)
@@ -288,7 +288,7 @@ class RayCluster(Cluster):
             await self._replace(actor)
 
     async def _replace(self, actor: RoleActor) -> None:
-        """Create a new actor for the role. The new lease keeps the previous one from writing to the store."""
+        """Create a new actor for the role. A new lease stops the previous actor from writing to the store."""
         await self._renew_lease(actor)
         await self._place(actor)
         if actor.handle is not None and actor.url:
@@ -300,7 +300,7 @@ class RayCluster(Cluster):
         actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
 
     def _end_if_stopping(self, actor: RoleActor) -> bool:
-        """Mark the role as ended if it was told to end while it was lost or being placed."""
+        """Return True, and mark the role as exited, if it was told to exit while lost or being placed."""
         if actor.is_stopping:
             self._dismiss(actor)
             self._end(actor, EXIT_LOST)
@@ -316,8 +316,8 @@ class RayCluster(Cluster):
             self._ray.kill(handle)
 
     async def _ask(self, answer: Any, seconds: float) -> Any:
-        """Return an actor's answer. Raise ActorLostError if the actor is gone, TimeoutError if it cannot be
-        reached, and what the actor itself raised."""
+        """Return an actor's answer. Raises ActorLostError if the actor is gone, TimeoutError if it cannot be
+        reached, and any error that the actor itself raised."""
         errors = self._ray.exceptions
         try:
             async with asyncio.timeout(seconds):
@@ -376,7 +376,7 @@ class RayCluster(Cluster):
         await super().close()
         try:
             await run_in_thread(self._ray.shutdown, SHUTDOWN_SECONDS)
-        except TimeoutError:  # Ray ends with this process anyway, and the result of the run matters more
+        except TimeoutError:  # Ray exits with this process anyway, and the result of the run matters more
             self.log(f"Ray did not shut down in {SHUTDOWN_SECONDS:g} s")
 
 

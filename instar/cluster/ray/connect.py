@@ -1,4 +1,4 @@
-"""Connect to a Ray cluster, or start one on this machine."""
+"""Connects to a Ray cluster, or starts one on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCAL_CLUSTER = "local"
 REACH_SECONDS = 10.0
 CONNECT_SECONDS = 90.0
 FORWARDED_VARIABLES = ("PYTHONPATH",)
-"""Variables that Ray's workers need to import our code. Ray displays them, so they must not be secrets."""
+"""Variables that Ray's workers need to import Instar. Ray displays them, so they must not be secrets."""
 
 
 def resolve_address(section: RayClusterConfig) -> str:
@@ -27,10 +27,10 @@ def resolve_address(section: RayClusterConfig) -> str:
 
 
 async def connect(address: str) -> Any:
-    """Connect, and return the `ray` module. Raise ConfigError if there is no cluster to connect to."""
+    """Connect to the cluster and return the `ray` module. Raises ConfigError if there is no cluster."""
     if find_spec("ray") is None:
         raise ConfigError("cluster.type: ray needs the package ray; install instar[ray]")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads it during the import
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads this variable during the import
     ray: Any = import_module("ray")
     if address.startswith("ray://"):
         raise ConfigError(
@@ -48,7 +48,7 @@ async def connect(address: str) -> Any:
     if address == LOCAL_CLUSTER:
         options["include_dashboard"] = False
     try:
-        # Ray stops a cluster that it started when the thread that started it ends.
+        # Ray stops a cluster that it started when the thread that started the cluster exits.
         await run_in_thread(lambda: ray.init(**options), CONNECT_SECONDS, keep_thread=True)
     except TimeoutError as error:
         raise InstarError(f"cluster.address: {address} did not answer in {CONNECT_SECONDS:g} s") from error
@@ -71,8 +71,8 @@ async def _check_answers(address: str) -> None:
 
 
 async def run_in_thread(work: Callable[[], T], seconds: float, *, keep_thread: bool = False) -> T:
-    """Return the result of a blocking function, run in a daemon thread that is abandoned after ``seconds``.
-    ``keep_thread`` keeps the thread alive as long as the process."""
+    """Return the result of a blocking function. It runs in a daemon thread, which is abandoned after
+    ``seconds``. ``keep_thread`` keeps the thread alive as long as the process."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

@@ -13,7 +13,7 @@ ALWAYS = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLI
 def forwarded_env(
     config: RunConfig, environment: Mapping[str, str], exclude: frozenset[str]
 ) -> dict[str, str]:
-    """Return the variables that any role may need, that the config names, or that `cluster.env` lists."""
+    """Return the variables that any role may need, that a setting refers to, or that `cluster.env` lists."""
     assert isinstance(config.cluster, RayClusterConfig)
     names = {*ALWAYS, *_variable_names(config.model_dump(mode="json")), *config.cluster.env}
     if isinstance(config.store, PostgresStoreConfig) and (
@@ -24,7 +24,7 @@ def forwarded_env(
 
 
 def _variable_names(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values of settings such as `api_key_env`."""
+    """Yield the names of variables in settings such as `api_key_env`."""
     for key, value in settings.items():
         if key.endswith("_env") and isinstance(value, str):
             yield value

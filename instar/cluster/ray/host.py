@@ -1,7 +1,7 @@
 """The actor that runs one role on its node, with the same supervisor as on a single machine.
 
-The driver polls it all the time. If the polls stop for too long it kills its role, because the driver has
-then started the role on another node.
+The driver polls the actor continuously. If the polls stop for too long, the actor kills its role, because the
+driver has then started the role on another node.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """The role to run. It holds keys, so the driver passes it only as an argument of a call."""
+    """The role that an actor runs. It holds keys, so the driver passes it only as an argument of a call."""
 
     role: str
     name: str
@@ -50,7 +50,7 @@ class RoleSpec:
     """Config of the run as JSON."""
     folder: Path
     driver_token: str
-    """Content of the `driver` file, by which the driver's own folder is recognized."""
+    """Content of the `driver` file, which identifies the driver's own folder."""
     cwd: Path
     env: Mapping[str, str] = field(repr=False)
     exclude_env: frozenset[str]
@@ -78,7 +78,7 @@ class RoleReport:
     """Number of times that the role was told to start."""
     restarts: int
     exit_code: int | None
-    """Exit code, if the role has ended for good."""
+    """Exit code, if the role has exited and will not be restarted."""
     failure: str | None
     """Error that fails the run, if any."""
     events: tuple[str, ...]
@@ -132,7 +132,7 @@ class RoleHost:
         return False
 
     async def report(self) -> RoleReport:
-        """Return the state of the role. The driver polls it all the time."""
+        """Return the state of the role. The driver calls this continuously."""
         self._last_call = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
@@ -147,7 +147,7 @@ class RoleHost:
         )
 
     async def read_metrics(self, offset: int) -> bytes:
-        """Return the content of the run's metrics file on this node after an offset."""
+        """Return the content of the run's metrics file on this node, starting at ``offset``."""
         path = self._folder.path / "metrics.jsonl"
         if not path.is_file():
             return b""
@@ -194,7 +194,7 @@ def _node_id() -> str:
 
 
 def _ray_address_env(role: str) -> dict[str, str]:
-    """Return the variable with the cluster's address, for a role that uses the cluster."""
+    """Return the variable with the cluster's address if the role uses the cluster, else no variable."""
     return {"RAY_ADDRESS": str(_ray_context().gcs_address)} if role in ROLES_USING_RAY else {}
 
 

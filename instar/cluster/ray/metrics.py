@@ -16,13 +16,13 @@ class MetricsMirror:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def fetch(self, host: str, read: Callable[[int], Awaitable[bytes]]) -> None:
-        """Append the new complete lines. ``read`` returns the content of the host's file after an offset."""
+        """Append new complete lines to the file. ``read`` returns the host's file after an offset."""
         # Two roles on one host write to the same file.
         async with self._locks.setdefault(host, asyncio.Lock()):
             offset = self._read.get(host, 0)
             data = await read(offset)
             complete_lines = data[: data.rfind(b"\n") + 1]
-            # The file may already have lines that an earlier driver copied.
+            # The file may already contain lines that an earlier driver copied.
             fresh = [line for line in complete_lines.splitlines() if line not in self._lines]
             if fresh:
                 with self._path.open("ab") as file:

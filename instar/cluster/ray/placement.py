@@ -21,7 +21,7 @@ from instar.config import (
 from instar.errors import ConfigError
 
 FINEST = 100
-"""Fractions of a core or GPU are rounded down to hundredths."""
+"""The number of parts of a core or GPU. Fractions are rounded down to hundredths."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class ClusterNode:
     node_id: str
     host: str
     resources: Mapping[str, float]
-    """Total resources, free or in use."""
+    """Total resources of the node, free or in use."""
 
 
 def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
-    """Return the nodes that are alive from the result of `ray.nodes`."""
+    """Return the nodes in the result of `ray.nodes` that are alive."""
     return [
         ClusterNode(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node.get("Resources") or {}))
         for node in nodes
@@ -42,7 +42,7 @@ def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
 
 
 def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -> PlacementConfig:
-    """Return the configured placement, or by default a core and a GPU, less if the cluster has few."""
+    """Return the configured placement. Default: a core and a GPU, or less if the cluster has few."""
     section = config.cluster
     assert isinstance(section, RayClusterConfig)
     if (configured := section.placement.get(role)) is not None:  # pyright: ignore[reportArgumentType] - any role
@@ -82,7 +82,7 @@ def _gpus_of_engine(engine: EngineConfig) -> float:
 
 
 def _floor(share: float) -> float:
-    """Round down to an integer from 1 on, because Ray rejects 1.5 GPUs, and to hundredths below."""
+    """Return the share rounded down: to an integer if at least 1, as Ray requires, else to hundredths."""
     return float(int(share)) if share >= 1 else int(share * FINEST) / FINEST
 
 

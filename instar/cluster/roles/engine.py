@@ -37,8 +37,8 @@ async def run_engine(context: RoleContext) -> None:
 
 
 async def run_teacher(context: RoleContext) -> None:
-    """Serve an engine that only scores given tokens. It computes while the trainer waits, so it shares the
-    cores with the engines in the trainer's place."""
+    """Serve an engine that only scores given tokens. The teacher computes while the trainer waits, so it
+    takes the trainer's place when cores are shared with the engines."""
     from instar.reference.vocabulary import require_same_vocabulary
 
     config = teacher_config(context.config)
@@ -62,8 +62,8 @@ async def _serve_engine(
 ) -> None:
     """Serve the engine until the role is stopped, sharing the cores with ``other_role``.
 
-    While one of several processes drains, the others take new requests. Requests to the only process wait at
-    its socket instead, until the next one accepts them.
+    While one of several processes drains, the others take new requests. If there is only one process, new
+    requests wait in its socket until the next process accepts them.
     """
     listener = context.socket()
     gate = DrainGate()
@@ -79,7 +79,7 @@ async def _serve_engine(
     async def drain() -> None:
         await context.drain.wait()
         await context.announce(store, doing())
-        # Clients that have not read the announcement yet may still connect, and are answered.
+        # Clients that have not read the announcement yet may still connect, and are still answered.
         await asyncio.sleep(HEARTBEAT_SECONDS)
         gate.close()
         await gate.drained.wait()
@@ -91,7 +91,7 @@ async def _serve_engine(
         while True:
             try:
                 status, unavailable = await engine.status(), ""
-            except EngineUnavailable as error:  # it recovers by itself, or raises another error in the end
+            except EngineUnavailable as error:  # the engine recovers, or finally raises a different error
                 unavailable = str(error)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
@@ -109,10 +109,10 @@ async def _serve_engine(
 
 
 def _is_loadable(policy: Policy) -> bool:
-    """True if an engine that starts can load the policy itself.
+    """Return True if an engine that starts can load the policy itself.
 
-    Otherwise the trainer sends it: weights that only the trainer holds, a folder that this machine does not
-    see, or a cloud sampler that has expired.
+    Otherwise the trainer sends the policy: only the trainer holds the weights, this machine cannot see the
+    folder, or a cloud sampler has expired.
     """
     artifact = policy.artifact
     if artifact.kind in ("adapter", "weights"):

@@ -34,7 +34,7 @@ async def run_gateway(context: RoleContext) -> None:
                 context.socket(),
                 stop=context.stop,
                 drain=context.drain,
-                # Twice the gateway's limit, so that the gateway itself rejects headers slightly over it.
+                # Twice the gateway's limit, so that the gateway itself rejects headers slightly above it.
                 max_head=2 * limits.max_header,
                 head_timeout=limits.read_timeout,
             ),
@@ -47,8 +47,8 @@ async def run_gateway(context: RoleContext) -> None:
 
 
 def tune_gc() -> None:
-    """Make full collections rare. Sessions in memory are many small objects, and every request would wait
-    while the collector walks them."""
+    """Make full garbage collections rare. Sessions in memory consist of many small objects, and every request
+    would wait while the collector visits them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 1000)

@@ -13,13 +13,13 @@ from instar.rewards.factory import create_background_scorers
 from instar.rewards.runner import ScoringRunner
 
 STOP_GRACE_SECONDS = 5.0
-"""Time that scores in progress have to finish when the role is stopped."""
+"""Time in seconds that scores in progress have to finish when the role is stopped."""
 
 
 async def run_rewards(context: RoleContext) -> None:
     store = await context.open_store()
     await context.announce(store, "starting")
-    # Removed before any code of a rule runs, because the processes it starts inherit the environment.
+    # Removed before a rule's code runs, because processes that the rule starts inherit the environment.
     os.environ.pop(ENGINE_TOKEN_ENV)
     admin_key = os.environ.pop(ADMIN_KEY_ENV)
     directory = EndpointDirectory(store, context.run_id)
@@ -48,7 +48,7 @@ async def run_rewards(context: RoleContext) -> None:
 
 
 async def _wait_for_stop(context: RoleContext) -> None:
-    """Wait until the role is stopped and the grace period is over. Scores that are cut off then are computed
-    anew in the next run."""
+    """Wait until the role is stopped and the grace period is over. The next run computes the scores that were
+    interrupted."""
     await context.stop.wait()
     await asyncio.sleep(STOP_GRACE_SECONDS)

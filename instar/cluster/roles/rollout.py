@@ -1,4 +1,4 @@
-"""The role that runs agents on tasks, or evaluates."""
+"""The role that runs agents on tasks, for training or evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def run_rollout(context: RoleContext) -> None:
     assert config.rollout is not None
     store = await context.open_store()
     await context.announce(store, "loading tasks")
-    # Removed before any code of an agent runs, because the processes it starts inherit the environment.
+    # Removed before an agent's code runs, because processes that the agent starts inherit the environment.
     os.environ.pop(ENGINE_TOKEN_ENV)
     directory = EndpointDirectory(store, context.run_id)
     (url,) = (await directory.wait_for_urls("gateway")).values()
@@ -75,7 +75,7 @@ async def _run_tasks(context: RoleContext, store: Store, runner: RolloutRunner) 
 
 
 class RolloutScorers:
-    """The scorers that a rollout started, one for each set of tasks."""
+    """The scorers that a rollout has started, for each set of tasks."""
 
     def __init__(self, context: RoleContext, store: Store) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""The role that trains."""
+"""The role that trains the policy."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ async def run_trainer(context: RoleContext) -> None:
 
 
 async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
-    """Tell the trainer when the rollout has finished and all its groups are scored, so that the trainer ends
-    after the data there is."""
+    """Tell the trainer when the rollout has finished and all its groups are scored, so that the trainer stops
+    after the remaining data."""
     while not loop.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):

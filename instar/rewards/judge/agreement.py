@@ -1,4 +1,4 @@
-"""Measures how reliable a judge is: how far it agrees with itself and with the rules."""
+"""Measures how reliable a judge is: how often it agrees with itself and with the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.types import Reward, RewardSource
 
 @dataclass(frozen=True, slots=True)
 class JudgeAgreement:
-    """The agreement of one version of a judge. Values without data are None."""
+    """How often one version of a judge agrees with itself and with the rules. None means no data."""
 
     judge: str
     rewards: int
@@ -24,17 +24,17 @@ class JudgeAgreement:
     """The agreement of two votes on the same question: 1 minus the mean difference of their scores, or the
     share of equal signals."""
     orders: float | None
-    """The share of pairs on which both orders agree."""
+    """The share of pairs that get the same result in both orders."""
     rule_sessions: int
-    """The number of sessions that a rule scored, too."""
+    """The number of sessions that a rule scored as well."""
     rule_same_side: float | None
-    """The share of these in which judge and rule are on the same side of 0.5."""
+    """The share of these sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
-    """Pearson's correlation; None if the judge or the rule always gives the same value."""
+    """Pearson's correlation of judge and rule; None if either always gives the same value."""
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[JudgeAgreement]:
-    """Return the agreement of every judge of the run, sorted by name. ``page``: sessions per query."""
+    """Return the agreement of every judge of the run, sorted by name. ``page`` is the sessions per query."""
     tallies: dict[str, _Tally] = {}
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page):
@@ -46,7 +46,7 @@ async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -
 
 
 def measure_agreement(sessions: Sequence[Sequence[Reward]]) -> list[JudgeAgreement]:
-    """Return the agreement of the judges in these rewards, which are grouped by session."""
+    """Return the agreement of every judge in ``sessions``, which holds the rewards of each session."""
     tallies: dict[str, _Tally] = {}
     for rewards in sessions:
         _count(tallies, rewards)

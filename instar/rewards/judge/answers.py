@@ -12,11 +12,11 @@ from instar.rewards.judge.endpoint import JudgeReply
 from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
-"""The most opening braces of a text that are tried as the beginning of an answer."""
+"""The maximum number of opening braces in a text that are tried as the start of an answer."""
 
 
 class UnparseableAnswer(Exception):
-    """The reply is not an answer to the question."""
+    """Raised if the reply is not an answer to the question."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -58,15 +58,15 @@ T = TypeVar("T")
 
 
 def candidate_answers(reply: JudgeReply) -> Iterator[Json]:
-    """Yield every object that may be the answer: the structured one, then those in the text, last first,
-    because a judge may quote before it answers."""
+    """Yield every object that may be the answer: first the structured answer, then the objects in the text.
+    The last object in the text comes first, because a judge may quote others before answering."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
     yield from reversed(_find_objects(reply.text))
 
 
 def convert_answer(answer: Json, kind: type[T]) -> T:
-    """Raises UnparseableAnswer."""
+    """Return the answer as an instance of ``kind``. Raises UnparseableAnswer if it does not match."""
     try:
         return msgspec.convert(answer, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -95,7 +95,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
-    """Map a score on the scale to 0..1. Raises UnparseableAnswer if it is not on the scale."""
+    """Return the score mapped from the scale to 0..1. Raises UnparseableAnswer if it is off the scale."""
     low, high = scale
     if not low <= score <= high:
         raise UnparseableAnswer(f"the score {score:g} is not on the scale from {low:g} to {high:g}")

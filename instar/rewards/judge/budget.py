@@ -16,7 +16,7 @@ _budgets: WeakKeyDictionary[Store, dict[str, JudgeBudget]] = WeakKeyDictionary()
 
 
 class JudgeBudget:
-    """The spending of a run, shared by all its judges in this process. It starts with the store's totals."""
+    """A run's spending on judges, shared by all judges in this process and initialized from the store."""
 
     def __init__(self, calls: int, dollars: float) -> None:
         self.calls = calls
@@ -32,11 +32,11 @@ class JudgeBudget:
 
     @asynccontextmanager
     async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
-        """Reserve one call of at most ``max_cost`` dollars. Raises ScoreError if the budget is spent."""
+        """Reserve ``max_cost`` dollars for one call. Raises ScoreError if the budget is spent."""
         while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
             if not self._fits(budget, 0, max_cost):
                 raise ScoreError(self._describe_spending(budget))
-            # Only calls in progress are in the way, and they may cost less than reserved.
+            # Only calls in progress block this one, and they may cost less than reserved.
             await self._released.wait()
         self._pending_calls += 1
         self._pending_dollars += max_cost

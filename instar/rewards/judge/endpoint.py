@@ -27,14 +27,14 @@ TOOL = "answer"
 _KEEPALIVE_SECONDS = 4.0
 _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 _FORMAT_ERROR_STATUSES = (400, 404, 422)
-"""The statuses with which endpoints reject a `response_format` that they do not know."""
+"""The statuses with which endpoints reject a `response_format` that they do not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
     text: str
     structured_answer: Json | None = None
-    """The answer, if the endpoint returned it as JSON and not as text."""
+    """The answer, if the endpoint returned it as JSON instead of text."""
     input_tokens: int = 0
     output_tokens: int = 0
     is_truncated: bool = False
@@ -42,7 +42,7 @@ class JudgeReply:
 
 
 class JudgeHttpError(ScoreError):
-    """The endpoint responded with an error status."""
+    """Raised if the endpoint responds with an error status."""
 
     def __init__(self, status: int, message: str, *, retryable: bool, retry_after: float | None) -> None:
         super().__init__(message, retryable=retryable, retry_after=retry_after)
@@ -52,14 +52,14 @@ class JudgeHttpError(ScoreError):
 class JudgeEndpoint(ABC):
     @abstractmethod
     async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
-        """Raises ScoreError."""
+        """Return the judge's reply to a prompt. Raises ScoreError if the endpoint fails."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
 
 class JudgeHttpClient:
-    """Posts JSON. ``secret`` never appears in an error message."""
+    """An HTTP client that posts JSON. ``secret`` never appears in an error message."""
 
     def __init__(self, timeout: float, secret: str | None = None, *, use_proxy: bool = True) -> None:
         self._http = HttpClient(
@@ -67,7 +67,7 @@ class JudgeHttpClient:
         )
 
     async def post(self, url: URL, headers: Mapping[str, str], body: Json) -> bytes:
-        """Return the body of the response. Raises ScoreError."""
+        """Return the body of the response. Raises ScoreError if the request fails."""
         data = json.dumps(body).encode()
         try:
             response = await self._http.post(url, data, headers=headers, max_bytes=MAX_RESPONSE_BYTES)
@@ -88,7 +88,7 @@ class JudgeHttpClient:
 
 
 def _error_message(raw: bytes) -> str:
-    """Return the message of an error response, in any of the shapes that providers use."""
+    """Return the message of an error response, in any format that providers use."""
     try:
         body: Any = json.loads(raw)
     except (ValueError, RecursionError):
@@ -167,7 +167,7 @@ def _decode(raw: bytes, kind: type[T]) -> T:
 
 class HttpJudgeEndpoint(JudgeEndpoint):
     def __init__(self, config: JudgeRewardConfig) -> None:
-        """Raises ConfigError for a missing key or an invalid URL."""
+        """Create the endpoint of a judge. Raises ConfigError for a missing key or an invalid URL."""
         self._config = config
         key = _read_key(config)
         self._http = JudgeHttpClient(config.timeout, key)
@@ -190,7 +190,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         except JudgeHttpError as error:
             if self._config.structured != "auto" or error.status not in _FORMAT_ERROR_STATUSES:
                 raise
-        # The endpoint may not support the schema. If it answers without one, no more schemas are sent.
+        # The endpoint may not support the schema. If a request without a schema succeeds, none is sent again.
         reply = await self._post(system, user, None)
         self._sends_schema = False
         return reply
@@ -227,7 +227,7 @@ def _build_url(config: JudgeRewardConfig) -> URL:
         raise ConfigError(
             f"reward.endpoint: given {config.endpoint!r}; it must be an http:// or https:// URL, or 'self'"
         )
-    # The same as the SDKs: OpenAI's base URL includes the version, Anthropic's SDK adds it.
+    # As in the SDKs, OpenAI's base URL includes the version, while Anthropic's SDK adds the version.
     root = base.path.rstrip("/")
     path = (
         f"{root.removesuffix('/v1')}/v1/messages"

@@ -32,7 +32,7 @@ class Judge(Scorer):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not transcript.calls:
             raise ScoreError("there is nothing to judge: the session has no calls")
-        # If the run's model is the judge, its questions are sessions, too.
+        # If the run's model is the judge, its questions are recorded as sessions, too.
         if any(is_judge_call(call) for call in transcript.calls):
             return []
         return await self.judge(task, transcript)
@@ -41,12 +41,12 @@ class Judge(Scorer):
         raise NotImplementedError
 
     def task_parts(self, task: Task) -> list[JudgePromptPart]:
-        """Return the task, in at most a quarter of the prompt."""
+        """Return the prompt parts that describe the task, limited to a quarter of the prompt."""
         return render_task(task, self.config.max_prompt_chars // 4)
 
     @property
     def max_session_chars(self) -> int:
-        """The most characters of the session in a prompt."""
+        """The maximum number of characters of the session in a prompt."""
         return self.config.max_prompt_chars * 3 // 4
 
     def reward(
@@ -65,7 +65,7 @@ class Judge(Scorer):
 
 
 def votes_detail(votes: Sequence[float], reasons: Sequence[str]) -> Json:
-    """Return the votes for a reward's detail; ``spread`` is the highest minus the lowest."""
+    """Return the votes for the detail of a reward; ``spread`` is the highest vote minus the lowest."""
     return {
         "votes": [round(vote, 6) for vote in votes],
         "spread": round(max(votes) - min(votes), 6),

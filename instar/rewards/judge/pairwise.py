@@ -21,19 +21,19 @@ from instar.types import Json, Reward, Task
 Winner = tuple[Literal["A", "B", "tie"], str]
 
 PRIOR = 0.5
-"""Virtual draws of each session against an average one. They keep the strength of a session that won all its
-comparisons finite."""
+"""Virtual draws of each session against an average session. They keep the strength finite for a session that
+won all its comparisons."""
 ITERATIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class PairComparison:
-    """The result of comparing two sessions, given by their index in the group."""
+    """The result of comparing two sessions, which are identified by their index in the group."""
 
     first: int
     second: int
     points: float
-    """The first session's points, 0..1, averaged over the votes. Two orders that disagree are a draw."""
+    """The first session's points, 0..1, averaged over the votes. If the two orders disagree, it is a draw."""
     agreed: int
     """The number of votes on which both orders agree."""
     votes: int
@@ -136,7 +136,7 @@ def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
         (place, (place + distance) % size)
         for distance in range(1, size // 2 + 1)
         for place in range(size)
-        # In a ring of even size, opposite places would be paired twice.
+        # In a ring of even size, opposite sessions would be paired twice.
         if 2 * distance != size or place < distance
     )
     return list(islice(ring, max(max_pairs, size - 1)))
@@ -144,7 +144,7 @@ def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
 
 def expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
     """Return how often each session would win against the others, in the Bradley-Terry model. If all pairs
-    were compared, that is its share of points, slightly closer to 0.5."""
+    were compared, this is the session's share of points, moved slightly towards 0.5."""
     points = [PRIOR / 2] * size
     opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for comparison in comparisons:

@@ -1,4 +1,4 @@
-"""Asks the judge for all votes on a question. No answer is requested or paid for twice."""
+"""Collects a judge's votes on a question. No answer is requested or paid for twice."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from instar.types import Json, new_id
 
 T = TypeVar("T")
 ReadAnswer = Callable[[Json], T]
-"""Reads an answer from its JSON. Raises UnparseableAnswer."""
+"""Converts the JSON of an answer. Raises UnparseableAnswer if the JSON does not match."""
 
 CHARS_PER_TOKEN = 3
-"""A low estimate, so that the cost of a question is not underestimated."""
+"""A low estimate of the characters per token, so that the cost of a question is not underestimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeVote(Generic[T]):
     answer: T
     cost: float
-    """The cost in dollars; 0 if another session paid for the answer."""
+    """The cost in dollars; 0 if a different session paid for the answer."""
 
 
 class JudgePanel:
@@ -39,7 +39,7 @@ class JudgePanel:
         self.rubric = rubric
         self._slots = asyncio.Semaphore(config.concurrency)
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Locks of the questions in progress, by key."""
+        """A lock for each question in progress, by key."""
         self._context: ScoringContext | None = None
         self._endpoint: JudgeEndpoint | None = None
         self._budget: JudgeBudget | None = None
@@ -50,7 +50,7 @@ class JudgePanel:
 
     @property
     def version(self) -> str:
-        """A hash of all settings that a reward depends on."""
+        """A hash of all settings that affect a reward."""
         config = self.config
         reward_settings = [
             *(config.rubric, config.votes, config.scale, config.pairs),
@@ -73,8 +73,8 @@ class JudgePanel:
     async def ask(
         self, parts: Sequence[JudgePromptPart], read: ReadAnswer[T], session_id: str, **fields: str
     ) -> list[JudgeVote[T]]:
-        """Return all votes, requested concurrently. Raises ScoreError after each has arrived or failed; those
-        that arrived are stored and not requested again."""
+        """Return all votes, which are requested concurrently. If any vote fails, raises ScoreError after all
+        have finished; votes that arrived are stored and not requested again."""
         low, high = self.config.scale
         question = JudgeQuestion(parts, {**fields, "low": f"{low:g}", "high": f"{high:g}"})
         return await gather_all([self._vote(question, read, session_id, i) for i in range(self.config.votes)])
@@ -95,7 +95,7 @@ class JudgePanel:
     async def _request(
         self, question: JudgeQuestion, read: ReadAnswer[T], session_id: str, key: bytes
     ) -> Json:
-        """Request an answer and store it."""
+        """Request an answer, store it and return it."""
         assert self._context is not None
         assert self._budget is not None
         assert self._endpoint is not None
@@ -112,7 +112,7 @@ class JudgePanel:
             try:
                 answer = _find_answer(reply, read)
             except UnparseableAnswer as error:
-                # It is paid for and counts towards the budget, so it is stored under a key of its own.
+                # The unusable reply was paid for and counts towards the budget, so it gets its own key.
                 unusable = {"garbage": truncate(reply.text), "session": session_id}
                 await store.put_judgment(digest([key.hex(), new_id("garbage")]), run_id, unusable, cost)
                 raise ScoreError(str(error), retryable=True) from error
@@ -138,7 +138,7 @@ def _find_answer(reply: JudgeReply, read: ReadAnswer[T]) -> Json:
 
 
 async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Wait for all, even if some fail. Then raise the error that speaks most against a retry, if any."""
+    """Return all results. If any failed, wait for the rest, then raise the error least worth a retry."""
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if not failures:

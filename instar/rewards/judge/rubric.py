@@ -24,7 +24,7 @@ rules, or of the end of the record."""
 
 @dataclass(frozen=True, slots=True)
 class JudgePromptPart:
-    """A trusted label, and an untrusted text from the session."""
+    """One part of a prompt: a trusted label and an untrusted text from the session."""
 
     label: str
     text: str = ""
@@ -59,7 +59,7 @@ class Rubric:
 
     def render(self, question: JudgeQuestion) -> tuple[str, str]:
         """Return the system prompt and the framed session."""
-        # The mark is random and newer than the session, so no text in it can end the frame or forge a label.
+        # The mark is random and newer than the session, so its text cannot end the frame or forge a label.
         mark = f"#{secrets.token_hex(8)}"
         fields = {
             **question.fields,
@@ -79,7 +79,7 @@ def digest(content: object) -> bytes:
 
 
 def truncate_parts(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
-    """Return the parts. If they are too long, the middle is replaced by a label that gives its length."""
+    """Return the parts. If they are too long, a label with the omitted length replaces the middle."""
     total = sum(len(part.text) for part in parts)
     if total <= max_chars:
         return list(parts)

@@ -1,4 +1,4 @@
-"""The run's own model as a judge. It is asked through the gateway, and the questions are not trained on."""
+"""The run's own model as a judge. It is called through the gateway, and its answers are not trained on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instar.rewards.judge.endpoint import (
 from instar.types import UNTRAINABLE, Call, Json, SessionStatus, Tag
 
 JUDGE_MODEL_NAME = JUDGE_AGENT
-"""The model name of a judge's calls. The gateway accepts any name and records it."""
+"""The model name in a judge's calls. The gateway accepts any name and records it."""
 REASON = "a judge's question"
 
 
@@ -28,8 +28,8 @@ def is_judge_call(call: Call) -> bool:
 
 
 class RunModelEndpoint(JudgeEndpoint):
-    """Asks each question in a live session of its own. The session is tagged untrainable before the call and
-    abandoned after it, so that it is neither trained on nor scored."""
+    """A judge endpoint that asks each question in a new live session. The session is tagged untrainable
+    before the call and abandoned after it, so that it is neither trained on nor scored."""
 
     def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
         if not context.base_url:

@@ -1,4 +1,4 @@
-"""Renders a session for a judge: its calls as steps, with each message once."""
+"""Renders a session for a judge: calls become steps, and each message appears once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
 MAX_FOLLOWING_CALLS = 3
-"""The most calls after a step that show what happened next; a user's message ends them earlier."""
+"""Maximum number of calls that show what happened after a step. A user's message ends them earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStep:
-    """One call. ``after`` is what followed in the same conversation, if anything."""
+    """One call as a step. ``after`` is what followed in the same conversation, if anything."""
 
     number: int
     call: Call
@@ -55,7 +55,7 @@ def _build_step(
 
 
 def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
-    """Return the messages that were not rendered with the parent."""
+    """Return the messages of a call that were not rendered with its parent."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:
@@ -100,7 +100,7 @@ def render_message(message: Message) -> str:
 
 
 def render_task(task: Task, max_chars: int) -> list[JudgePromptPart]:
-    """Return the task's data; nothing for a session without a task."""
+    """Return the prompt parts of the task's data; none for a session without a task."""
     if not task.data:
         return []
     text = json.dumps(task.data, ensure_ascii=False, default=str)
@@ -116,7 +116,7 @@ def split_into_windows(
     render_step: Callable[[SessionStep], Sequence[JudgePromptPart]],
     max_chars: int,
 ) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
-    """Yield consecutive steps with their parts, in as few windows of ``max_chars`` as possible."""
+    """Yield consecutive steps and their parts, in as few windows of ``max_chars`` as possible."""
     window: list[SessionStep] = []
     parts: list[JudgePromptPart] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Judges of single calls: how good a step was, or what happened after it."""
+"""Judges of single calls. One rates each step, the other rates what happened after it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from instar.types import Json, Reward, Task
 
 T = TypeVar("T")
 StepAnswers = dict[int, tuple[T, str]]
-"""The answer and the reasons for each step, by its number."""
+"""The answer and the reasons for each step, by step number."""
 
 
 class StepJudge(Judge):
-    """Asks about as many steps at once as fit into a prompt."""
+    """A judge of single steps. One prompt contains as many steps as fit."""
 
     @abstractmethod
     def select_steps(self, steps: Sequence[SessionStep]) -> list[SessionStep]:
@@ -86,7 +86,7 @@ class ProcessJudge(StepJudge):
 
 
 class FollowupJudge(StepJudge):
-    """Judges calls by what followed them. Calls that nothing followed are not judged."""
+    """A judge that rates calls by what followed them. Calls that nothing followed are not judged."""
 
     def select_steps(self, steps: Sequence[SessionStep]) -> list[SessionStep]:
         return [step for step in steps if step.is_complete and step.after]
@@ -129,7 +129,7 @@ def _list_numbers(steps: Sequence[SessionStep]) -> str:
 
 
 def _check_complete(answers: StepAnswers[T], steps: Sequence[SessionStep]) -> StepAnswers[T]:
-    """Return the answers; raise UnparseableAnswer if one is missing. Answers on other steps are ignored."""
+    """Return the answers. Raises UnparseableAnswer if a step has none; answers to other steps are ignored."""
     missing = [step.number for step in steps if step.number not in answers]
     if missing:
         raise UnparseableAnswer(f"it has no answer for step {missing[0]}")

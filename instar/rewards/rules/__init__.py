@@ -1,1 +1,1 @@
-"""Rules: scores that are computed from the final answer, without a model."""
+"""Rules: scorers that compute a reward from the final answer, without a model."""

@@ -17,14 +17,14 @@ NUMBER = re.compile(
 MINUS = "\N{MINUS SIGN}"
 BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 MAX_DETAIL_CHARS = 500
-"""The most characters of a text that are kept in the detail of a reward."""
+"""The maximum number of characters of a text in the detail of a reward."""
 RULES_VERSION = "2"
-"""The version of the code of all rules; it changes when one of them may score the same answer differently."""
+"""The version of the code of all rules. It changes when any rule may score the same answer differently."""
 NO_ANSWER = "there is no answer in the final text"
 
 
 class AnswerRule(Scorer):
-    """A scorer of source RULE. Its section's ``part`` and ``after`` say where in the text the answer is."""
+    """A scorer of source RULE. The settings ``part`` and ``after`` say where in the text the answer is."""
 
     def __init__(self, section: Any) -> None:
         self.name = section.name
@@ -54,7 +54,7 @@ def settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """Return the answer, or None if the text has none."""
+    """Return the answer in the text, or None if there is none."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:
@@ -73,13 +73,13 @@ def extract_answer(text: str, *, part: str = "whole", after: str | None = None) 
 
 
 def find_last_number(text: str) -> str | None:
-    """Return the last number of the text, with an ASCII minus."""
+    """Return the last number in the text, with an ASCII minus, or None if there is none."""
     numbers = NUMBER.findall(text.replace(MINUS, "-"))
     return numbers[-1] if numbers else None
 
 
 def parse_number(text: str) -> float | None:
-    """Parse numbers such as ``1,234.5``, ``$3``, ``2/3`` and ``1e-3``."""
+    """Return the value of a text such as ``1,234.5``, ``$3``, ``2/3`` or ``1e-3``; None if not a number."""
     numerator, _, denominator = text.replace(",", "").replace("$", "").replace(MINUS, "-").partition("/")
     try:
         return float(numerator) / (float(denominator) if denominator else 1.0)
@@ -88,7 +88,7 @@ def parse_number(text: str) -> float | None:
 
 
 def get_task_field(task: Task, path: str) -> Any:
-    """Return a field of the task; ``a.b`` is field ``b`` of field ``a``."""
+    """Return a field of the task. The path ``a.b`` means field ``b`` of field ``a``."""
     value: Any = task.data
     for name in [path] if path in task.data else path.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -99,7 +99,7 @@ def get_task_field(task: Task, path: str) -> Any:
 
 
 def get_expected_answers(task: Task, path: str, after: str | None = None) -> list[str]:
-    """Return all correct answers as text."""
+    """Return all correct answers of the task as text."""
     value = get_task_field(task, path)
     answers = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
     return [text.rpartition(after)[2] for text in answers] if after is not None else answers

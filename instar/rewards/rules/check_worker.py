@@ -1,8 +1,8 @@
-"""A worker process that checks answers. It can be killed, because some expressions take forever to check.
+"""A worker process that checks answers. It can be killed, because checking some expressions takes forever.
 Some libraries even evaluate the answer, so the process sandboxes itself first if the machine supports that.
 
-It runs as a script with the name of a check and its arguments as JSON. It writes ``ready``, then answers each
-line of JSON with another.
+The process runs as a script with the name of a check and the check's arguments as JSON. It writes ``ready``,
+then answers each line of JSON with one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instar.rewards.rules.self_sandbox import can_sandbox_self, sandbox_self
 
 MAX_MEMORY = 4 * 2**30
 MAX_TEXT_CHARS = 500
-"""The most characters of a text in a result: a library may quote all of its input."""
+"""The maximum number of characters of a text in a result, because a library may quote all of its input."""
 
 Check = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -130,11 +130,11 @@ def main() -> None:
     write(ready=True, sandboxed=sandboxed)
     for line in sys.stdin:
         request = json.loads(line)
-        # If the parent process is gone, this timer is all that ends a check that hangs.
+        # If the parent process is gone, only this timer stops a check that hangs.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 5)
         try:
             result = check(request)
-        except Exception as error:  # noqa: BLE001 - libraries raise anything on answers that they cannot parse
+        except Exception as error:  # noqa: BLE001 - libraries raise anything for unparseable answers
             result = {"ok": False, "reason": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
         write(

@@ -62,7 +62,7 @@ class CommandReward(SandboxedRule):
         super().__init__(config)
         self.config = config
         self.files = {path.name: _read_text(path) for path in config.files}
-        # A changed script makes another version of the rule.
+        # A changed script gives the rule a new version.
         self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
         program, *arguments = config.command
         self.script = program.removeprefix("./") if program.removeprefix("./") in self.files else None
@@ -74,7 +74,7 @@ class CommandReward(SandboxedRule):
         await self.require_program("sh", "-c", script, self._program(), setting="reward.command")
 
     def _program(self) -> str:
-        """Return the program that the sandbox must have: the command, or the interpreter of our script."""
+        """Return the program that the sandbox must have: the command, or the interpreter of the script."""
         if self.script is None:
             return self.command[0]
         first = self.files[self.script].partition("\n")[0]
@@ -136,7 +136,7 @@ class TestsReward(SandboxedRule):
         )
 
     def _parse_report(self, result: SandboxResult, key: str) -> tuple[dict[str, int] | None, str]:
-        """Return the numbers of passed and of all tests, if reported, and the output before them."""
+        """Return the numbers of passed tests and of all tests, if reported, and the preceding output."""
         if isinstance(self.config.runner, list):
             return {"passed": int(result.ok), "total": 1}, result.output
         output, marker, report = result.output.rpartition(f"\n{key} ")

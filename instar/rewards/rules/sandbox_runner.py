@@ -1,4 +1,4 @@
-"""Runs the tests of an answer inside the sandbox and reports in one line that begins with a key.
+"""Runs the tests of an answer inside the sandbox and reports the result in one line that begins with a key.
 
 The key is deleted before the answer's code runs, so that the answer cannot print a report itself.
 """
@@ -42,7 +42,7 @@ def _read_and_delete(name: str) -> str:
 
 
 def _load(file: str) -> dict[str, Any] | None:
-    """Return the answer's namespace, or None if executing it fails."""
+    """Return the answer's namespace, or None if the answer's code fails."""
     module = types.ModuleType(Path(file).stem)
     sys.modules[module.__name__] = module
     source = Path(file).read_text(encoding="utf-8")
@@ -56,8 +56,8 @@ def _execute(source: str, name: str, scope: dict[str, Any]) -> None:
 
 
 def _run(test: str, name: str, names: dict[str, Any] | None) -> tuple[int, int]:
-    """Return the numbers of passed and of all tests: the functions ``test_*`` and the TestCases that the text
-    defines, or else the text itself, if it checks anything."""
+    """Return the numbers of passed tests and of all tests. Tests are the functions ``test_*`` and the
+    TestCases that the text defines, or else the text itself, if it checks anything."""
     if names is None:
         return 0, 1
     scope = {**names, "__name__": "tests"}
@@ -84,7 +84,7 @@ def _call(function: Callable[[], Any]) -> None:
 
 
 def _checks(node: ast.AST) -> bool:
-    """True if the statement does more when executed than import, define and assign."""
+    """Return True if the statement does anything other than import, define and assign."""
     match node:
         case ast.Assert() | ast.Raise():
             return True
@@ -110,8 +110,9 @@ class _Result(unittest.TestResult):
 
 
 def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
-    """Return the numbers of passed and of all tests. Tests that a decorator skips, or expects to fail, do not
-    count. A test that is skipped while it runs has failed, because the answer may have caused that."""
+    """Return the numbers of passed tests and of all tests in a TestCase. Tests that a decorator skips or
+    expects to fail do not count. A test that is skipped while it runs counts as failed, because the answer
+    may have caused the skip."""
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
     total = suite.countTestCases()
     result = _Result()
@@ -127,7 +128,7 @@ def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
     ]
     if not all(isinstance(test, unittest.TestCase) for test in failed):  # setUpClass or tearDownClass
         return 0, total
-    # A failed subTest names the test that it belongs to.
+    # A failed subTest holds the test that it belongs to.
     return result.passed, result.passed + len({getattr(test, "test_case", test) for test in failed})
 
 

@@ -1,4 +1,4 @@
-"""Lets a process sandbox itself for good: it can only read Python's files and use its open descriptors."""
+"""Lets a process sandbox itself permanently, to only read Python's files and use open descriptors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def can_sandbox_self() -> bool:
 
 
 def sandbox_self() -> None:
-    """Deny this process to write files, start programs or processes, open sockets and send signals."""
+    """Stop this process from writing files, starting programs, opening sockets and sending signals."""
     paths = [*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *sys.path]
     readable = sorted({str(path.resolve()) for each in paths if each and (path := Path(each)).exists()})
     prctl(PR_SET_NO_NEW_PRIVS, 1)

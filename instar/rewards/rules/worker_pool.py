@@ -1,4 +1,4 @@
-"""A few worker processes that check answers. One that exceeds its time is killed and replaced."""
+"""A pool of worker processes that check answers. A worker that exceeds its time is killed and replaced."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from instar.types import Json
 
 WORKER_SCRIPT = Path(__file__).with_name("check_worker.py")
 START_SECONDS = 120.0
-"""Seconds that a worker has to import what it needs."""
+"""The time in seconds that a worker has to import its packages."""
 MAX_WORKERS = 4
 MAX_LINE_BYTES = 2**20
 ENVIRONMENT = ("PATH", "HOME", "PYTHONPATH", "LANG")
-"""The variables that a worker gets; none of them holds a key."""
+"""The environment variables that a worker gets. None of them holds a key."""
 
 
 class CheckWorkerPool:
-    """Runs one kind of check, created with ``check_args``, in worker processes.
+    """A pool of worker processes that run one kind of check, created with ``check_args``.
 
     ``run_check`` may run concurrently; callers should hold ``concurrency_limit``. ``requires_sandbox`` is for
     checks that evaluate answers: a worker that cannot sandbox itself is started in bubblewrap.
@@ -42,12 +42,12 @@ class CheckWorkerPool:
         self.concurrency_limit = asyncio.Semaphore(min(MAX_WORKERS, usable_cores()))
 
     async def start(self) -> None:
-        """Raises ConfigError if a package or a sandbox is missing."""
+        """Start a worker. Raises ConfigError if a package or a sandbox is missing."""
         self.idle_workers.append(await self._spawn())
 
     async def run_check(self, seconds: float, **request: Any) -> dict[str, Any]:
-        """Return the worker's result. Its ``ok`` is False, with a ``reason``, if the check timed out."""
-        # One worker may have been killed by somebody else. If two die, the request kills them.
+        """Return the worker's result. If the check timed out, ``ok`` is False and ``reason`` says so."""
+        # The first worker may have been killed by something else. If two die, the request kills them.
         result = await self._try_check(seconds, request) or await self._try_check(seconds, request)
         if result is None:
             return {"ok": False, "reason": "the check crashed its process twice"}
@@ -56,7 +56,7 @@ class CheckWorkerPool:
         return result
 
     async def _try_check(self, seconds: float, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the result, or None if the worker died."""
+        """Return the worker's result, or None if the worker died."""
         worker = self.idle_workers.pop() if self.idle_workers else await self._spawn()
         result = None
         try:
@@ -103,7 +103,7 @@ class CheckWorkerPool:
         raise ScoreError(f"the worker process of {self.check_name} did not start", retryable=True)
 
     async def _start_process(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
-        """Return a new process and its first message."""
+        """Start a process and return it with its first message."""
         script = (sys.executable, "-P", str(WORKER_SCRIPT), self.check_name, self.check_args)
         worker = await asyncio.create_subprocess_exec(
             *(*self.command_prefix, *script),
@@ -117,13 +117,13 @@ class CheckWorkerPool:
         try:
             line = await asyncio.wait_for(worker.stdout.readline(), START_SECONDS)
             return worker, json.loads(line or "{}")
-        except BaseException:  # also on cancellation, no process is left behind
+        except BaseException:  # also on cancellation, no process may be left running
             await asyncio.shield(_kill(worker))
             raise
 
 
 def bubblewrap_command() -> list[str]:
-    """Return the command that runs a process without write access and without a network."""
+    """Return the command prefix that runs a process without write access and without a network."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(

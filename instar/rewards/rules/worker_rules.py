@@ -1,5 +1,5 @@
-"""Rules that a library checks in a worker process, so that a hard answer cannot block: math, JSON schema,
-regex."""
+"""Rules that use a library in a worker process, so that a hard answer cannot block the run: math, JSON schema
+and regex."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of all processes of a job together. ``memory_mb`` also limits each address space."""
+    """Limits on all processes of a job together. ``memory_mb`` also limits each process's address space."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
     processes: int = 64
-    """Threads count as processes."""
+    """The maximum number of processes; threads count as processes."""
     output_kb: int = 1024
     files_mb: int = 64
     files: int = 10_000
@@ -34,11 +34,11 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxJob:
-    """A command that runs in a temporary folder of its own."""
+    """A command that runs in its own temporary folder."""
 
     command: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The files to create in the folder, by name. All are executable."""
+    """The contents of the files to create in the folder, by name. All files are executable."""
     file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
     """Environment variables that hold the full path of one of the files."""
     readable_paths: Sequence[Path] = ()
@@ -48,12 +48,12 @@ class SandboxJob:
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
     exit_code: int
-    """127 if the command does not exist, 128 + n if signal n ended it."""
+    """The exit code: 127 if the command does not exist, 128 + n if the command was killed by signal n."""
     output: str
     """The combined stdout and stderr."""
     exceeded_limit: SandboxLimitName | None
     reason: str
-    """Why the job failed; empty if it succeeded."""
+    """Why the job failed, or an empty text if it succeeded."""
 
     @property
     def ok(self) -> bool:
@@ -61,10 +61,10 @@ class SandboxResult:
 
 
 class Sandbox(ABC):
-    """Runs jobs, also concurrently. No process of a job is left when ``run`` returns or is cancelled."""
+    """Runs jobs, also concurrently. When ``run`` returns or is cancelled, no process of the job is left."""
 
     name: str
 
     @abstractmethod
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
-        """Raises ScoreError if the sandbox itself fails."""
+        """Run the job and return its result. Raises ScoreError if the sandbox itself fails."""

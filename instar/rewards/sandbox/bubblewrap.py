@@ -1,5 +1,5 @@
-"""A sandbox made of namespaces: the job has its own processes, its own network without a route out, and its
-own files in memory."""
+"""A sandbox that uses namespaces. The job has its own processes, a network without a route out, and its own
+files in memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BubblewrapSandbox(Sandbox):
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = pick_unused_uid()
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
-        if not limits.network:  # without a network namespace, unix sockets would reach the machine's
+        if not limits.network:  # without a network namespace, the job could reach the machine's unix sockets
             families += (seccomp.AF_UNIX,)
         launch = SandboxLaunch(
             command_prefix=[self.program, *_namespaces(uid, limits), *_files(job, limits), "--"],
@@ -85,7 +85,7 @@ def _files(job: SandboxJob, limits: SandboxLimits) -> list[str]:
 
 
 def _list_parents(paths: list[Path]) -> list[Path]:
-    """Return the folders that lead to the paths; bubblewrap would make them accessible to its user only."""
+    """Return the parent folders of the paths, which bubblewrap would make accessible to its own user only."""
     mounted = {Path("/dev"), *(Path(p) for p in WRITABLE)}
     parents = {folder for path in paths for folder in path.parents if folder != Path("/")} - mounted
     bound = {folder for folder in parents if any(path == folder or path in folder.parents for path in paths)}
@@ -93,7 +93,7 @@ def _list_parents(paths: list[Path]) -> list[Path]:
 
 
 def _kill(root: int) -> None:
-    # When the first process of a PID namespace ends, the kernel kills all others, before bubblewrap exits.
+    # When the first process of a PID namespace exits, the kernel kills all others, before bubblewrap exits.
     for pid in descendant_pids(root)[:1] or [root]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -101,10 +101,10 @@ def _kill(root: int) -> None:
 
 def _measure_files(processes: list[int]) -> tuple[int, int]:
     size = count = 0
-    # Before bubblewrap has switched to the job's root, these are the files of the machine.
+    # Until bubblewrap has switched to the job's root, these are the files of the machine.
     if processes and Path(f"/proc/{processes[0]}/root{LAUNCHER_INSIDE}").exists():
         for folder in WRITABLE:
-            with suppress(OSError):  # the process has ended
+            with suppress(OSError):  # the process has exited
                 use = os.statvfs(f"/proc/{processes[0]}/root{folder}")
                 size += (use.f_blocks - use.f_bfree) * use.f_frsize
                 count += use.f_files - use.f_ffree

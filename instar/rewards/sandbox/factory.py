@@ -14,7 +14,7 @@ TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('in')"])
 
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
-    """Return the first sandbox that passes a trial run. Raises ConfigError that lists the failures."""
+    """Return the first sandbox that passes a trial run. Raises ConfigError, listing the failures."""
     problems: list[str] = []
     for name in KINDS if kind == "auto" else [kind]:
         try:

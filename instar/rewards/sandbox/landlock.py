@@ -1,7 +1,7 @@
 """A sandbox without namespaces: Landlock restricts files, seccomp the network and everything else.
 
-The job shares the machine's process ids and can see that a file exists. It can only open its own folder,
-which is on disk, and the files that it may read; it cannot signal, trace or change anything else.
+The job shares the machine's process ids and can see that a file exists. It can only open the files in its own
+folder, which is on disk, and the files that it may read; it cannot signal, trace or change anything else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from instar.rewards.sandbox.supervise import (
 )
 
 MIN_ABI = 3
-"""The first version that restricts truncation (Linux 6.2)."""
+"""The first version of Landlock that restricts truncation (Linux 6.2)."""
 SIGNAL_SCOPE_ABI = 6
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -81,7 +81,7 @@ class LandlockSandbox(Sandbox):
 
 
 def landlock_abi() -> int:
-    """Return the version of Landlock; 0 if the kernel has none."""
+    """Return the version of Landlock, or 0 if the kernel does not support it."""
     version = ctypes.CDLL(None, use_errno=True).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     return max(0, version)
 
@@ -93,7 +93,7 @@ def _kill(root: int) -> None:
 
 
 def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
-    """Return size and number of the job's files. Files that are deleted but still open count, too."""
+    """Return the size and number of the job's files, including files that are deleted but still open."""
     size = count = 0
     for root, _, names in os.walk(folder):
         count += len(names) + 1
@@ -101,7 +101,7 @@ def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
             with suppress(OSError):
                 size += os.lstat(f"{root}/{name}").st_blocks * 512
     for pid in processes:
-        with suppress(OSError):  # the process has ended
+        with suppress(OSError):  # the process has exited
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     status = entry.stat()

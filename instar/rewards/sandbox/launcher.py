@@ -1,8 +1,8 @@
 """The last trusted code before a job: drops all privileges, then executes the job.
 
-It runs as a script and uses the standard library only. It reads its settings as JSON from stdin and reports
+It runs as a script and uses only the standard library. It reads its settings as JSON from stdin and reports
 on the file descriptor ``status`` whether the job started. With ``landlock`` it stays outside the sandbox as
-the job's parent, and kills all of the job when the job ends or when it receives SIGTERM.
+the job's parent, and kills all processes of the job when the job exits or when it receives SIGTERM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> NoReturn:
 
 
 def supervise(settings: dict[str, Any]) -> NoReturn:
-    """Run the job in a process group that it cannot leave, and adopt its orphans."""
+    """Run the job in a process group that it cannot leave, and adopt the job's orphaned processes."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     job = os.fork()
@@ -56,10 +56,10 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
         try:
             os.killpg(job, signal.SIGKILL)
         except ProcessLookupError:
-            os.kill(job, signal.SIGKILL)  # it has no process group yet
+            os.kill(job, signal.SIGKILL)  # the job has no process group yet
 
     signal.signal(signal.SIGTERM, stop)
-    # The job is not reaped before its group is killed, so that the group id cannot be reused.
+    # The job is reaped only after its group is killed, so that the group id cannot be reused.
     os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
     stop()
     _, status = os.waitpid(job, 0)
@@ -97,7 +97,7 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
 
 
 def change_user(uid: int, *, keep_search: bool) -> None:
-    """Change to the user. ``keep_search`` keeps access to folders such as /root, where Python may be."""
+    """Change to the user ``uid``. ``keep_search`` keeps access to Python in folders such as /root."""
     keep_search = keep_search and can_search_folders()
     if keep_search:
         prctl(PR_SET_KEEPCAPS, 1)
@@ -128,7 +128,7 @@ def write_files(files: dict[str, str]) -> None:
 def apply_landlock(
     abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
-    """Deny all files except these; without ``allow_execute``, executing files too."""
+    """Deny access to all files except those listed. Without ``allow_execute``, also deny executing files."""
     every = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", every, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
     size = 24 if abi >= 6 else 8

@@ -15,7 +15,7 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
 _X32 = 0x40000000
 _FIRST_UNKNOWN = 450
 _NEW_NAMESPACES = 0x7E020080
-"""CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
+"""The bits CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 _CLONE_THREAD = 0x00010000
 
 _ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -43,7 +43,7 @@ _NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 if the 
     "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442), "quotactl_fd": (443, 443),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "process_mrelease": (448, 448),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # Memory that belongs to no process and so escapes the limits.
+    # Memory that belongs to no process and therefore escapes the limits.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     # If the job shares the machine's processes: calls that would let it leave its process group...
@@ -63,7 +63,7 @@ _NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 if the 
 _CONDITIONAL = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
 _SIGNAL_OWNER = (8, 10, 15)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX, which choose the process that is signalled when a file is ready."""
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX, which select the process that is signalled when a file is ready."""
 _PROCESSES = ("fork", "vfork", "execve", "execveat")
 _NAMES = [name for name in _NUMBERS if name not in (*_CONDITIONAL, *_SIGNALS, *_PROCESSES)]
 _ALWAYS = _NAMES[: _NAMES.index("setsid")]
@@ -81,7 +81,7 @@ def build_filter(
     allow_signals: bool = True,
     deny_new_processes: bool = False,
 ) -> bytes:
-    """Return a filter that denies the calls that no job needs, and sockets of other families.
+    """Return a filter that denies the calls that no job needs, and sockets outside ``socket_families``.
 
     ``shares_host_processes`` also denies leaving the process group and changing file attributes.
     ``allow_signals=False`` denies signals, and ``deny_new_processes`` denies fork and exec.
@@ -103,7 +103,7 @@ def build_filter(
     program = [_load(_ARCH), _jump(_EQUAL, _ARCHES[machine], 1, 0), _return(_KILL), _load(_NUMBER)]
     program += [_jump(_AT_LEAST, _X32, 0, 1), _return(_ERRNO | errno.EPERM)]
     program += [_jump(_AT_LEAST, _FIRST_UNKNOWN, 0, 1), _return(_ERRNO | errno.ENOSYS)]
-    # clone3: its flags are in memory, which a filter cannot read. The C library falls back to clone.
+    # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
     program += [_jump(_EQUAL, 435, 0, 1), _return(_ERRNO | errno.ENOSYS)]
     for name in denied:
         if name in number:
@@ -114,24 +114,24 @@ def build_filter(
 
 
 def _if_one_of(values: Iterable[int]) -> list[bytes]:
-    """Allow a call if its first argument is one of the values."""
+    """Return instructions that allow a call if its first argument is one of the values."""
     allow = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _return(_ALLOW))]
     return [_load(_ARGUMENTS), *allow, _return(_ERRNO | errno.EPERM)]
 
 
 def _unless_one_of(values: Iterable[int]) -> list[bytes]:
-    """Allow a call unless its second argument is one of the values."""
+    """Return instructions that allow a call unless its second argument is one of the values."""
     deny = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _return(_ERRNO | errno.EPERM))]
     return [_load(_ARGUMENTS + 8), *deny, _return(_ALLOW)]
 
 
 def _unless_any_bit(mask: int) -> list[bytes]:
-    """Allow a call if its first argument has none of the bits."""
+    """Return instructions that allow a call if its first argument has none of the bits."""
     return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 0, 1), _return(_ERRNO | errno.EPERM), _return(_ALLOW)]
 
 
 def _if_any_bit(mask: int) -> list[bytes]:
-    """Allow a call if its first argument has one of the bits."""
+    """Return instructions that allow a call if its first argument has any of the bits."""
     return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 1, 0), _return(_ERRNO | errno.EPERM), _return(_ALLOW)]
 
 

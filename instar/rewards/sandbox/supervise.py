@@ -1,4 +1,4 @@
-"""Starts a job through the launcher, enforces its limits, and kills everything that it started."""
+"""Starts a job through the launcher, enforces its limits, and kills every process that it started."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from instar.rewards.sandbox.base import (
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 CHECK_INTERVAL = 0.02
-"""Seconds between two checks of a job's usage."""
+"""The interval in seconds at which a job's usage is checked."""
 KILL_TIMEOUT = 10.0
-"""Seconds that a killed job has to end."""
+"""The time in seconds that a killed job has to exit."""
 MB = 2**20
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -50,10 +50,10 @@ NETWORK_PATHS = (
 
 @dataclass(frozen=True)
 class SandboxLaunch:
-    """The way a sandbox starts a job, kills it, and measures its files."""
+    """How a sandbox starts a job, kills it, and measures its files."""
 
     command_prefix: list[str]
-    """The command that runs the Python of the launcher, such as bwrap with its options."""
+    """The command that runs the launcher's Python, such as bwrap with its options."""
     launcher_path: str
     """The path of the launcher inside the sandbox."""
     folder: str
@@ -65,11 +65,11 @@ class SandboxLaunch:
     kill_job: Callable[[int], None]
     """Kills all descendants of the started process."""
     measure_files: Callable[[list[int]], tuple[int, int]]
-    """Returns size in bytes and number of the job's files, for its process ids."""
+    """Returns the size in bytes and the number of the job's files, given the job's process ids."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
-    """Return the paths that a job may read: system programs, this Python, and the job's own list."""
+    """Return the paths that a job may read: system programs, this Python, and ``job.readable_paths``."""
     python = [Path(p) for p in (sys.prefix, sys.base_prefix)]
     python += [*(p.resolve() for p in python), Path(sys.executable).resolve().parent.parent]
     listed = [Path(p) for p in (*SYSTEM_PATHS, *ETC_PATHS, *(NETWORK_PATHS if limits.network else ()))]
@@ -80,8 +80,8 @@ def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
 
 
 def pick_unused_uid() -> int | None:
-    """Return a user id that no one else has, or None if this process cannot change its user."""
-    # The kernel counts processes per user, so that with its own user a job's limit applies to it alone.
+    """Return a user id that is not in use, or None if this process cannot change its user."""
+    # The kernel counts processes per user. With its own user, a job's limit applies to that job alone.
     if os.geteuid() != 0:
         return None
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -156,7 +156,7 @@ def _launcher_settings(
 
 
 def _environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
-    # Built from scratch, so that no variable of this process, such as a key, reaches the job.
+    # Built from scratch, so that the job gets no variable of this process, such as a key.
     python = str(Path(sys.executable).parent)
     return {
         "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
@@ -173,7 +173,7 @@ def _environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job has ended or exceeded a limit. In every case no process of it is left."""
+    """Wait until the job exits or exceeds a limit, kill the rest, and return that limit and the output."""
     output = bytearray()
     output_full = asyncio.Event()
     tasks = [
@@ -215,7 +215,7 @@ async def _wait_or_exceed(
 def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
     processes = descendant_pids(root)
     tasks = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
-    # Up to two processes are the launcher and bubblewrap, which do not count.
+    # Up to two of the processes are the launcher and bubblewrap, which do not count.
     if tasks > limits.processes + 2:
         return "processes"
     if (
@@ -230,7 +230,7 @@ def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits
 async def _kill_and_wait(
     process: asyncio.subprocess.Process, launch: SandboxLaunch, tasks: Iterable[asyncio.Task[None]]
 ) -> None:
-    """Kill the remaining processes and wait for them, and for the end of their output."""
+    """Kill the remaining processes, and wait until they have exited and their output is read."""
     if process.returncode is None:
         launch.kill_job(process.pid)
         try:
@@ -247,7 +247,7 @@ async def _kill_and_wait(
 
 async def _send_settings(process: asyncio.subprocess.Process, settings: bytes) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # it died; `supervise` reads why from the status
+    with suppress(BrokenPipeError, ConnectionResetError):  # the job died; `supervise` reads the cause
         process.stdin.write(settings)
         await process.stdin.drain()
     process.stdin.close()
@@ -264,7 +264,7 @@ async def _read_output(
 
 
 def descendant_pids(root: int) -> list[int]:
-    """Return the ids of all descendants, including orphans, which the job's first process adopts."""
+    """Return the process ids of all descendants, including orphans, which the job's first process adopts."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:
@@ -280,15 +280,15 @@ def descendant_pids(root: int) -> list[int]:
 def _list_folder(folder: str) -> list[str]:
     try:
         return os.listdir(folder)  # noqa: PTH208 - only the names are needed
-    except OSError:  # the process has ended
+    except OSError:  # the process has exited
         return []
 
 
 def _memory(processes: Iterable[int], kind: str) -> int:
-    """Return the bytes of memory. ``rss`` is fast but counts shared pages per process; ``pss`` is exact."""
+    """Return the memory in bytes. ``rss`` is fast but counts shared pages per process; ``pss`` is exact."""
     total = 0
     for pid in processes:
-        with suppress(OSError, StopIteration, ValueError):  # the process has ended
+        with suppress(OSError, StopIteration, ValueError):  # the process has exited
             if kind == "rss":
                 total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
             else:

@@ -26,11 +26,11 @@ from instar.types import Json, Task
 INSTALL = "pip install --no-deps bfcl-eval"
 MODEL_NAME = "instar"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""The data uses Python's names for some types."""
+"""JSON types by the names that the data uses, some of which are Python's."""
 
 
 def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
-    """Create tasks with `messages` and `tools` in the format of the chat API, and the checker's fields."""
+    """Return tasks with `messages` and `tools` in the format of the chat API, and the checker's fields."""
     folder = find_package_folder("bfcl_eval", "bfcl", INSTALL) / "data"
     file = f"BFCL_v4_{config.category}.json"
     answers = {
@@ -56,7 +56,7 @@ def score(task: Json, transcript: Transcript) -> float:
 
 
 def check_calls(task: Json, calls: list[Json]) -> bool:
-    """True if the calls, each a tool's name with its arguments, solve the task."""
+    """Return True if the calls, each with a tool's name and arguments, solve the task."""
     check, python = _load_checker()
     result = check(task["functions"], calls, task["ground_truth"], python, task["category"], MODEL_NAME)
     return bool(result["valid"])
@@ -91,7 +91,7 @@ def _schema(value: Any) -> Any:
         case dict():
             source = cast(Json, value)
             schema = {key: _schema(inner) for key, inner in source.items()}
-            # The value of a property called `type` is a schema and not a string.
+            # The value of a property called `type` is a schema, not a string.
             if isinstance(type_name := source.get("type"), str):
                 schema["type"] = JSON_TYPES.get(type_name, type_name)
             return schema
@@ -104,8 +104,8 @@ def _schema(value: Any) -> Any:
 @lru_cache(1)
 def _load_checker() -> tuple[Callable[..., Json], Any]:
     """Return the package's checker, and its constant for the language Python."""
-    # The checker imports every vendor's SDK for one flag: whether a model's tool names have underscores for
-    # dots. A stub replaces that module during the import.
+    # The checker imports every vendor's SDK for one flag, which says whether a model's tool names contain
+    # underscores instead of dots. A stub replaces that module during the import.
     import_package("bfcl_eval", "bfcl", INSTALL)
     name = "bfcl_eval.constants.model_config"
     stub = ModuleType(name)

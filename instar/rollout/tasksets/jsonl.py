@@ -15,7 +15,7 @@ from instar.types import Json
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Yield each object with its line number, from 1. Raises ConfigError that names file and line."""
+    """Yield each object with its line number, starting at 1. Raises ConfigError, naming the file and line."""
     open_file = gzip.open if path.suffix == ".gz" else open
     try:
         with open_file(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Datasets of reasoning-gym: a single one, or several mixed by weight."""
+"""Tasks from datasets of reasoning-gym: a single dataset, or several mixed by weight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.types import Json, Task
 
 
 def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
-    """Create the tasks. The answer is the text after the last ``Answer:``, or else the complete text."""
+    """Return the tasks. The answer is the text after the last ``Answer:``, or else the complete text."""
     parts = config.parts or [ReasoningGymPart(dataset=config.dataset or "", args=config.args)]
     order = interleave_by_weight([part.weight for part in parts], config.size)
     sizes = [max(1, order.count(index)) for index in range(len(parts))]
@@ -36,7 +36,7 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
 
 
 class ReasoningGymScorer(WorkerTextScorer):
-    """Scores with the dataset's own verifier."""
+    """A scorer that uses the dataset's own verifier."""
 
     check_name = "reasoning_gym"
 
@@ -68,7 +68,7 @@ class ReasoningGymScorer(WorkerTextScorer):
 
 
 def interleave_by_weight(weights: Sequence[float], size: int) -> list[int]:
-    """Return ``size`` indices of weights, such that every prefix is close to proportional."""
+    """Return ``size`` indices into ``weights``, such that every prefix is nearly proportional to them."""
     total = sum(weights)
     counts = [0] * len(weights)
     order: list[int] = []
@@ -88,11 +88,11 @@ def _dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
 
 
 def _names(parts: Sequence[ReasoningGymPart]) -> list[str]:
-    """Return unique names: a dataset may be listed twice, with other settings."""
+    """Return unique names for the parts, because a dataset may be listed twice with different settings."""
     names = [part.dataset for part in parts]
     return names if len({*names}) == len(names) else [f"{index}-{name}" for index, name in enumerate(names)]
 
 
 def _to_json(entry: Json) -> Json:
-    """Return the entry as JSON: its metadata may hold dates, sets or dataclasses."""
+    """Return the entry as JSON. Its metadata may contain dates, sets or dataclasses."""
     return msgspec.json.decode(msgspec.json.encode(entry, enc_hook=str))

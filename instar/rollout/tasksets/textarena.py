@@ -39,8 +39,8 @@ def _check_game(name: str, args: Json) -> None:
 class TextArenaGame:
     """One game, from its first observation to its reward.
 
-    Each game has its own random generator. TextArena uses Python's global one, which other games and the run
-    use, too; its state is swapped during each move.
+    Each game has its own random generator. TextArena uses Python's global generator, which other games and
+    the run also use, so its state is swapped during each move.
     """
 
     def __init__(self, name: str, seed: int, args: Json) -> None:
@@ -53,11 +53,11 @@ class TextArenaGame:
         self.is_done = False
 
     def _reset(self, seed: int) -> int:
-        """Reset the game with as few players as it allows, and return their number."""
+        """Reset the game with as few players as it allows, and return the number of players."""
         for players in range(1, MAX_PLAYERS + 1):
             try:
                 self._env.reset(num_players=players, seed=seed)
-            except AssertionError:  # TextArena's way to reject a number of players
+            except AssertionError:  # TextArena raises this to reject a number of players
                 continue
             return players
         raise ValueError(f"it needs more than {MAX_PLAYERS} players")
@@ -69,12 +69,12 @@ class TextArenaGame:
         return player, "\n".join(text for sender, text, kind in messages if (sender, kind) != own)
 
     def move(self, text: str) -> None:
-        """Make a move. A text without a valid move is an invalid one; the second invalid move loses."""
+        """Make a move. A text without a valid move is an invalid move; the second invalid move loses."""
         with self._isolated_rng():
             self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 
     def rewards(self) -> dict[int, float] | None:
-        """Return the reward of each player, or None if the game is not over."""
+        """Return each player's reward, or None if the game is not over."""
         return self._env.close()[0] if self.is_done else None
 
     @contextmanager

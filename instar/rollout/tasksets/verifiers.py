@@ -40,7 +40,7 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
 
 
 def load_environment(name: str, args: Json) -> Any:
-    """Return the environment, shared by all sessions. Raises ConfigError if it cannot be used."""
+    """Return the environment, which all sessions share. Raises ConfigError if it cannot be used."""
     return _load(name, msgspec.json.encode(args))
 
 
@@ -69,7 +69,7 @@ def _load(name: str, args: bytes) -> Any:
 
 @contextmanager
 def _preserve_signal_handlers() -> Generator[None]:
-    """Restore the run's signal handlers, which loading an environment replaces."""
+    """Restore the run's signal handlers, which an environment replaces when it is loaded."""
     handlers = {number: signal.getsignal(number) for number in REPLACED_SIGNALS}
     try:
         yield

@@ -1,7 +1,7 @@
-"""Generates word problems of one and two steps in GSM8K's format.
+"""Generates word problems with one or two steps in GSM8K's format.
 
 A problem is identified by its kind and its numbers; names and things are decoration. A hash of the problem
-decides whether it is held out, so that the training set and the held-out set never share one.
+decides whether it is held out, so that the training set and the held-out set never share a problem.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WordProblem:
 
 
 def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) -> list[Json]:
-    """Return distinct problems of the split. Kinds rotate, so that every prefix has the same mix."""
+    """Return distinct problems of the split. The kinds rotate, so that every prefix has the same mix."""
     rng = random.Random(f"gsm8k/{seed}/{split}")
     problems: dict[str, WordProblem] = {}
     for index in range(size):
