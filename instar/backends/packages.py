@@ -113,8 +113,8 @@ def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPack
     for needed in _required_versions(name, requirement):
         actual = installed_version(needed.name)
         if actual is None or not needed.specifier.contains(actual, prereleases=True):
-            state = "not installed" if actual is None else f"{actual} is installed"
-            problem = f"{name} needs {needed.name}{needed.specifier}, and {state}"
+            state = "it is not installed" if actual is None else f"{actual} is installed"
+            problem = f"{name} needs {needed.name}{needed.specifier}, but {state}"
             return InstalledPackage(version, f"{problem}: {_install_advice(requirement)}")
     return InstalledPackage(version, None)
 
@@ -139,7 +139,7 @@ def _install_advice(requirement: PackageRequirement) -> str:
     """Return the install command. It creates a separate environment if this one is not suitable."""
     other = requirement.conflicts_with
     version = installed_version(other) if other else None
-    conflict = f" (not beside {other} {version})" if version else ""
+    conflict = f" (it cannot share an environment with {other} {version})" if version else ""
     if not conflict and not requirement.needs_own_environment:
         return f"{sys.executable} -m pip install {requirement.install}"
     folder = f"{requirement.package}-env"

@@ -44,7 +44,7 @@ FIRST_POLL, LONGEST_POLL = 0.02, 2.0
 LONG_POLL_SECONDS = 0.2
 """If a poll takes longer than this, the service held the request open, and the next poll follows at once."""
 MAX_MALFORMED = 3
-"""The number of attempts after malformed responses, which may have been truncated in transit."""
+"""Maximum number of attempts if responses are malformed. They may have been truncated in transit."""
 TRANSIENT = frozenset({408, 425, 429})
 LOST = frozenset({404, 409, 410})
 """Status codes that mean that the session is unknown, gone, or in conflict with the service's record of

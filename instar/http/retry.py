@@ -30,7 +30,7 @@ class RetryPolicy:
     def delay(self, failures: int, *, at_least: float = 0.0, rng: random.Random | None = None) -> float:
         """Return the seconds to wait after ``failures`` earlier failures (0 for the first one)."""
         doubled = self.first_delay * 2 ** min(failures, _MAX_DOUBLINGS)
-        return max(at_least, min(self.max_delay, doubled)) * (rng or random).uniform(*self.jitter)
+        return max(at_least, min(self.max_delay, doubled) * (rng or random).uniform(*self.jitter))
 
     async def run(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from instar.errors import StoreError
 from instar.store import annotations, leases, listing, policies
@@ -73,13 +73,25 @@ class _Method(Generic[P, T]):
     def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
         raise NotImplementedError
 
-    def __get__(self, store: Store, owner: type[Store]) -> Callable[P, Coroutine[Any, Any, T]]:
+    @overload
+    def __get__(self, store: None, owner: type[Store]) -> Callable[..., Coroutine[Any, Any, T]]: ...
+
+    @overload
+    def __get__(self, store: Store, owner: type[Store]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+
+    def __get__(self, store: Store | None, owner: type[Store]) -> Callable[..., Coroutine[Any, Any, T]]:
+        if store is None:
+            return self._call_unbound
         query = self.query
 
         def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
             return self.run(store, lambda db: query(db, *args, **kwargs))
 
         return call
+
+    async def _call_unbound(self, store: Store, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run the query for ``Store.method(store, ...)``, as a function of a class is called."""
+        return await self.run(store, lambda db: self.query(db, *args, **kwargs))
 
 
 class _Write(_Method[P, T]):

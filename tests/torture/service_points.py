@@ -42,9 +42,7 @@ def make_kill_points(backend: str) -> dict[str, KillPoint]:
         "sent": REQUEST_SENT_POINTS[backend],
         "forward_backward": KillPoint(f"{backend_class}.forward_backward"),
         "optim_step": KillPoint(f"{backend_class}.optim_step"),
-        "saved at service": KillPoint(
-            f"{backend_class.partition(':')[0]}:write_folder", fires_before_call=True
-        ),
+        "saved at service": KillPoint("instar.backends.service:write_folder", fires_before_call=True),
         "state written": KillPoint(f"{backend_class}.save_state"),
         "checkpoint renamed": KillPoint("instar.trainer.loop:save_checkpoint"),
         "saved": KillPoint(f"{STORE}.advance_step", 2, (3, "saved")),

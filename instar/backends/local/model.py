@@ -89,8 +89,8 @@ class TrainedModel:
         layers = self.causal.config.num_hidden_layers
         if plan.calls != layers:
             raise BackendError(
-                f"the local backend does not support {type(self.causal).__name__}: {plan.calls} of its "
-                f"{layers} layers use plain attention"
+                f"the local backend does not support {type(self.causal).__name__}: only "
+                f"{plan.calls} of its {layers} layers use the attention that can be packed"
             )
 
     def write(self, folder: Path) -> None:

@@ -140,7 +140,9 @@ def parse_loss(name: str, config: dict[str, Any]) -> LossConfig | None:
         return LossConfig(name="cross_entropy" if name == "surrogate" else name, **options)  # pyright: ignore[reportArgumentType] - checked by the caller
     except ValidationError as error:
         first = error.errors()[0]
-        raise ProtocolError(f"loss_fn_config: {first['loc'][0]}: {first['msg']}") from None
+        client_names = {ours: theirs for theirs, ours in OPTIONS.items()}
+        field = str(first["loc"][0])
+        raise ProtocolError(f"loss_fn_config.{client_names.get(field, field)}: {first['msg']}") from None
 
 
 def _parse_datum(

@@ -23,6 +23,7 @@ def test_delay_without_jitter_doubles_up_to_the_maximum() -> None:
     assert [policy.delay(failures) for failures in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert policy.delay(10_000) == 3.0
     assert policy.delay(0, at_least=7.0) == 7.0
+    assert RetryPolicy(jitter=(0.1, 0.2)).delay(0, at_least=7.0) == 7.0
 
 
 def test_delay_with_jitter_stays_within_its_factors() -> None:

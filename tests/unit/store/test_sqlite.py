@@ -319,3 +319,10 @@ async def test_progress_does_not_slow_down_with_groups_and_sessions(store: Sqlit
     assert many < 3 * few + 0.0005, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
     await store.advance_step(RUN, 0, StepState.COMMITTED)
     assert (await store.progress(RUN, Channel.TRAIN)).groups_consumed == 1
+
+
+async def test_store_method_called_through_the_class_runs_its_query(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    await SqliteStore.put_run(store, Run("r", "p", {}))
+    assert await SqliteStore.run(store, "r") == await store.run("r")
+    await store.close()
