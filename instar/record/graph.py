@@ -141,8 +141,7 @@ class MessageGraph:
     def _place_sibling(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        """Return the place of a request that was recorded before, with the same prompt, or None if the
-        request is new."""
+        """Return the place of a request that was recorded before, or None if the request is new."""
         if not (same := self._by_request.get(chain.key)):
             return None
         node = same[-1]
@@ -155,8 +154,7 @@ class MessageGraph:
     def _place_extension(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        """Return the place of a request after the call whose messages and reply are its longest prefix, or
-        None."""
+        """Return the place after the call whose messages and reply are the longest prefix, or None."""
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
