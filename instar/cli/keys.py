@@ -16,7 +16,8 @@ from rich.text import Text
 from instar.cli.options import AsJson, RunDir, new_app
 from instar.cli.run_store import open_run_store
 from instar.errors import ConfigError, ConflictError, InstarError
-from instar.gateway.auth import create_key, hash_key
+from instar.gateway.auth import create_key
+from instar.http.auth import hash_key
 from instar.store.base import KeyRow
 from instar.types import Json
 

@@ -6,7 +6,6 @@ session's key may use its own session and nothing else.
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import secrets
 import time
@@ -17,6 +16,7 @@ from typing import Literal
 
 from instar.errors import ConfigError
 from instar.gateway.base import ApiError
+from instar.http.auth import hash_key
 from instar.store.base import KeyKind, KeyRow, Store
 from instar.types import Session
 
@@ -32,10 +32,6 @@ KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key"})
 
 def new_key() -> str:
     return f"sk-instar-{secrets.token_urlsafe(32)}"
-
-
-def hash_key(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def extract_key(headers: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from instar.errors import ConflictError
-from instar.gateway.auth import Caller, hash_key, new_key
+from instar.gateway.auth import Caller, new_key
 from instar.gateway.base import (
     SAMPLING_KEYS,
     ApiError,
@@ -27,6 +27,7 @@ from instar.gateway.base import (
 )
 from instar.gateway.context import GatewayContext
 from instar.gateway.session_states import SessionState, SessionStates
+from instar.http.auth import hash_key
 from instar.types import (
     Call,
     Channel,

@@ -9,7 +9,7 @@ import pytest
 
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
-from instar.gateway.auth import hash_key
+from instar.http.auth import hash_key
 from instar.store.factory import open_store
 from tests.unit.cli.conftest import Instar, Result
 

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from instar.errors import ConfigError
-from instar.gateway.auth import Authenticator, create_agent_key, create_key, hash_key, resolve_admin_key
+from instar.gateway.auth import Authenticator, create_agent_key, create_key, resolve_admin_key
 from instar.gateway.base import ApiError
+from instar.http.auth import hash_key
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Session
 from tests.unit.gateway.conftest import ADMIN, Served

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from instar.config import GatewayConfig
-from instar.gateway.auth import hash_key
+from instar.http.auth import hash_key
 from instar.types import Channel, Link, RewardSource, SessionStatus
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
 
