@@ -18,7 +18,7 @@ from tests.torture import run_process
 from tests.unit.test_learns import LEARNED, run_config
 
 RANK = 8
-STEPS = 30
+STEPS = 40
 FOLLOWED = 6
 """Steps over which the losses are compared."""
 
