@@ -98,7 +98,7 @@ def _describe_outcome(feedback: FeedbackView) -> str:
     reward = "" if feedback.reward is None else f", reward {feedback.reward:g}"
     if feedback.correction is None:
         return reward
-    if feedback.lesson:
+    if feedback.trainable:
         return f"{reward}; the correction will be trained on"
     return f"{reward}; the correction is stored but not trained on: {feedback.reason}"
 
@@ -118,7 +118,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
             time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created_at)),
             row.session_id,
             "" if row.reward is None else f"{row.reward:g}",
-            "yes" if row.lesson else "",
+            "yes" if row.trainable else "",
             Text(row.author),
             Text(row.text),
             Text(row.correction or ""),

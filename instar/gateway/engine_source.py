@@ -18,7 +18,7 @@ from instar.gateway.base import ApiError, bad_request
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.pipeline.record import SampledReply
-from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, Sampling, Source
+from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, SamplingRun, Source
 from instar.record.base import Placement, Renderer, StreamParser
 from instar.record.graph import MessageGraph
 from instar.types import Call, Channel, SamplingParams
@@ -58,8 +58,8 @@ class EngineSource(Source):
             message = f"Token id {ids[position]} is not in the vocabulary of {size} tokens."
             raise bad_request(message, f"{param}[{position}]", "invalid_value")
 
-    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> Sampling:
-        return _EngineSampling(self, call, placement, self._train_sampling)
+    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun:
+        return _EngineSamplingRun(self, call, placement, self._train_sampling)
 
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
@@ -129,7 +129,7 @@ class EngineSource(Source):
         return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
 
 
-class _EngineSampling(Sampling):
+class _EngineSamplingRun(SamplingRun):
     def __init__(
         self, source: EngineSource, call: ModelCall, placement: Placement, train_sampling: SamplingConfig
     ) -> None:
@@ -175,7 +175,11 @@ class _EngineSampling(Sampling):
             self._parsers.append(parser)
             seed = _choose_seed(request_seed, session.seed, self._call.number, index)
             reply = SampledReply(msgspec.structs.replace(params, seed=seed))
-            reply.untrainable = None if self._call.is_trainable else "this model is not to be trained on"
+            reply.untrainable = (
+                None
+                if self._call.is_trainable
+                else "training on this model is disabled by its route (trainable: false)"
+            )
             self._replies.append(reply)
 
     def _sampling_params(self) -> SamplingParams:

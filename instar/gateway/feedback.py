@@ -22,7 +22,7 @@ from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
-from instar.store.base import Store, correction_key
+from instar.store.base import Store, feedback_key
 from instar.types import (
     Call,
     CallStatus,
@@ -74,7 +74,7 @@ class FeedbackView(msgspec.Struct):
     created_at: float
     reward: float | None = None
     """The reward of the session or call that follows from the feedback."""
-    lesson: bool = False
+    trainable: bool = False
     """True if the correction can be trained on."""
     reason: str | None = None
     """Why the correction cannot be trained on."""
@@ -86,7 +86,7 @@ class FeedbackList(msgspec.Struct):
 
 def _feedback_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
     view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
-    view.reward, view.lesson, view.reason = (
+    view.reward, view.trainable, view.reason = (
         reward_value(feedback),
         feedback.correction_ids is not None,
         reason,
@@ -191,7 +191,7 @@ class FeedbackService:
             calls = [call for call in calls if call.session_id == body.session_id]
         if not calls:
             name = body.call_id or body.response_id
-            raise ApiError(404, f"There is no reply {name!r}.", code="answer_not_found", param=param)
+            raise ApiError(404, f"There is no reply {name!r}.", code="reply_not_found", param=param)
         if len(calls) > 1:
             ids = ", ".join(call.call_id for call in calls)
             raise bad_request(f"Several calls have this id; send the call_id of one of {ids}.", param)
@@ -258,7 +258,7 @@ class FeedbackService:
         if session.channel is Channel.VAL:
             return None, "sessions of the val channel are not trained on"
         if route is not None and not route.trainable:
-            return None, "this model is not to be trained on"
+            return None, "training on this model is disabled by its route (trainable: false)"
         if not len(call.prompt_ids):
             return None, f"the call's tokens were not stored: {call.reason}"
         if self._renderer is None:
@@ -300,7 +300,7 @@ def _build_reward(feedback: Feedback, value: float, subject: _FeedbackSubject, c
         detail=detail | ({"author": feedback.author} if feedback.author else {}),
         created_at=feedback.created_at,
         # The key has a prefix, so that an id chosen by a client cannot replace a scorer's reward.
-        reward_id=correction_key(feedback.feedback_id),
+        reward_id=feedback_key(feedback.feedback_id),
     )
 
 

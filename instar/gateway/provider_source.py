@@ -11,7 +11,7 @@ from instar.gateway.auth import KEY_HEADER, KEY_HEADERS
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice
 from instar.gateway.pipeline.record import SampledReply
-from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, Sampling, Source
+from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, SamplingRun, Source
 from instar.gateway.upstream.base import Upstream
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
@@ -25,8 +25,8 @@ class ProviderSource(Source):
         self._upstream = upstream
         self._train_sampling = context.train_sampling
 
-    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> Sampling:
-        return _ProviderSampling(self._upstream, call, graph, placement, self._train_sampling)
+    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun:
+        return _ProviderSamplingRun(self._upstream, call, graph, placement, self._train_sampling)
 
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
@@ -42,7 +42,7 @@ class ProviderSource(Source):
         return await self._upstream.count_tokens(body, _without_gateway_keys(headers))
 
 
-class _ProviderSampling(Sampling):
+class _ProviderSamplingRun(SamplingRun):
     def __init__(
         self,
         upstream: Upstream,
@@ -115,7 +115,7 @@ class _ProviderSampling(Sampling):
         reply.versions = [0] * len(reply.ids)
         unsupported = self._call.request.unsupported_error
         if not self._call.is_trainable:
-            reply.untrainable = "this model is not to be trained on"
+            reply.untrainable = "training on this model is disabled by its route (trainable: false)"
         elif unsupported is not None:
             reply.untrainable = f"sampled with settings that are not recorded: {unsupported.message}"
         return reply

@@ -33,9 +33,9 @@ class SessionState:
     """A session in memory. Its message graph is loaded by the first call that needs it."""
 
     session: Session
-    opening: Session | None = None
+    unsaved_session: Session | None = None
     """The session while it is not stored yet. The store opens it together with its first call."""
-    is_unnamed: bool = False
+    is_matched_by_content: bool = False
     """True if calls are matched to the session by content alone. Named sessions are not matched by content,
     because a session that starts with the same messages could take over the calls of another one."""
     graph: MessageGraph | None = None
@@ -46,8 +46,8 @@ class SessionState:
     """Requests in progress by placement key."""
     graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def take_opening(self) -> Session | None:
-        opening, self.opening = self.opening, None
+    def take_unsaved_session(self) -> Session | None:
+        opening, self.unsaved_session = self.unsaved_session, None
         return opening
 
 
@@ -68,7 +68,7 @@ class _CallTracker:
         state = self._state
         state.in_flight -= 1
         state.used_at = time.time()
-        if state.opening is not None and not state.in_flight:
+        if state.unsaved_session is not None and not state.in_flight:
             self._states.pop(state.session.session_id, None)
 
 
@@ -129,7 +129,7 @@ class SessionStates:
             external_id=external_id,
             created_at=time.time(),
         )
-        return self.add(SessionState(session, opening=session, graph=MessageGraph(self._hasher)))
+        return self.add(SessionState(session, unsaved_session=session, graph=MessageGraph(self._hasher)))
 
     def remove(self, session_id: str) -> None:
         self._states.pop(session_id, None)
@@ -154,7 +154,7 @@ class SessionStates:
         # return yet.
         newest = next(reversed(self._states))
         for session_id, state in list(islice(self._states.items(), _MAX_EVICTION_SCAN)):
-            if session_id != newest and not state.in_flight and state.opening is None:
+            if session_id != newest and not state.in_flight and state.unsaved_session is None:
                 del self._states[session_id]
                 if len(self._states) <= self._limit:
                     return

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from instar.errors import StoreError
 from instar.store.codec import DatabaseRow, dump_json, load_json, sanitize_text
 from instar.store.database import Database
-from instar.store.models import CORRECTION_KEY_PREFIX, UnscoredSession
+from instar.store.models import FEEDBACK_KEY_PREFIX, UnscoredSession
 from instar.store.rows import FEEDBACK_ROWS, REWARD_ROWS, SCORE_ROWS, SESSION_ROWS, TAG_ROWS
 from instar.store.schema import FEEDBACK
 from instar.store.sessions import add_rewards
@@ -247,7 +247,7 @@ def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[F
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
         "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
-        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, CORRECTION_KEY_PREFIX, limit),
+        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, FEEDBACK_KEY_PREFIX, limit),
     )
     return [FEEDBACK_ROWS.decode(row) for row in rows]
 

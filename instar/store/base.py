@@ -21,7 +21,7 @@ from instar.store import sessions as session_queries
 from instar.store import steps as step_queries
 from instar.store.database import Database
 from instar.store.models import (
-    CORRECTION_KEY_PREFIX,
+    FEEDBACK_KEY_PREFIX,
     CallDelta,
     DatasetRow,
     KeyKind,
@@ -32,7 +32,7 @@ from instar.store.models import (
     SessionRecord,
     SessionRow,
     UnscoredSession,
-    correction_key,
+    feedback_key,
 )
 from instar.store.reader import ReaderPool
 from instar.store.session_records import PutRecords
@@ -40,7 +40,7 @@ from instar.store.writer import Writer
 from instar.types import Call, Group, Session
 
 __all__ = [
-    "CORRECTION_KEY_PREFIX",
+    "FEEDBACK_KEY_PREFIX",
     "CallDelta",
     "DatasetRow",
     "KeyKind",
@@ -52,7 +52,7 @@ __all__ = [
     "SessionRow",
     "Store",
     "UnscoredSession",
-    "correction_key",
+    "feedback_key",
 ]
 
 P = ParamSpec("P")

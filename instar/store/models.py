@@ -24,12 +24,12 @@ from instar.types import (
 )
 
 KeyKind = Literal["admin", "agent"]
-CORRECTION_KEY_PREFIX = "feedback:"
+FEEDBACK_KEY_PREFIX = "feedback:"
 
 
-def correction_key(feedback_id: str) -> str:
-    """Return the key under which a correction is claimed as a sample."""
-    return CORRECTION_KEY_PREFIX + feedback_id
+def feedback_key(feedback_id: str) -> str:
+    """Return the key of the reward of a feedback, under which its correction is also claimed as a sample."""
+    return FEEDBACK_KEY_PREFIX + feedback_id
 
 
 @dataclass(frozen=True, slots=True)

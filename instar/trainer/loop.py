@@ -231,7 +231,7 @@ class Trainer:
             metrics |= {**result.samples.metrics, "loss": result.samples.loss}
         if result.corrections is not None:
             correction_loss = compute_correction_loss(corrections.samples, result.corrections.logprobs)
-            metrics |= {"lessons": len(corrections.samples), "lesson_loss": correction_loss}
+            metrics |= {"corrections": len(corrections.samples), "correction_loss": correction_loss}
         return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
     async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:

@@ -40,7 +40,7 @@ class ReplayLookup:
         progress."""
         self._store = store
         self._pending = call.state.pending
-        self._evidence = call.retry
+        self._retry = call.retry
         self._graph = graph
         self._key = key
         self._timeout = timeout
@@ -58,7 +58,7 @@ class ReplayLookup:
     @contextmanager
     def register(self) -> Generator[PendingRequest]:
         """Make requests that ask for the same replies wait until the ``with`` block ends."""
-        pending = PendingRequest(self._evidence.client_key, asyncio.get_running_loop().create_future())
+        pending = PendingRequest(self._retry.client_key, asyncio.get_running_loop().create_future())
         same_key = self._pending.setdefault(self._key, [])
         same_key.append(pending)
         try:
@@ -70,14 +70,14 @@ class ReplayLookup:
                 del self._pending[self._key]
 
     def _find_pending(self) -> PendingRequest | None:
-        has_no_key = self._evidence.client_key is None
+        has_no_key = self._retry.client_key is None
         for pending in reversed(self._pending.get(self._key, ())):
-            if self._evidence.matches(pending.client_key) or (pending.client_gone and has_no_key):
+            if self._retry.matches(pending.client_key) or (pending.client_gone and has_no_key):
                 return pending
         return None
 
     def _recorded_ids(self) -> list[str]:
-        graph, key, evidence = self._graph, self._key, self._evidence
+        graph, key, evidence = self._graph, self._key, self._retry
         if evidence.client_key is None:
             should_replay = graph.take_undelivered(key) or evidence.is_retry
             return graph.find_recorded(key) if should_replay else []

@@ -175,14 +175,14 @@ class Recorder:
         rows: Sequence[_RecordedReply],
     ) -> None:
         tail_keys: dict[str, bytes] = {}
-        if state.is_unnamed and meta.chain is not None:
+        if state.is_matched_by_content and meta.chain is not None:
             tail_keys = {row.call.call_id: row.chain.canonical[-1] for row in rows if row.chain}
-        opening = state.take_opening()
+        opening = state.take_unsaved_session()
         try:
             await self._store.add_calls([row.call for row in rows], opening=opening, tail_keys=tail_keys)
         except BaseException:
             # Nothing was stored, so the next call must open the session.
-            state.opening = opening
+            state.unsaved_session = opening
             raise
         for row in rows:
             graph.add(

@@ -80,8 +80,8 @@ class SessionResolver:
         state = await self._find_by_opening(agent_id, chain, hints.retry) if chain else None
         state = state or await self._find_by_content(agent_id, chain, messages, hints.prompt)
         state = state or self._states.create(agent_id, None)
-        state.is_unnamed = state.session.external_id is None
-        if chain and state.opening is not None:
+        state.is_matched_by_content = state.session.external_id is None
+        if chain and state.unsaved_session is not None:
             client_key = hints.retry.client_key if hints.retry else None
             for key in {client_key, None}:
                 session_id = state.session.session_id
@@ -133,12 +133,12 @@ class SessionResolver:
     ) -> None:
         """Make the session findable by a recorded call. ``chain`` includes the reply."""
         agent_id, session_id = state.session.agent_id, state.session.session_id
-        if chain is not None and state.is_unnamed:
+        if chain is not None and state.is_matched_by_content:
             self._index.add_tail(agent_id, chain.canonical[-1], session_id)
             self._index.add_reply(agent_id, chain.canonical[-2], call.reply, session_id)
         if state.session.channel is Channel.LIVE:
             self._index.add_tool_calls(agent_id, call.reply, session_id)
-        if prompt is not None and state.is_unnamed:
+        if prompt is not None and state.is_matched_by_content:
             self._index.add_text(agent_id, prompt + call.reply["content"], session_id)
 
     def _redact_external_id(self, external_id: str) -> str:

@@ -69,7 +69,7 @@ class ReplyStream(ABC):
         """Pass on the bytes of a provider that speaks the client's dialect."""
 
 
-class Sampling(ABC):
+class SamplingRun(ABC):
     """The replies of one call while they are sampled."""
 
     placement: Placement
@@ -100,7 +100,7 @@ class Source(ABC):
         """Raise ApiError if the source cannot continue the call's prompt."""
 
     @abstractmethod
-    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> Sampling: ...
+    def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun: ...
 
     @abstractmethod
     def replay(

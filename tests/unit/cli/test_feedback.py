@@ -91,9 +91,9 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
     result = instar("feedback", config.run_dir, *arguments)
     assert "will be trained on" in result.out, result.err
     assert "Already recorded" in instar("feedback", config.run_dir, *arguments).out
-    _, (lesson,) = asyncio.run(_kept(config))
-    assert lesson.correction_ids is not None
-    assert make_tiny_tokenizer().decode(lesson.correction_ids.tolist()) == "Hello.<|im_end|>"
+    _, (correction,) = asyncio.run(_kept(config))
+    assert correction.correction_ids is not None
+    assert make_tiny_tokenizer().decode(correction.correction_ids.tolist()) == "Hello.<|im_end|>"
     other = instar(
         "feedback", config.run_dir, "--response", "chatcmpl-1", "--correction", "Hi.", "--id", "f-1"
     )

@@ -255,7 +255,7 @@ async def test_feedback_secrets_are_redacted(gateway: Served) -> None:
     text = f"use {SECRET}"
     view = await send_feedback(gateway, session.api_key, text=text, correction=text, author=SECRET)
     assert view["text"] == view["correction"] == "use [redacted api-key]"
-    assert (view["lesson"], view["reason"]) == (False, "a secret was removed from the correction")
+    assert (view["trainable"], view["reason"]) == (False, "a secret was removed from the correction")
     assert (await give(gateway, session.api_key, text="hm", feedback_id=SECRET)).status_code == 400
     assert not holds(gateway.path, SECRET, tokens_of(SECRET))
 
@@ -263,11 +263,11 @@ async def test_feedback_secrets_are_redacted(gateway: Served) -> None:
 # --- corrections --------------------------------------------------------------------------------
 
 
-async def the_lesson(gateway: Served) -> list[int]:
-    (lesson,) = await gateway.store.corrections("run", 0, 10)
-    assert lesson.correction_ids is not None
-    assert lesson.correction_ids.dtype == np.int32
-    return lesson.correction_ids.tolist()
+async def load_correction_ids(gateway: Served) -> list[int]:
+    (correction,) = await gateway.store.corrections("run", 0, 10)
+    assert correction.correction_ids is not None
+    assert correction.correction_ids.dtype == np.int32
+    return correction.correction_ids.tolist()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -277,9 +277,9 @@ async def test_correction_is_encoded_as_the_model_samples(gateway: Served, diale
     view = await send_feedback(
         gateway, session.api_key, response_id=answer_id(answer), correction="Saïd.\n\nTwice."
     )
-    assert (view["lesson"], view["reason"], view["reward"]) == (True, None, None)
+    assert (view["trainable"], view["reason"], view["reward"]) == (True, None, None)
     end = call.sampled_ids.tolist()[-1]
-    assert await the_lesson(gateway) == [*tokens_of("Saïd.\n\nTwice."), end]
+    assert await load_correction_ids(gateway) == [*tokens_of("Saïd.\n\nTwice."), end]
 
 
 async def test_correction_equal_to_the_reply_has_its_sampled_ids(gateway: Served) -> None:
@@ -289,7 +289,7 @@ async def test_correction_equal_to_the_reply_has_its_sampled_ids(gateway: Served
     from tests.unit.gateway.scripts import CALL
 
     await send_feedback(gateway, session.api_key, correction=f"Let me see.\n{CALL}")
-    assert await the_lesson(gateway) == call.sampled_ids.tolist()
+    assert await load_correction_ids(gateway) == call.sampled_ids.tolist()
 
 
 async def test_correction_of_a_cut_reply_ends_with_the_stop_token(gateway: Served) -> None:
@@ -299,7 +299,7 @@ async def test_correction_of_a_cut_reply_ends_with_the_stop_token(gateway: Serve
     complete, _ = await answered(gateway, "short")
     await send_feedback(gateway, session.api_key, correction="Short.")
     end = (await the_call(gateway, complete)).sampled_ids.tolist()[-1]
-    assert await the_lesson(gateway) == [*tokens_of("Short."), end]
+    assert await load_correction_ids(gateway) == [*tokens_of("Short."), end]
 
 
 async def test_correction_of_a_session_applies_to_its_last_reply(gateway: Served) -> None:
@@ -320,7 +320,7 @@ async def test_correction_of_a_session_applies_to_its_last_reply(gateway: Served
 async def test_correction_with_a_stop_token_is_not_trainable(gateway: Served, text: str) -> None:
     session, _ = await answered(gateway)
     view = await send_feedback(gateway, session.api_key, correction=text)
-    assert not view["lesson"]
+    assert not view["trainable"]
     assert "does not parse this text as a reply" in view["reason"]
     assert await gateway.store.corrections("run", 0, 10) == []
 
@@ -328,14 +328,14 @@ async def test_correction_with_a_stop_token_is_not_trainable(gateway: Served, te
 async def test_correction_longer_than_the_context_is_not_trainable(gateway: Served) -> None:
     session, _ = await answered(gateway)
     view = await send_feedback(gateway, session.api_key, correction="word " * 1200)
-    assert not view["lesson"]
+    assert not view["trainable"]
     assert "the context is 1024" in view["reason"]
 
 
 async def test_correction_of_a_redacted_call_is_not_trainable(gateway: Served) -> None:
     session, _ = await answered(gateway, f"my key is {SECRET}")
     view = await send_feedback(gateway, session.api_key, correction="Thanks.")
-    assert not view["lesson"]
+    assert not view["trainable"]
     assert "redacted" in view["reason"]
 
 
@@ -343,7 +343,7 @@ async def test_correction_on_the_val_channel_is_not_trainable(gateway: Served) -
     session = await gateway.open(channel="val")
     await post(gateway, asking("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
     view = await send_feedback(gateway, session_id=session.session_id, correction="Hello.")
-    assert (view["lesson"], view["correction"]) == (False, "Hello.")
+    assert (view["trainable"], view["correction"]) == (False, "Hello.")
     assert "val" in view["reason"]
 
 
@@ -351,11 +351,11 @@ async def test_feedback_with_a_rollout_session_key_counts_as_the_agents(gateway:
     session = await gateway.open(channel="train")
     await post(gateway, asking("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
     view = await send_feedback(gateway, session.api_key, thumbs="up", correction="Hello.")
-    assert not view["lesson"]
+    assert not view["trainable"]
     (reward,) = await the_rewards(gateway, session)
     assert reward.source is RewardSource.AGENT
     view = await send_feedback(gateway, session_id=session.session_id, correction="Hello.")
-    assert view["lesson"], view
+    assert view["trainable"], view
 
 
 async def test_correction_of_an_untrainable_model_is_not_trainable(
@@ -366,7 +366,10 @@ async def test_correction_of_an_untrainable_model_is_not_trainable(
     async with run_gateway(tmp_path / "s.db", engine, renderer, GatewayConfig(), models=routes) as gateway:
         session, _ = await answered(gateway)
         view = await send_feedback(gateway, session.api_key, correction="Hello.")
-        assert (view["lesson"], view["reason"]) == (False, "this model is not to be trained on")
+        assert (view["trainable"], view["reason"]) == (
+            False,
+            "training on this model is disabled by its route (trainable: false)",
+        )
 
 
 @asynccontextmanager
@@ -404,7 +407,7 @@ async def test_correction_of_a_providers_reply_has_no_tokens(
         answer = await post(gateway, asking(dialect, "hi", stream=stream), dialect)
         view = await send_feedback(gateway, response_id=answer_id(answer), correction="Hello.", thumbs="down")
         assert (view["session_id"], view["correction"]) == (session_of(answer), "Hello.")
-        assert (view["lesson"], view["reward"]) == (False, 0.0)
+        assert (view["trainable"], view["reward"]) == (False, 0.0)
         assert "no token ids" in view["reason"]
 
 

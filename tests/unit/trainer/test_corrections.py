@@ -133,9 +133,9 @@ async def test_training_on_corrections_raises_their_logprob(tmp_path: Path, mode
         )
         assert harness.faults.reached.count("optim_step") == 3
     steps = read_steps(config.run_dir)
-    assert [step["lessons"] for step in steps] == [1, 1, 1]
-    assert steps[0]["lesson_loss"] == pytest.approx(-before / len(CORRECTED_IDS), rel=1e-4)
-    assert steps[0]["lesson_loss"] > steps[-1]["lesson_loss"] > 0
+    assert [step["corrections"] for step in steps] == [1, 1, 1]
+    assert steps[0]["correction_loss"] == pytest.approx(-before / len(CORRECTED_IDS), rel=1e-4)
+    assert steps[0]["correction_loss"] > steps[-1]["correction_loss"] > 0
 
 
 async def test_step_without_advantages_still_trains_corrections(tmp_path: Path, model: Path) -> None:
@@ -150,7 +150,7 @@ async def test_step_without_advantages_still_trains_corrections(tmp_path: Path, 
         assert harness.faults.reached.count("forward_backward") == 1
         assert await corrections_by_step(harness.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
     (step,) = read_steps(config.run_dir)
-    assert (step["samples"], step["lessons"], "loss" in step) == (0, 2, False)
+    assert (step["samples"], step["corrections"], "loss" in step) == (0, 2, False)
 
 
 @pytest.mark.parametrize(
