@@ -1,4 +1,9 @@
-"""The interface of a dialect: one API format, selected by its route, translated to and from our own types."""
+"""The interface of a dialect: one API format, which is selected by its route and translated to our own types.
+
+A dialect never changes a request silently: ``ModelRequest.unsupported_error`` names a field that our engines
+cannot honour. A field that agents send by default is accepted as a hint if nobody can guarantee its effect,
+or if it does not change the sampled tokens. The docstring of each dialect lists these fields.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from instar.gateway.base import ApiError
 from instar.record.base import ReplyDelta
-from instar.types import FinishReason, Floats, Ids, Message, TokenChunk, Tool
+from instar.types import FinishReason, Floats, Ids, Json, Message, TokenChunk, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +29,10 @@ class ModelRequest:
     prompt: str | tuple[int, ...] | None = None
     """A prompt to continue, as text or token ids, instead of messages."""
     previous_response_id: str | None = None
-    """The earlier response that this request continues. Its messages and its reply come before
-    ``messages``."""
+    """The id of the response whose messages and reply precede ``messages``."""
     instruction_count: int = 0
-    """The number of leading messages that are this request's own instructions. They stay in front of the
-    messages of ``previous_response_id``, and later requests do not inherit them."""
+    """The number of leading messages that are instructions of this request only. They precede the messages of
+    ``previous_response_id``, and later requests do not inherit them."""
     session_hints: tuple[str, ...] = ()
     """Ids in the body that may identify the agent's session, the most specific first."""
     n: int = 1
@@ -44,7 +50,7 @@ class ModelRequest:
     score_prompt: bool = False
     """True to return the logprobs of the prompt's own tokens and sample nothing."""
     unsupported_error: ApiError | None = None
-    """The error with which our own engines respond; set if only a provider can answer the request."""
+    """The error with which our engines respond, or None if they can honour the request."""
     parsed_body: Any = None
     """The decoded body, for dialects that repeat parts of it in the response."""
 
@@ -77,11 +83,28 @@ class ReplyChoice:
     """All sampled tokens with logprobs and versions, for token-level dialects."""
 
 
-class StreamWriter(ABC):
-    """Writes one streamed response."""
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
-    @abstractmethod
-    def begin(self, index: int) -> bytes: ...
+
+def format_openai_error(error: ApiError) -> Json:
+    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+class StreamWriter(ABC):
+    """Formats one streamed response. Every method returns the bytes to send."""
+
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
+        self._request_id = request_id
+        self._request = request
+
+    def begin(self, index: int) -> bytes:
+        return b""
 
     @abstractmethod
     def write_deltas(
@@ -89,17 +112,15 @@ class StreamWriter(ABC):
     ) -> bytes: ...
 
     def write_tokens(self, index: int, chunk: TokenChunk) -> bytes:
-        """Return the bytes for sampled tokens, in token-level dialects."""
         raise NotImplementedError
 
     @abstractmethod
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        """Return the last bytes of the stream: everything that tells the client that the replies have
-        ended."""
+        """Return the end of the stream, including everything that tells the client that the replies ended."""
 
     @abstractmethod
     def write_error(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream which has begun and cannot continue."""
+        """Return the event that ends a stream after a failure."""
 
 
 class Dialect(ABC):
@@ -112,14 +133,15 @@ class Dialect(ABC):
     """The name of the messages in a request body."""
     prompt_param: str = "prompt"
     """The name of a prompt of token ids in a request body."""
+    stream_writer_class: type[StreamWriter]
     stream_content_type: str = "text/event-stream"
     is_token_level: bool = False
-    """True if clients exchange token ids. Such calls always go to the engine and are not matched to sessions
-    by content."""
+    """True if clients exchange token ids. Our engine always samples such calls, and they are not matched to
+    sessions by content."""
     count_path: str | None = None
     """The route that counts the tokens of a prompt, if the API has one."""
     parses_messages_independently: bool = False
-    """True if each item of the body's ``messages`` becomes one message, whatever the items before it are."""
+    """True if each item of the body's ``messages`` becomes one message, independently of the other items."""
 
     @abstractmethod
     def parse_request(self, body: bytes) -> ModelRequest:
@@ -130,11 +152,8 @@ class Dialect(ABC):
         self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
     ) -> bytes: ...
 
-    @abstractmethod
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter: ...
-
-    @abstractmethod
-    def format_error(self, error: ApiError) -> bytes: ...
+    def format_error(self, error: ApiError) -> bytes:
+        return orjson.dumps(format_openai_error(error))
 
     def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
         """Return the response to a request with ``score_prompt``."""
@@ -142,7 +161,7 @@ class Dialect(ABC):
 
     def parse_count_request(self, body: bytes) -> ModelRequest:
         """Return the parsed request to ``count_path``."""
-        raise NotImplementedError
+        return self.parse_request(body)
 
     def format_count(self, tokens: int) -> bytes:
         """Return the response of ``count_path``."""

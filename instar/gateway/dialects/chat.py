@@ -1,53 +1,31 @@
-"""OpenAI's chat completions.
+"""OpenAI's chat completions. These fields of a request are accepted as hints (see ``base.py``):
 
-A request that cannot be honoured is never silently changed: ``ModelRequest.unsupported_error`` names the
-field. Some fields that agents send by default ask for something that nobody can guarantee, or that has no
-effect on the sampled tokens. These are accepted as hints:
-
-    field                        reason
-    tool_choice "required", or   Forcing a tool call would change the distribution that is sampled from, and
-      one that names a function  the samples would no longer be the policy's. The tools are offered, and
-                                 ``finish_reason`` shows if one was called. (smolagents, pydantic-ai and
-                                 LangChain's structured output send it by default.)
-    parallel_tool_calls: false   The same: all calls of the one sampled reply are returned.
-    tools[].function.strict      The same, for the form of the arguments.
-    reasoning_effort, verbosity  Their meaning is up to the provider; our model has no such setting.
-    prediction                   A guess of the reply that speeds it up; it changes no token.
-    service_tier, prompt_cache_retention, prompt_cache_options
-                                 They concern the provider's queues and caches.
-    user, safety_identifier, metadata, prompt_cache_key
-                                 They identify the session (``ModelRequest.session_hints``).
+field                        reason
+tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
+  one that names a function  samples would no longer be the policy's. The tools are offered, and
+                             ``finish_reason`` shows whether one was called. (smolagents, pydantic-ai and
+                             LangChain's structured output send this field by default.)
+parallel_tool_calls: false   The reason is the same: all calls of the sampled reply are returned.
+tools[].function.strict      The reason is the same: the form of the arguments is not forced.
+reasoning_effort, verbosity  Each provider defines their meaning; our model has no such setting.
+prediction                   It is a guess of the reply that speeds up sampling and changes no token.
+service_tier, prompt_cache_retention, prompt_cache_options
+                             They configure the provider's queues and caches.
+user, safety_identifier, metadata, prompt_cache_key
+                             They identify the session (``ModelRequest.session_hints``).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import orjson
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
-from instar.gateway.dialects.common import (
-    RANGES,
-    SESSION_KEYS,
-    check_ranges,
-    check_tool_is_listed,
-    decode_body,
-    find_unsupported_values,
-    format_event,
-    format_logprob,
-    format_openai_error,
-    format_stream_end,
-    format_tool_call,
-    format_usage,
-    no_tools_error,
-    parse_stop,
-    placeholder,
-    unsupported_value,
-)
+from instar.gateway.dialects import common
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
 from instar.wire.openai import ChatContentPart, ChatRequestBody, ChatRequestMessage, ChatToolChoice
@@ -66,59 +44,28 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "moderation": (),
 }
-_RANGES = {**RANGES, "max_completion_tokens": RANGES["max_tokens"]}
-_FINISH_REASONS = {"stop": "stop", "length": "length", "aborted": "stop"}
-
-# --- requests -----------------------------------------------------------------------------------
-
-
-def _parse_request(raw: bytes) -> ModelRequest:
-    body = decode_body(_decoder, raw)
-    check_ranges(body, _RANGES)
-    if not body.messages:
-        raise bad_request("'messages' is empty.", "messages", "invalid_value")
-    errors = _find_unsupported(body)
-    messages = tuple(
-        _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(body.messages)
-    )
-    return ModelRequest(
-        model=body.model,
-        messages=messages,
-        tools=_parse_tools(body),
-        session_hints=_session_hints(body),
-        n=body.n or 1,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop=parse_stop(body.stop),
-        stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        logprobs=bool(body.logprobs),
-        unsupported_error=errors[0] if errors else None,
-    )
+_RANGES = {**common.RANGES, "max_completion_tokens": common.RANGES["max_tokens"]}
 
 
 def _find_unsupported(body: ChatRequestBody) -> list[ApiError]:
-    errors = find_unsupported_values(body, _SUPPORTED_VALUES)
+    errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
     if body.response_format and body.response_format.type != "text":
         message = f"Unsupported response_format {body.response_format.type!r}; supported: 'text'."
-        errors.append(unsupported_value(message, "response_format.type"))
+        errors.append(common.unsupported_value(message, "response_format.type"))
     if body.functions:
-        errors.append(_deprecated("functions", "tools"))
+        errors.append(_deprecated_field("functions", "tools"))
     if body.function_call is not None:
-        errors.append(_deprecated("function_call", "tool_choice"))
+        errors.append(_deprecated_field("function_call", "tool_choice"))
     return errors
 
 
-def _deprecated(field: str, replacement: str, path: str = "") -> ApiError:
+def _deprecated_field(field: str, replacement: str, path: str = "") -> ApiError:
     message = f"The deprecated field '{field}' is not supported; use '{replacement}'."
-    return unsupported_value(message, path or field)
+    return common.unsupported_value(message, path or field)
 
 
 def _parse_message(wire: ChatRequestMessage, path: str, errors: list[ApiError]) -> Message:
-    # The result must not depend on earlier messages: the request cache parses only the new ones.
+    # The result must not depend on earlier messages, because the request cache parses only the new messages.
     role = "system" if wire.role == "developer" else wire.role
     message = Message(role=role, content=_parse_content(wire, path, errors))
     if wire.tool_calls:
@@ -129,9 +76,9 @@ def _parse_message(wire: ChatRequestMessage, path: str, errors: list[ApiError]) 
             for call in wire.tool_calls
         ]
     if wire.function_call is not None:
-        errors.append(_deprecated("function_call", "tool_calls", f"{path}.function_call"))
+        errors.append(_deprecated_field("function_call", "tool_calls", f"{path}.function_call"))
     if wire.audio is not None:
-        errors.append(unsupported_value("Audio is not supported.", f"{path}.audio"))
+        errors.append(common.unsupported_value("Audio is not supported.", f"{path}.audio"))
     if role == "assistant" and (reasoning := wire.reasoning_content or wire.reasoning):
         message["reasoning"] = reasoning
     if wire.tool_call_id is not None:
@@ -153,8 +100,8 @@ def _parse_part(part: ChatContentPart, path: str, errors: list[ApiError]) -> str
     if text is not None:
         return text
     message = f"Unsupported content part {part.type!r}; supported: 'text' with a 'text'."
-    errors.append(unsupported_value(message, path))
-    return placeholder(part, part.type)
+    errors.append(common.unsupported_value(message, path))
+    return common.placeholder(part, part.type)
 
 
 def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
@@ -178,15 +125,15 @@ def _check_tool_choice(body: ChatRequestBody, names: set[str]) -> None:
         message = "'parallel_tool_calls' is only allowed with 'tools'."
         raise bad_request(message, "parallel_tool_calls", "invalid_value")
     if body.tool_choice == "required" and not names:
-        raise no_tools_error()
+        raise common.no_tools_error()
     if isinstance(body.tool_choice, ChatToolChoice):
-        check_tool_is_listed(body.tool_choice.function.name, names)
+        common.check_tool_is_listed(body.tool_choice.function.name, names)
 
 
 def _session_hints(body: ChatRequestBody) -> tuple[str, ...]:
-    # Each value is prefixed with its kind, so that a user never matches a session of the same name.
+    # Each value is prefixed with its kind, so that a user never matches a session with the same name.
     metadata = body.metadata or {}
-    values = [(key, metadata.get(key)) for key in SESSION_KEYS]
+    values = [(key, metadata.get(key)) for key in common.SESSION_KEYS]
     values += [
         ("prompt_cache_key", body.prompt_cache_key),
         ("safety_identifier", body.safety_identifier),
@@ -198,77 +145,53 @@ def _session_hints(body: ChatRequestBody) -> tuple[str, ...]:
 # --- responses ----------------------------------------------------------------------------------
 
 
-def _finish_reason(choice: ReplyChoice) -> str:
-    if choice.finish_reason == "stop" and choice.message.get("tool_calls"):
-        return "tool_calls"
-    return _FINISH_REASONS[choice.finish_reason]
-
-
 def _format_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    return {"content": [format_logprob(token) for token in tokens], "refusal": None}
+    return {"content": [common.format_logprob(token) for token in tokens], "refusal": None}
 
 
-def _format_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
+def _format_choice(index: int, choice: ReplyChoice, *, has_logprobs: bool) -> Json:
     reply = choice.message
     message: Json = {"role": "assistant", "content": reply["content"], "refusal": None}
     if calls := reply.get("tool_calls"):
         message["content"] = reply["content"] or None
-        message["tool_calls"] = [format_tool_call(call) for call in calls]
+        message["tool_calls"] = [common.format_tool_call(call) for call in calls]
     if reasoning := reply.get("reasoning"):
         message["reasoning_content"] = reasoning
     return {
         "index": index,
         "message": message,
-        "logprobs": _format_logprobs(choice.logprobs) if logprobs else None,
-        "finish_reason": _finish_reason(choice),
+        "logprobs": _format_logprobs(choice.logprobs) if has_logprobs else None,
+        "finish_reason": common.format_finish_reason(choice),
     }
 
 
-class ChatStreamWriter(StreamWriter):
-    def __init__(self, request_id: str, request: ModelRequest) -> None:
-        self._request = request
-        self._head: Json = {
-            "id": request_id,
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": request.model,
-        }
-        if request.include_usage:
-            self._head["usage"] = None
+class ChatStreamWriter(common.CompletionStreamWriter):
+    object_name = "chat.completion.chunk"
+    empty_content: ClassVar[Json] = {"delta": {}}
 
     def begin(self, index: int) -> bytes:
-        return self._chunk(index, {"role": "assistant", "content": ""})
+        return self._format_delta(index, {"role": "assistant", "content": ""})
 
     def write_deltas(
         self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
     ) -> bytes:
-        out: list[bytes] = []
+        chunks: list[bytes] = []
         for delta in deltas:
             if delta.call is not None:
-                out += self._call_chunks(index, delta.call)
+                chunks += self._format_call(index, delta.call)
             elif delta.reasoning:
-                out.append(self._chunk(index, {"reasoning_content": delta.reasoning}))
+                chunks.append(self._format_delta(index, {"reasoning_content": delta.reasoning}))
             elif not (logprobs and delta is deltas[-1]):
-                out.append(self._chunk(index, {"content": delta.text}))
+                chunks.append(self._format_delta(index, {"content": delta.text}))
         if logprobs:
-            last = deltas[-1].text if deltas else ""
-            out.append(self._chunk(index, {"content": last}, logprobs=_format_logprobs(logprobs)))
-        return b"".join(out)
+            text = deltas[-1].text if deltas else ""
+            chunks.append(self._format_delta(index, {"content": text}, _format_logprobs(logprobs)))
+        return b"".join(chunks)
 
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        out = [self._chunk(i, {}, finish_reason=_finish_reason(choice)) for i, choice in enumerate(choices)]
-        return b"".join([*out, format_stream_end(self._head, self._request, choices)])
+    def _format_delta(self, index: int, delta: Json, logprobs: Json | None = None) -> bytes:
+        return self._format_chunk(index, {"delta": delta}, logprobs=logprobs)
 
-    def write_error(self, error: ApiError) -> bytes:
-        return format_event(format_openai_error(error))
-
-    def _chunk(
-        self, index: int, delta: Json, *, finish_reason: str | None = None, logprobs: Json | None = None
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return format_event({**self._head, "choices": [choice]})
-
-    def _call_chunks(self, index: int, call: ToolCallDelta) -> list[bytes]:
+    def _format_call(self, index: int, call: ToolCallDelta) -> list[bytes]:
         # Clients expect the name first, with empty arguments, and then the arguments.
         parts: list[Json] = []
         if call.id:
@@ -276,7 +199,7 @@ class ChatStreamWriter(StreamWriter):
             parts.append({"index": call.index, "id": call.id, "type": "function", "function": function})
         if call.arguments:
             parts.append({"index": call.index, "function": {"arguments": call.arguments}})
-        return [self._chunk(index, {"tool_calls": [part]}) for part in parts]
+        return [self._format_delta(index, {"tool_calls": [part]}) for part in parts]
 
 
 class ChatDialect(Dialect):
@@ -284,26 +207,40 @@ class ChatDialect(Dialect):
     path = "/chat/completions"
     parses_messages_independently = True
     id_prefix = "chatcmpl"
+    stream_writer_class = ChatStreamWriter
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        return _parse_request(body)
+        wire = common.decode_body(_decoder, body)
+        common.check_ranges(wire, _RANGES)
+        if not wire.messages:
+            raise bad_request("'messages' is empty.", "messages", "invalid_value")
+        errors = _find_unsupported(wire)
+        messages = tuple(
+            _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(wire.messages)
+        )
+        return ModelRequest(
+            model=wire.model,
+            messages=messages,
+            tools=_parse_tools(wire),
+            session_hints=_session_hints(wire),
+            n=wire.n or 1,
+            max_tokens=wire.max_completion_tokens or wire.max_tokens,
+            temperature=wire.temperature,
+            top_p=wire.top_p,
+            top_k=wire.top_k,
+            seed=wire.seed,
+            stop=common.parse_stop(wire.stop),
+            stream=bool(wire.stream),
+            include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
+            logprobs=bool(wire.logprobs),
+            unsupported_error=errors[0] if errors else None,
+        )
 
     def format_response(
         self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
     ) -> bytes:
-        return orjson.dumps(
-            {
-                "id": request_id,
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": request.model,
-                "choices": [_format_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)],
-                "usage": format_usage(choices),
-            }
-        )
-
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
-        return ChatStreamWriter(request_id, request)
-
-    def format_error(self, error: ApiError) -> bytes:
-        return orjson.dumps(format_openai_error(error))
+        head = common.format_response_head("chat.completion", request_id, request)
+        formatted = [
+            _format_choice(i, choice, has_logprobs=request.logprobs) for i, choice in enumerate(choices)
+        ]
+        return orjson.dumps({**head, "choices": formatted, "usage": common.format_usage(choices)})

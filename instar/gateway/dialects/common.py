@@ -1,18 +1,26 @@
-"""Checks that several dialects share, and the parts that OpenAI's APIs have in common."""
+"""Checks and formats that several dialects share."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import orjson
 
 from instar.gateway.base import ApiError, bad_request, from_validation
-from instar.gateway.dialects.base import ModelRequest, ReplyChoice, TokenLogprob
-from instar.types import Json, ToolCall
+from instar.gateway.dialects.base import (
+    ModelRequest,
+    ReplyChoice,
+    StreamWriter,
+    TokenLogprob,
+    format_openai_error,
+)
+from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.types import Json, Message, ToolCall
 
 T = TypeVar("T")
 
@@ -26,7 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
 SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
-"""Keys of ``metadata`` in which agents send the id of their session."""
+"""The keys of ``metadata`` under which agents send the id of their session."""
 
 # --- requests -----------------------------------------------------------------------------------
 
@@ -66,8 +74,8 @@ def check_ranges(body: object, ranges: Mapping[str, tuple[float, float]]) -> Non
         value = getattr(body, name)
         if value is not None and not low <= value <= high:
             raise bad_request(f"'{name}' is {value}; it must be in [{low}, {high}].", name, "invalid_value")
-    if getattr(body, "top_p") == 0:  # noqa: B009 - every body has it
-        raise bad_request("'top_p' must be greater than 0.", "top_p", "invalid_value")
+    if getattr(body, "top_p") == 0:  # noqa: B009 - every body has this field
+        raise bad_request("'top_p' is 0; it must be greater than 0.", "top_p", "invalid_value")
 
 
 def check_tool_is_listed(name: str | None, tools: set[str], path: str = "tool_choice") -> None:
@@ -83,7 +91,8 @@ def no_tools_error() -> ApiError:
 def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in strings:
-        raise bad_request("A stop string is empty.", f"{param}[{strings.index('')}]", "invalid_value")
+        path = f"{param}[{strings.index('')}]"
+        raise bad_request(f"'{path}' is an empty stop string.", path, "invalid_value")
     if len(strings) > MAX_STOP_STRINGS:
         message = f"'{param}' has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed."
         raise bad_request(message, param, "invalid_value")
@@ -91,29 +100,17 @@ def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[s
 
 
 def placeholder(value: msgspec.Struct, kind: str) -> str:
-    """Return a text that stands for content other than text, such as an image. The text includes a hash of
-    the content, so that messages with different images differ."""
+    """Return a text that represents an image or other content. The text includes a hash of the content, so
+    that messages with different images differ."""
     return f"[{kind} {blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()}]"
 
 
 # --- OpenAI's responses -------------------------------------------------------------------------
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-
-
-def format_openai_error(error: ApiError) -> Json:
-    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-
 
 def format_usage(choices: Sequence[ReplyChoice]) -> Json:
-    """Return the ``usage`` object of a response. The prompt is counted once, whatever ``n`` is. The number of
-    reasoning tokens is included only if no reply has reasoning, because otherwise it is unknown."""
+    """Return the ``usage`` object of a response, in which the prompt is counted once for all choices. The
+    number of reasoning tokens is included only if no reply has reasoning, because otherwise it is unknown."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
     usage: Json = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if choices[0].cached_tokens is not None:
@@ -126,7 +123,7 @@ def format_usage(choices: Sequence[ReplyChoice]) -> Json:
 def format_logprob(token: TokenLogprob) -> Json:
     return {
         "token": token.text,
-        "logprob": token.logprob,  # orjson writes NaN as null, so a missing one stays missing
+        "logprob": token.logprob,  # orjson writes NaN, a missing logprob, as null.
         "bytes": list(token.text.encode()),
         "top_logprobs": [],
     }
@@ -148,9 +145,54 @@ def format_named_event(value: Json, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), data)
 
 
-def format_stream_end(head: Json, request: ModelRequest, choices: Sequence[ReplyChoice]) -> bytes:
-    """Return the events that follow the finish reasons at the end of a stream."""
-    done = b"data: [DONE]\n\n"
-    if not request.include_usage:
-        return done
-    return format_event({**head, "choices": [], "usage": format_usage(choices)}) + done
+def format_response_head(kind: str, request_id: str, request: ModelRequest) -> Json:
+    """Return the fields that every chunk of a response has. ``kind`` is the value of ``object``."""
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": request.model}
+
+
+def format_finish_reason(choice: ReplyChoice) -> str:
+    if choice.finish_reason == "stop" and choice.message.get("tool_calls"):
+        return "tool_calls"
+    return "length" if choice.finish_reason == "length" else "stop"
+
+
+class CompletionStreamWriter(StreamWriter):
+    """Formats the streams of chat completions and completions, in which every chunk has one choice."""
+
+    object_name: str
+    empty_content: ClassVar[Json]
+    """The content of the chunk with the finish reason."""
+
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
+        super().__init__(request_id, request)
+        self._head = format_response_head(self.object_name, request_id, request)
+        if request.include_usage:
+            self._head["usage"] = None
+
+    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+        chunks = [
+            self._format_chunk(index, self.empty_content, finish_reason=format_finish_reason(choice))
+            for index, choice in enumerate(choices)
+        ]
+        if self._request.include_usage:
+            chunks.append(format_event({**self._head, "choices": [], "usage": format_usage(choices)}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def write_error(self, error: ApiError) -> bytes:
+        return format_event(format_openai_error(error))
+
+    def _format_chunk(
+        self, index: int, content: Json, *, logprobs: Json | None = None, finish_reason: str | None = None
+    ) -> bytes:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        return format_event({**self._head, "choices": [choice]})
+
+
+def split_reply(message: Message) -> list[ReplyDelta]:
+    """Return the deltas of a complete reply."""
+    reasoning = message.get("reasoning")
+    deltas = [ReplyDelta(reasoning=reasoning)] if reasoning else []
+    deltas += [ReplyDelta(text=message["content"])] if message["content"] else []
+    for index, call in enumerate(message.get("tool_calls", ())):
+        deltas.append(ReplyDelta(call=ToolCallDelta(index, call["id"], call["name"], call["arguments"])))
+    return deltas

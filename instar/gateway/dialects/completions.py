@@ -1,46 +1,30 @@
-"""OpenAI's completions, which continue a prompt given as text or token ids.
+"""OpenAI's completions, which continue a prompt of text or token ids.
 
-The reply is plain text, without tool calls and reasoning. With ``echo``, ``logprobs: 0`` and
-``max_tokens: 0`` the response has the logprobs of the prompt itself.
+The reply is plain text without tool calls and reasoning. A request with ``echo: true``, ``logprobs: 0`` and
+``max_tokens: 0`` returns the logprobs of its prompt instead of a reply.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import orjson
 
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
-from instar.gateway.dialects.common import (
-    RANGES,
-    check_ranges,
-    decode_body,
-    find_unsupported_values,
-    format_event,
-    format_openai_error,
-    format_stream_end,
-    format_usage,
-    parse_stop,
-    unsupported_value,
-)
+from instar.gateway.dialects import common
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.record.base import ReplyDelta
 from instar.types import Json
 from instar.wire.openai import CompletionsRequestBody
 
-_DEFAULT_MAX_TOKENS = 16  # as OpenAI documents it
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _MAX_TOKEN_ID = (1 << 31) - 1
-_FINISH_REASONS = {"stop": "stop", "length": "length", "aborted": "stop"}
-
-
 _decoder = msgspec.json.Decoder(CompletionsRequestBody)
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    # Only the logprobs of the sampled tokens are known.
-    "logprobs": (0,),
+    "logprobs": (0,),  # Only the logprobs of the sampled tokens are known.
     "suffix": ("",),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -56,11 +40,10 @@ def _parse_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
     if not isinstance(prompt[0], str | list):
         return _parse_token_ids(prompt, "prompt")
     if len(prompt) > 1:
-        message = f"'prompt' has {len(prompt)} prompts; send one per request."
-        raise bad_request(message, "prompt", "unsupported_value")
-    return (
-        prompt[0] if isinstance(prompt[0], str) else _parse_token_ids(cast(list[Any], prompt[0]), "prompt[0]")
-    )
+        message = f"'prompt' has {len(prompt)} prompts; send one prompt in each request."
+        raise common.unsupported_value(message, "prompt")
+    first = prompt[0]
+    return first if isinstance(first, str) else _parse_token_ids(cast(list[Any], first), "prompt[0]")
 
 
 def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
@@ -69,38 +52,36 @@ def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
             message = f"Expected a token id at '{path}[{i}]', got {type(token).__name__}."
             raise bad_request(message, f"{path}[{i}]", "invalid_type")
         if not 0 <= token <= _MAX_TOKEN_ID:
-            raise bad_request(f"{token} is not a token id.", f"{path}[{i}]", "invalid_value")
+            message = f"'{path}[{i}]' is {token}; token ids are between 0 and {_MAX_TOKEN_ID}."
+            raise bad_request(message, f"{path}[{i}]", "invalid_value")
     if not token_ids:
         raise bad_request(f"'{path}' is empty.", path, "invalid_value")
     return tuple(token_ids)
 
 
 def _scores_prompt(body: CompletionsRequestBody) -> bool:
-    """Return True if the request asks for the logprobs of its prompt and for no reply. A prompt is never
-    echoed together with a reply."""
+    """Return True if the request asks for the logprobs of its prompt instead of a reply."""
     return bool(body.echo) and body.max_tokens == 0 and body.logprobs == 0 and not body.stream
 
 
 def _find_unsupported(body: CompletionsRequestBody) -> list[ApiError]:
-    errors = find_unsupported_values(body, _SUPPORTED_VALUES)
+    errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
     if body.echo and not _scores_prompt(body):
         message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."
-        errors.append(unsupported_value(message, "echo"))
+        errors.append(common.unsupported_value(message, "echo"))
     if body.best_of not in (None, 1, body.n):
-        errors.append(unsupported_value("'best_of' must equal 'n'.", "best_of"))
+        message = f"'best_of' is {body.best_of}; it must equal 'n' ({body.n or 1})."
+        errors.append(common.unsupported_value(message, "best_of"))
     return errors
 
 
-class CompletionsStreamWriter(StreamWriter):
-    def __init__(self, request_id: str, request: ModelRequest) -> None:
-        self._request = request
-        self._head = _format_head(request_id, request)
-        if request.include_usage:
-            self._head["usage"] = None
-        self._offsets = [0] * request.n
+class CompletionsStreamWriter(common.CompletionStreamWriter):
+    object_name = "text_completion"
+    empty_content: ClassVar[Json] = {"text": ""}
 
-    def begin(self, index: int) -> bytes:
-        return b""
+    def __init__(self, request_id: str, request: ModelRequest) -> None:
+        super().__init__(request_id, request)
+        self._offsets = [0] * request.n
 
     def write_deltas(
         self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
@@ -110,23 +91,7 @@ class CompletionsStreamWriter(StreamWriter):
             return b""
         formatted = _format_logprobs(logprobs, self._offsets[index]) if logprobs else None
         self._offsets[index] += sum(len(token.text) for token in logprobs)
-        return self._chunk(index, text, logprobs=formatted)
-
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        out = [
-            self._chunk(i, "", finish=_FINISH_REASONS[choice.finish_reason])
-            for i, choice in enumerate(choices)
-        ]
-        return b"".join([*out, format_stream_end(self._head, self._request, choices)])
-
-    def write_error(self, error: ApiError) -> bytes:
-        return format_event(format_openai_error(error))
-
-    def _chunk(
-        self, index: int, text: str, *, finish: str | None = None, logprobs: Json | None = None
-    ) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return format_event({**self._head, "choices": [choice]})
+        return self._format_chunk(index, {"text": text}, logprobs=formatted)
 
 
 class CompletionsDialect(Dialect):
@@ -134,11 +99,13 @@ class CompletionsDialect(Dialect):
     path = "/completions"
     messages_param = "prompt"
     id_prefix = "cmpl"
+    stream_writer_class = CompletionsStreamWriter
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        wire = decode_body(_decoder, body)
-        scores = _scores_prompt(wire)
-        check_ranges(wire, {name: RANGES[name] for name in RANGES if not (scores and name == "max_tokens")})
+        wire = common.decode_body(_decoder, body)
+        scores_prompt = _scores_prompt(wire)
+        checked = [name for name in common.RANGES if not (scores_prompt and name == "max_tokens")]
+        common.check_ranges(wire, {name: common.RANGES[name] for name in checked})
         errors = _find_unsupported(wire)
         return ModelRequest(
             model=wire.model,
@@ -151,21 +118,28 @@ class CompletionsDialect(Dialect):
             top_p=wire.top_p,
             top_k=wire.top_k,
             seed=wire.seed,
-            stop=parse_stop(wire.stop),
+            stop=common.parse_stop(wire.stop),
             stream=bool(wire.stream),
             include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
             logprobs=wire.logprobs is not None,
-            score_prompt=scores,
+            score_prompt=scores_prompt,
             unsupported_error=errors[0] if errors else None,
         )
 
     def format_response(
         self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
     ) -> bytes:
-        formatted = [_format_choice(i, choice, request.logprobs) for i, choice in enumerate(choices)]
-        return orjson.dumps(
-            {**_format_head(request_id, request), "choices": formatted, "usage": format_usage(choices)}
-        )
+        formatted = [
+            {
+                "index": index,
+                "text": choice.message["content"],
+                "logprobs": _format_logprobs(choice.logprobs, 0) if request.logprobs else None,
+                "finish_reason": common.format_finish_reason(choice),
+            }
+            for index, choice in enumerate(choices)
+        ]
+        head = common.format_response_head("text_completion", request_id, request)
+        return orjson.dumps({**head, "choices": formatted, "usage": common.format_usage(choices)})
 
     def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
         choice = {
@@ -175,31 +149,8 @@ class CompletionsDialect(Dialect):
             "finish_reason": "length",
         }
         usage = {"prompt_tokens": len(tokens), "completion_tokens": 0, "total_tokens": len(tokens)}
-        return orjson.dumps({**_format_head(request_id, request), "choices": [choice], "usage": usage})
-
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
-        return CompletionsStreamWriter(request_id, request)
-
-    def format_error(self, error: ApiError) -> bytes:
-        return orjson.dumps(format_openai_error(error))
-
-
-def _format_head(request_id: str, request: ModelRequest) -> Json:
-    return {
-        "id": request_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": request.model,
-    }
-
-
-def _format_choice(index: int, choice: ReplyChoice, logprobs: bool) -> Json:
-    return {
-        "index": index,
-        "text": choice.message["content"],
-        "logprobs": _format_logprobs(choice.logprobs, 0) if logprobs else None,
-        "finish_reason": _FINISH_REASONS[choice.finish_reason],
-    }
+        head = common.format_response_head("text_completion", request_id, request)
+        return orjson.dumps({**head, "choices": [choice], "usage": usage})
 
 
 def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:

@@ -13,12 +13,12 @@ from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, Str
 from instar.gateway.dialects.common import format_named_event
 from instar.gateway.dialects.messages_request import parse_count_request, parse_request
 from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.types import Json, ToolCall
+from instar.types import Json
 from instar.wire.anthropic import MessagesRequestBody
 
 SIGNATURE = "instar"
-"""The signature of thinking blocks. It is not verified; it exists because clients send back only thinking
-that has one."""
+"""The signature of thinking blocks. It is never verified, but clients only send back thinking with a
+signature."""
 
 ThinkingDisplay = Literal["full", "omitted", "none"]
 BlockType = Literal["text", "thinking", "tool_use"]
@@ -44,7 +44,7 @@ def _dump_json(value: Json) -> bytes:
 
 
 def _thinking_display(request: ModelRequest) -> ThinkingDisplay:
-    # Thinking is returned only on request: other clients expect the first block to be the text.
+    # Thinking is returned only on request, because other clients expect the text in the first block.
     body = request.parsed_body
     thinking = body.thinking if isinstance(body, MessagesRequestBody) else None
     if thinking is None or thinking.type == "disabled":
@@ -52,15 +52,19 @@ def _thinking_display(request: ModelRequest) -> ThinkingDisplay:
     return "omitted" if thinking.display == "omitted" else "full"
 
 
-def _format_message(request_id: str, request: ModelRequest, choice: ReplyChoice) -> Json:
-    content = _format_content(choice, _thinking_display(request))
+def _format_message(
+    request_id: str, request: ModelRequest, content: list[Json], choice: ReplyChoice | None
+) -> Json:
+    """Return a message. ``choice`` is None at the start of a stream, when its end is not known."""
+    has_calls = any(block["type"] == "tool_use" for block in content)
+    stop: Json = {"stop_reason": None, "stop_sequence": None}
     return {
         "id": request_id,
         "type": "message",
         "role": "assistant",
         "model": request.model,
         "content": content,
-        **_format_stop(choice, has_calls=any(block["type"] == "tool_use" for block in content)),
+        **(_format_stop(choice, has_calls=has_calls) if choice else stop),
         "usage": _format_usage(choice),
     }
 
@@ -71,24 +75,23 @@ def _format_content(choice: ReplyChoice, display: ThinkingDisplay) -> list[Json]
     if display != "none" and (reasoning := reply.get("reasoning")):
         thinking = reasoning if display == "full" else ""
         blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
-    calls = [_format_tool_use(call) for call in reply.get("tool_calls", ())]
+    calls = reply.get("tool_calls", ())
     if reply["content"].strip() or not calls:
         blocks.append({"type": "text", "text": reply["content"], "citations": None})
-    return blocks + calls
-
-
-def _format_tool_use(call: ToolCall) -> Json:
-    """Return a ``tool_use`` block, or a text block if the arguments are not a JSON object."""
-    arguments = _parse_object(call["arguments"])
-    if arguments is None:
-        return {"type": "text", "text": f"{call['name']}({call['arguments']})", "citations": None}
-    return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments}
+    for call in calls:
+        arguments = _parse_object(call["arguments"])
+        if arguments is None:  # The API cannot represent arguments that are not a JSON object.
+            blocks.append({"type": "text", "text": f"{call['name']}({call['arguments']})", "citations": None})
+        else:
+            block = {"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments}
+            blocks.append(block)
+    return blocks
 
 
 def _parse_object(text: str) -> Json | None:
     try:
         value: Any = json.loads(text or "{}", parse_constant=_reject_constant)
-        json.dumps(value, allow_nan=False)  # numbers such as 1e999 are parsed as infinite
+        json.dumps(value, allow_nan=False)  # raises ValueError for 1e999, which is parsed as infinity
     except (ValueError, RecursionError):
         return None
     return cast(Json, value) if isinstance(value, dict) else None
@@ -106,8 +109,7 @@ def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
 
 
 def _format_usage(choice: ReplyChoice | None) -> Json:
-    """Return the ``usage`` object of a response. The prompt's tokens are split into uncached and cached ones.
-    Before the reply is known, all counts are 0."""
+    """Return the ``usage`` object of a response, in which ``input_tokens`` excludes cached tokens."""
     cached = choice.cached_tokens or 0 if choice else 0
     return {
         "input_tokens": choice.prompt_tokens - cached if choice else 0,
@@ -129,15 +131,14 @@ def _format_event(value: Json) -> bytes:
 
 
 class MessagesStreamWriter(StreamWriter):
-    """Writes the events of one streamed message, in which one content block is open at a time.
+    """Formats the events of one streamed message, in which at most one content block is open.
 
-    Trailing white space is held back until more text arrives, because clients drop or reject blocks that are
-    only white space.
+    Trailing white space is held back until more text arrives, because clients drop or reject blocks that only
+    contain white space.
     """
 
     def __init__(self, request_id: str, request: ModelRequest) -> None:
-        self._request_id = request_id
-        self._request = request
+        super().__init__(request_id, request)
         self._thinking_display = _thinking_display(request)
         self._block_index = -1
         self._open_block: BlockType | None = None
@@ -145,44 +146,34 @@ class MessagesStreamWriter(StreamWriter):
         self._held_space = ""
 
     def begin(self, index: int) -> bytes:
-        start: Json = {
-            "id": self._request_id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._request.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _format_usage(None),
-        }
-        return _format_event({"type": "message_start", "message": start}) + _format_event({"type": "ping"})
+        message = _format_message(self._request_id, self._request, [], None)
+        return _format_event({"type": "message_start", "message": message}) + _format_event({"type": "ping"})
 
     def write_deltas(
         self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
     ) -> bytes:
-        out: list[bytes] = []
+        events: list[bytes] = []
         for delta in deltas:
             if delta.call is not None:
-                out += self._write_call(delta.call)
+                events += self._write_call(delta.call)
             elif delta.reasoning:
-                out += self._write_thinking(delta.reasoning)
+                events += self._write_thinking(delta.reasoning)
             else:
-                out += self._write_text(delta.text)
-        return b"".join(out)
+                events += self._write_text(delta.text)
+        return b"".join(events)
 
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
         choice = choices[0]
-        out: list[bytes] = []
+        events: list[bytes] = []
         if self._held_space and self._open_block == "text":
-            out.append(self._block_delta({"type": "text_delta", "text": self._held_space}))
+            events.append(self._block_delta({"type": "text_delta", "text": self._held_space}))
         has_calls = bool(choice.message.get("tool_calls"))
         if self._open_block in (None, "thinking") and not has_calls:
-            out += self._start_block("text", {"text": ""})
-        out += self._stop_block()
+            events += self._start_block("text", {"text": ""})
+        events += self._stop_block()
         stop = _format_stop(choice, has_calls=has_calls)
-        out.append(_format_event({"type": "message_delta", "delta": stop, "usage": _format_usage(choice)}))
-        out.append(_format_event({"type": "message_stop"}))
-        return b"".join(out)
+        events.append(_format_event({"type": "message_delta", "delta": stop, "usage": _format_usage(choice)}))
+        return b"".join([*events, _format_event({"type": "message_stop"})])
 
     def write_error(self, error: ApiError) -> bytes:
         return _format_event(_format_error(error))
@@ -191,10 +182,10 @@ class MessagesStreamWriter(StreamWriter):
         if self._thinking_display == "none":
             return []
         is_open = self._open_block == "thinking"
-        out = [] if is_open else self._start_block("thinking", {"thinking": "", "signature": ""})
+        events = [] if is_open else self._start_block("thinking", {"thinking": "", "signature": ""})
         if self._thinking_display == "full":
-            out.append(self._block_delta({"type": "thinking_delta", "thinking": text}))
-        return out
+            events.append(self._block_delta({"type": "thinking_delta", "thinking": text}))
+        return events
 
     def _write_text(self, text: str) -> list[bytes]:
         text = self._held_space + text
@@ -203,37 +194,33 @@ class MessagesStreamWriter(StreamWriter):
         if not visible:
             return []
         is_open = self._open_block == "text"
-        out = [] if is_open else self._start_block("text", {"text": "", "citations": None})
-        return [*out, self._block_delta({"type": "text_delta", "text": visible})]
+        events = [] if is_open else self._start_block("text", {"text": "", "citations": None})
+        return [*events, self._block_delta({"type": "text_delta", "text": visible})]
 
     def _write_call(self, call: ToolCallDelta) -> list[bytes]:
-        out: list[bytes] = []
+        events: list[bytes] = []
         if self._open_block != "tool_use" or call.index != self._call_index:
             self._call_index = call.index
-            out += self._start_block("tool_use", {"id": call.id, "name": call.name, "input": {}})
+            events += self._start_block("tool_use", {"id": call.id, "name": call.name, "input": {}})
         if call.arguments:
-            out.append(self._block_delta({"type": "input_json_delta", "partial_json": call.arguments}))
-        return out
+            events.append(self._block_delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return events
 
     def _start_block(self, kind: BlockType, block: Json) -> list[bytes]:
-        out = self._stop_block()
+        events = self._stop_block()
         self._block_index += 1
         self._open_block = kind
-        start = {
-            "type": "content_block_start",
-            "index": self._block_index,
-            "content_block": {"type": kind, **block},
-        }
-        return [*out, _format_event(start)]
+        start = {"type": "content_block_start", "index": self._block_index}
+        return [*events, _format_event({**start, "content_block": {"type": kind, **block}})]
 
     def _stop_block(self) -> list[bytes]:
         if self._open_block is None:
             return []
-        out = [_format_event({"type": "content_block_stop", "index": self._block_index})]
+        events = [_format_event({"type": "content_block_stop", "index": self._block_index})]
         if self._open_block == "thinking":
-            out.insert(0, self._block_delta({"type": "signature_delta", "signature": SIGNATURE}))
+            events.insert(0, self._block_delta({"type": "signature_delta", "signature": SIGNATURE}))
         self._open_block = None
-        return out
+        return events
 
     def _block_delta(self, delta: Json) -> bytes:
         return _format_event({"type": "content_block_delta", "index": self._block_index, "delta": delta})
@@ -244,6 +231,7 @@ class MessagesDialect(Dialect):
     path = "/messages"
     id_prefix = "msg"
     count_path = "/messages/count_tokens"
+    stream_writer_class = MessagesStreamWriter
 
     def parse_request(self, body: bytes) -> ModelRequest:
         return parse_request(body)
@@ -251,10 +239,8 @@ class MessagesDialect(Dialect):
     def format_response(
         self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
     ) -> bytes:
-        return _dump_json(_format_message(request_id, request, choices[0]))
-
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
-        return MessagesStreamWriter(request_id, request)
+        content = _format_content(choices[0], _thinking_display(request))
+        return _dump_json(_format_message(request_id, request, content, choices[0]))
 
     def format_error(self, error: ApiError) -> bytes:
         return orjson.dumps(_format_error(error))
@@ -268,15 +254,7 @@ class MessagesDialect(Dialect):
 
 def format_models(ids: list[str]) -> bytes:
     """Return the response of ``GET /v1/models`` for a client that sends ``anthropic-version``."""
-    data = [
-        {
-            "type": "model",
-            "id": name,
-            "display_name": name,
-            "created_at": "1970-01-01T00:00:00Z",
-            "lifecycle": "active",
-        }
-        for name in ids
-    ]
+    fields = {"created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+    data = [{"type": "model", "id": name, "display_name": name, **fields} for name in ids]
     first, last = (ids[0], ids[-1]) if ids else (None, None)
     return orjson.dumps({"data": data, "has_more": False, "first_id": first, "last_id": last})

@@ -1,30 +1,27 @@
-"""Requests of Anthropic's Messages API.
-
-A request that cannot be honoured is never silently changed: ``ModelRequest.unsupported_error`` names the
-field. Some fields that agents send by default have no effect on the sampled tokens, or ask for something that
-nobody can guarantee. These are accepted as hints:
+"""Requests of Anthropic's Messages API. These fields are accepted as hints (see ``base.py``):
 
     field                        reason
-    tool_choice "any" or "tool"  Forcing a tool call would change the distribution that is sampled from, and
-                                 the samples would no longer be the policy's. The tools are offered, and
-                                 ``stop_reason`` shows if one was called.
+    tool_choice "any" or "tool"  Forcing a tool call would change the sampled distribution, so the samples
+                                 would no longer be the policy's. The tools are offered, and
+                                 ``stop_reason`` shows whether one was called.
     tool_choice.disable_parallel_tool_use
-                                 The same: all calls of the one sampled reply are returned.
-    tools[].strict               The same, for the form of the input.
-    thinking                     The model decides if it thinks; this decides if the thinking is returned.
+                                 The reason is the same: all calls of the sampled reply are returned.
+    tools[].strict               The reason is the same: the form of the input is not forced.
+    thinking                     The model decides whether it thinks; the field decides whether the thinking
+                                 is returned.
     output_config.effort, .task_budget
-                                 Their meaning is up to the provider; our model has no such setting.
+                                 Each provider defines their meaning; our model has no such setting.
     context_management.edits "clear_thinking_..."
                                  Thinking stays in the tokens that were sampled.
     fallbacks, fallback_credit_token
-                                 Other models to use when this one declines, which it does not.
+                                 They name models to use if this model declines, which it does not.
     cache_control, diagnostics, inference_geo, service_tier, speed
-                                 They concern the provider's queues and caches.
+                                 They configure the provider's queues and caches.
     metadata.user_id             It identifies the session (``ModelRequest.session_hints``).
 
 Content blocks become text. The blocks of a system prompt, of a user's text and of a tool result are joined by
-an empty line; those of an assistant are concatenated, because they were one text before. A user message with
-tool results becomes tool messages and user messages, in the order of its blocks.
+an empty line. The blocks of an assistant are concatenated, because the model sampled them as one text. A user
+message with tool results becomes tool messages and user messages, in the order of its blocks.
 """
 
 from __future__ import annotations
@@ -38,17 +35,8 @@ from typing import Any, cast
 import msgspec
 
 from instar.gateway.base import ApiError, bad_request
+from instar.gateway.dialects import common
 from instar.gateway.dialects.base import ModelRequest
-from instar.gateway.dialects.common import (
-    check_ranges,
-    check_tool_is_listed,
-    decode_body,
-    missing_parameter,
-    no_tools_error,
-    parse_stop,
-    placeholder,
-    unsupported_value,
-)
 from instar.types import Message, Tool, ToolCall
 from instar.wire.anthropic import (
     MessagesContentBlock,
@@ -61,14 +49,14 @@ from instar.wire.anthropic import (
 
 BLOCK_SEPARATOR = "\n\n"
 BILLING_LINE = "x-anthropic-billing-header:"
-"""The beginning of a line that Claude Code puts in front of its system prompt. The line is removed: it
-differs in each request, so no request would continue another, and it is not meant for the model."""
+"""The beginning of a line that Claude Code puts before its system prompt. The line is removed, because it is
+different in each request: with it, no request would continue an earlier one."""
 IGNORED_TOOL_TYPES = ("tool_search_tool_",)
-"""Prefixes of the types of provider-run tools that are ignored. A tool search is not needed, because the
-tools that it would find are offered to the model from the start. Other unknown types are rejected by name."""
+"""The prefixes of tool types that are ignored. A tool search is not needed, because the model is offered all
+tools that the search could find."""
 
 _decoder = msgspec.json.Decoder(MessagesRequestBody)
-_encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # with the spaces that models write
+_encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # Models also write spaces after , and :
 
 _RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (0, math.inf),
@@ -84,7 +72,7 @@ _CLAUDE_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
 def parse_request(body: bytes) -> ModelRequest:
     parsed = _decode(body)
     if parsed.max_tokens is None:
-        raise missing_parameter("max_tokens")
+        raise common.missing_parameter("max_tokens")
     return _build_request(parsed, [*_find_unsupported(parsed), *_find_unanswerable(parsed)])
 
 
@@ -115,11 +103,11 @@ def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRe
 
 
 def _decode(raw: bytes) -> MessagesRequestBody:
-    body = decode_body(_decoder, raw)
+    body = common.decode_body(_decoder, raw)
     if not body.messages:
         raise bad_request("'messages' is empty.", "messages", "invalid_value")
-    check_ranges(body, _RANGES)
-    parse_stop(body.stop_sequences, "stop_sequences")
+    common.check_ranges(body, _RANGES)
+    common.parse_stop(body.stop_sequences, "stop_sequences")
     _check_tool_choice(body.tool_choice, body.tools or ())
     return body
 
@@ -128,70 +116,71 @@ def _check_tool_choice(choice: MessagesToolChoice | None, tools: Sequence[Messag
     if choice is None or choice.type not in ("any", "tool"):
         return
     if not tools:
-        raise no_tools_error()
+        raise common.no_tools_error()
     if choice.type == "any":
         return
     if choice.name is None:
-        raise missing_parameter("tool_choice.name")
+        raise common.missing_parameter("tool_choice.name")
     if all(tool.type != "mcp_toolset" for tool in tools):
-        check_tool_is_listed(choice.name, {tool.name for tool in tools}, "tool_choice.name")
+        common.check_tool_is_listed(choice.name, {tool.name for tool in tools}, "tool_choice.name")
 
 
 def _find_unsupported(body: MessagesRequestBody) -> list[ApiError]:
     errors = [
-        unsupported_value(f"'{name}' is not supported; leave it out.", name)
+        common.unsupported_value(f"'{name}' is not supported; leave it out.", name)
         for name in _UNSUPPORTED_FIELDS
         if getattr(body, name)
     ]
     if body.output_config and body.output_config.format:
-        message = "An output format cannot be enforced; leave it out."
-        errors.append(unsupported_value(message, "output_config.format"))
+        message = "'output_config.format' is not supported; leave it out."
+        errors.append(common.unsupported_value(message, "output_config.format"))
     edits = body.context_management.edits if body.context_management else None
     for i, edit in enumerate(edits or ()):
         if not edit.type.startswith(_HARMLESS_EDITS):
             message = f"The context edit {edit.type!r} is not supported; leave it out."
-            errors.append(unsupported_value(message, f"context_management.edits[{i}].type"))
+            errors.append(common.unsupported_value(message, f"context_management.edits[{i}].type"))
     return errors
 
 
 def _find_unanswerable(body: MessagesRequestBody) -> list[ApiError]:
-    """Return errors for requests whose tokens can be counted but that cannot be answered."""
+    """Return the errors of a request whose tokens can be counted but which cannot be answered."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
         message = "'max_tokens' is 0; there is no cache to fill, so it must be at least 1."
-        errors.append(unsupported_value(message, "max_tokens"))
+        errors.append(common.unsupported_value(message, "max_tokens"))
     last = len(body.messages) - 1
     if body.messages[last].role == "assistant":
         message = "The last message is the assistant's; continuing a partial reply is not supported."
-        errors.append(unsupported_value(message, f"messages[{last}]"))
+        errors.append(common.unsupported_value(message, f"messages[{last}]"))
     return errors
 
 
 def _parse_tools(body: MessagesRequestBody, errors: list[ApiError]) -> tuple[Tool, ...]:
     parsed = [_parse_tool(tool, f"tools[{i}]", errors) for i, tool in enumerate(body.tools or ())]
-    is_off = body.tool_choice is not None and body.tool_choice.type == "none"
-    return () if is_off else tuple(tool for tool in parsed if tool is not None)
+    has_no_tools = body.tool_choice is not None and body.tool_choice.type == "none"
+    return () if has_no_tools else tuple(tool for tool in parsed if tool is not None)
 
 
 def _parse_tool(tool: MessagesTool, path: str, errors: list[ApiError]) -> Tool | None:
     if tool.type not in (None, "custom"):
         if not tool.type.startswith(IGNORED_TOOL_TYPES):
             message = f"Unsupported tool type {tool.type!r}; supported: 'custom'."
-            errors.append(unsupported_value(message, f"{path}.type"))
+            errors.append(common.unsupported_value(message, f"{path}.type"))
         return None
     if not tool.name:
-        raise missing_parameter(f"{path}.name")
+        raise common.missing_parameter(f"{path}.name")
     schema_path = f"{path}.input_schema"
     if tool.input_schema is None:
-        raise missing_parameter(schema_path)
+        raise common.missing_parameter(schema_path)
     if not isinstance(tool.input_schema.get("properties") or {}, dict):
-        raise bad_request("'properties' is not an object.", f"{schema_path}.properties", "invalid_type")
+        path = f"{schema_path}.properties"
+        raise bad_request(f"'{path}' is not an object.", path, "invalid_type")
     return Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
 
 
 def _session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
-    # Claude Code puts its session into the user's id: ``user_…_account_…_session_<uuid>``, or JSON with a
-    # ``session_id``. The rest of such an id is the same in all sessions of the user.
+    # Claude Code puts its session id into the user's id: ``user_…_account_…_session_<uuid>``, or JSON with a
+    # ``session_id``. The rest of the user's id is the same in all sessions.
     if metadata is None or not metadata.user_id:
         return ()
     user = metadata.user_id
@@ -213,12 +202,8 @@ def _session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
 
 def _parse_system(system: str | list[MessagesContentBlock] | None, errors: list[ApiError]) -> list[Message]:
     texts = [system] if isinstance(system, str) else _block_texts(system or (), "system", errors)
-    content = _join(map(_strip_billing_line, texts))
+    content = _join(text.partition("\n")[2] if text.startswith(BILLING_LINE) else text for text in texts)
     return [Message(role="system", content=content)] if content else []
-
-
-def _strip_billing_line(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(BILLING_LINE) else text
 
 
 def _parse_messages(items: Sequence[MessagesRequestMessage], errors: list[ApiError]) -> list[Message]:
@@ -255,7 +240,7 @@ def _parse_user(blocks: list[MessagesContentBlock], path: str, errors: list[ApiE
 
 def _parse_tool_result(block: MessagesContentBlock, path: str, errors: list[ApiError]) -> Message:
     if block.tool_use_id is None:
-        raise missing_parameter(f"{path}.tool_use_id")
+        raise common.missing_parameter(f"{path}.tool_use_id")
     content, content_path = block.content or "", f"{path}.content"
     if isinstance(content, dict):
         message = f"'{content_path}' is an object; it must be text or a list of blocks."
@@ -267,7 +252,7 @@ def _parse_tool_result(block: MessagesContentBlock, path: str, errors: list[ApiE
 
 
 def _parse_assistant(blocks: list[MessagesContentBlock], path: str, errors: list[ApiError]) -> Message:
-    # Blocks of a provider's own tools are left out, as they are when a reply is recorded.
+    # Blocks of a provider's own tools are left out, because recorded replies do not have them either.
     texts: list[str] = []
     thinking: list[str] = []
     calls: list[ToolCall] = []
@@ -277,7 +262,10 @@ def _parse_assistant(blocks: list[MessagesContentBlock], path: str, errors: list
             case "text":
                 texts.append(_block_text(block, block_path, errors))
             case "tool_use":
-                calls.append(_parse_tool_use(block, block_path))
+                if not block.name:
+                    raise common.missing_parameter(f"{block_path}.name")
+                arguments = _encode_arguments(block.input or {})
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments))
             case "thinking":
                 thinking.append(block.thinking or "")
             case "redacted_thinking":
@@ -292,12 +280,6 @@ def _parse_assistant(blocks: list[MessagesContentBlock], path: str, errors: list
     return message
 
 
-def _parse_tool_use(block: MessagesContentBlock, path: str) -> ToolCall:
-    if not block.name:
-        raise missing_parameter(f"{path}.name")
-    return ToolCall(id=block.id, name=block.name, arguments=_encode_arguments(block.input or {}))
-
-
 def _block_texts(blocks: Sequence[MessagesContentBlock], path: str, errors: list[ApiError]) -> list[str]:
     return [
         block.tool_name if block.type == "tool_reference" else _block_text(block, f"{path}[{i}]", errors)
@@ -308,9 +290,9 @@ def _block_texts(blocks: Sequence[MessagesContentBlock], path: str, errors: list
 def _block_text(block: MessagesContentBlock, path: str, errors: list[ApiError]) -> str:
     if block.type != "text":
         errors.append(_unsupported_block(block, path))
-        return placeholder(block, block.type)
+        return common.placeholder(block, block.type)
     if block.text is None:
-        raise missing_parameter(f"{path}.text")
+        raise common.missing_parameter(f"{path}.text")
     return block.text
 
 
@@ -319,4 +301,6 @@ def _join(texts: Iterable[str]) -> str:
 
 
 def _unsupported_block(block: MessagesContentBlock, path: str) -> ApiError:
-    return unsupported_value(f"The content block {block.type!r} is not supported here.", path)
+    return common.unsupported_value(
+        f"Content blocks of the type {block.type!r} are not supported here.", path
+    )

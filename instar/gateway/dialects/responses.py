@@ -1,25 +1,21 @@
-"""OpenAI's Responses API.
-
-A request that cannot be honoured is never silently changed: ``ModelRequest.unsupported_error`` names the
-field. Some fields that agents send by default have no effect on the sampled tokens, or ask for something that
-nobody can guarantee. These are accepted as hints:
+"""OpenAI's Responses API. These fields of a request are accepted as hints (see ``base.py``):
 
     field                        reason
-    tool_choice "required", or   Forcing a tool call would change the distribution that is sampled from, and
-      one that names a tool      the samples would no longer be the policy's. The tools are offered.
-    parallel_tool_calls: false   The same: all calls of the one sampled reply are returned.
-    tools[].strict, .format      The same, for the form of a call; the model is shown the format.
-    reasoning, text.verbosity    Their meaning is up to the provider; our model has no such setting.
+    tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
+      one that names a tool      would no longer be the policy's. The tools are offered.
+    parallel_tool_calls: false   The reason is the same: all calls of the sampled reply are returned.
+    tools[].strict, .format      The reason is the same: the model is shown the format, which is not forced.
+    reasoning, text.verbosity    Each provider defines their meaning; our model has no such setting.
     include "reasoning.encrypted_content"
                                  Our reasoning is returned as text, which serves the same purpose.
     store                        Every response is recorded and can be continued by its id.
-    max_tool_calls               It limits calls of hosted tools, of which there are none.
+    max_tool_calls               It limits calls of hosted tools, and no hosted tools are offered.
     service_tier, prompt_cache_retention, prompt_cache_options
-                                 They concern the provider's queues and caches.
+                                 They configure the provider's queues and caches.
     user, safety_identifier, metadata, client_metadata, prompt_cache_key
                                  They identify the session (``ModelRequest.session_hints``).
 
-Tools that agents list by default and that only a provider has: ``responses_items.IGNORED_TOOLS``.
+``responses_items.IGNORED_TOOLS`` are tools of OpenAI that agents list by default and that are not offered.
 """
 
 from __future__ import annotations
@@ -33,22 +29,10 @@ import msgspec
 import orjson
 
 from instar.gateway.base import ApiError
+from instar.gateway.dialects import common
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
-from instar.gateway.dialects.common import (
-    RANGES,
-    SESSION_KEYS,
-    check_ranges,
-    check_tool_is_listed,
-    decode_body,
-    find_unsupported_values,
-    format_named_event,
-    format_openai_error,
-    missing_parameter,
-    no_tools_error,
-    unsupported_value,
-)
 from instar.gateway.dialects.responses_items import RequestTools, parse_items, parse_tools
-from instar.gateway.dialects.responses_output import ResponseOutput, reply_deltas
+from instar.gateway.dialects.responses_output import ResponseOutput
 from instar.record.base import ReplyDelta
 from instar.types import Json, Message
 from instar.wire.openai import ResponsesReasoning, ResponsesRequestBody, ResponsesToolChoice
@@ -68,8 +52,8 @@ _MAX_INT = (1 << 31) - 1
 _RANGES = {
     "max_output_tokens": (1, _MAX_INT),
     "max_tool_calls": (1, _MAX_INT),
-    "temperature": RANGES["temperature"],
-    "top_p": RANGES["top_p"],
+    "temperature": common.RANGES["temperature"],
+    "top_p": common.RANGES["top_p"],
 }
 _LOGPROBS = "message.output_text.logprobs"
 _SUPPORTED_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
@@ -82,32 +66,32 @@ class ParsedResponsesRequest:
 
 
 def _find_unsupported(body: ResponsesRequestBody) -> list[ApiError]:
-    errors = find_unsupported_values(body, _SUPPORTED_VALUES)
+    errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
     if body.text and body.text.format and body.text.format.type != "text":
-        message = f"Unsupported format {body.text.format.type!r}; supported: 'text'."
-        errors.append(unsupported_value(message, "text.format.type"))
+        message = f"Unsupported text format {body.text.format.type!r}; supported: 'text'."
+        errors.append(common.unsupported_value(message, "text.format.type"))
     for i, included in enumerate(body.include or ()):
         if included not in _SUPPORTED_INCLUDES:
             supported = ", ".join(map(repr, _SUPPORTED_INCLUDES))
-            message = f"Unsupported {included!r}; supported: {supported}."
-            errors.append(unsupported_value(message, f"include[{i}]"))
+            message = f"Unsupported value in 'include': {included!r}; supported: {supported}."
+            errors.append(common.unsupported_value(message, f"include[{i}]"))
     choice = body.tool_choice
     if isinstance(choice, ResponsesToolChoice) and choice.type not in ("function", "custom"):
-        message = f"Unsupported choice {choice.type!r}; supported: 'function', 'custom'."
-        errors.append(unsupported_value(message, "tool_choice.type"))
+        message = f"Unsupported tool choice {choice.type!r}; supported: 'function', 'custom'."
+        errors.append(common.unsupported_value(message, "tool_choice.type"))
     return errors
 
 
 def _check_tool_choice(choice: str | ResponsesToolChoice | None, tools: RequestTools) -> None:
     if choice == "required" and not tools.offered:
-        raise no_tools_error()
+        raise common.no_tools_error()
     if isinstance(choice, ResponsesToolChoice) and choice.type in ("function", "custom"):
-        check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
+        common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
 
 
 def _session_hints(body: ResponsesRequestBody) -> Iterable[str]:
     for metadata in (body.metadata or {}, body.client_metadata or {}):
-        for key in SESSION_KEYS:
+        for key in common.SESSION_KEYS:
             if isinstance(value := metadata.get(key), str) and value:
                 yield f"{key}:{value}"
     for kind in ("prompt_cache_key", "safety_identifier", "user"):
@@ -115,44 +99,11 @@ def _session_hints(body: ResponsesRequestBody) -> Iterable[str]:
             yield f"{kind}:{value}"
 
 
-def _parse_input(body: ResponsesRequestBody, errors: list[ApiError]) -> list[Message]:
-    if isinstance(body.input, str):
-        return [Message(role="user", content=body.input)]
-    if not body.input and body.previous_response_id is None:
-        raise missing_parameter("input")
-    return parse_items(body.input or (), errors)
-
-
-def _build_request(body: ResponsesRequestBody) -> ModelRequest:
-    check_ranges(body, _RANGES)
-    errors = _find_unsupported(body)
-    instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
-    messages = (*instructions, *_parse_input(body, errors))
-    tools = parse_tools(body.tools or (), errors)
-    _check_tool_choice(body.tool_choice, tools)
-    return ModelRequest(
-        model=body.model,
-        messages=messages,
-        tools=() if body.tool_choice == "none" else tools.offered,
-        previous_response_id=body.previous_response_id,
-        instruction_count=len(instructions),
-        session_hints=tuple(dict.fromkeys(_session_hints(body))),
-        max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        stream=bool(body.stream),
-        include_usage=True,
-        logprobs=_LOGPROBS in (body.include or ()),
-        unsupported_error=errors[0] if errors else None,
-        parsed_body=ParsedResponsesRequest(body, tools),
-    )
-
-
 # --- responses ----------------------------------------------------------------------------------
 
 
 def _format_head(request_id: str, request: ModelRequest) -> Json:
-    """Return the fields that are the same in every event of one response."""
+    """Return the response before its output is known."""
     parsed: ParsedResponsesRequest = request.parsed_body
     body = parsed.body
     reasoning = body.reasoning or ResponsesReasoning()
@@ -181,8 +132,8 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
-        # Encoded once, because it is long and occurs three times in a stream. orjson would reject numbers
-        # beyond 64 bits.
+        # The tools are encoded only once, because the list is long and is sent three times in a stream. They
+        # are encoded with msgspec, because orjson rejects integers beyond 64 bits.
         "tools": orjson.Fragment(msgspec.json.encode(parsed.tools.echo)),
         "top_logprobs": 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -192,20 +143,20 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
     }
 
 
-def _format_end(output: ResponseOutput, choice: ReplyChoice) -> Json:
-    """Return the fields that change when the response ends."""
-    is_cut = choice.finish_reason == "length"
-    return {
-        "status": "incomplete" if is_cut else "completed",
-        "completed_at": None if is_cut else int(time.time()),
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+def _finish_response(head: Json, output: ResponseOutput, choice: ReplyChoice) -> tuple[Json, list[Json]]:
+    """End the output; return the finished response and the last events of the output."""
+    is_truncated = choice.finish_reason == "length"
+    status = "incomplete" if is_truncated else "completed"
+    events = output.close(status)
+    response = {
+        **head,
+        "status": status,
+        "completed_at": None if is_truncated else int(time.time()),
+        "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "output": output.items,
         "usage": _format_usage(choice),
     }
-
-
-def _item_status(choice: ReplyChoice) -> str:
-    return "incomplete" if choice.finish_reason == "length" else "completed"
+    return response, events
 
 
 def _format_usage(choice: ReplyChoice) -> Json:
@@ -220,14 +171,14 @@ def _format_usage(choice: ReplyChoice) -> Json:
 
 class ResponsesStreamWriter(StreamWriter):
     def __init__(self, request_id: str, request: ModelRequest) -> None:
+        super().__init__(request_id, request)
         self._head = _format_head(request_id, request)
         self._output = ResponseOutput(request_id, request.parsed_body.tools.by_name)
         self._event_count = 0
 
     def begin(self, index: int) -> bytes:
-        return self._format_events(
-            [{"type": f"response.{word}", "response": self._head} for word in ("created", "in_progress")]
-        )
+        types = ("response.created", "response.in_progress")
+        return self._format_events([{"type": type_, "response": self._head} for type_ in types])
 
     def write_deltas(
         self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
@@ -235,11 +186,9 @@ class ResponsesStreamWriter(StreamWriter):
         return self._format_events(self._output.add_deltas(deltas, logprobs))
 
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        events = self._output.close(_item_status(choices[0]))
-        response = {**self._head, **_format_end(self._output, choices[0])}
-        return self._format_events(
-            [*events, {"type": f"response.{response['status']}", "response": response}]
-        )
+        response, events = _finish_response(self._head, self._output, choices[0])
+        events.append({"type": f"response.{response['status']}", "response": response})
+        return self._format_events(events)
 
     def write_error(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -248,12 +197,12 @@ class ResponsesStreamWriter(StreamWriter):
         return self._format_events([{"type": "response.failed", "response": response}])
 
     def _format_events(self, events: Iterable[Json]) -> bytes:
-        out: list[bytes] = []
+        formatted: list[bytes] = []
         for event in events:
-            numbered = orjson.dumps({**event, "sequence_number": self._event_count})
-            out.append(format_named_event(event, numbered))
+            data = orjson.dumps({**event, "sequence_number": self._event_count})
+            formatted.append(common.format_named_event(event, data))
             self._event_count += 1
-        return b"".join(out)
+        return b"".join(formatted)
 
 
 class ResponsesDialect(Dialect):
@@ -262,27 +211,45 @@ class ResponsesDialect(Dialect):
     messages_param = "input"
     id_prefix = "resp"
     count_path = "/responses/input_tokens"
+    stream_writer_class = ResponsesStreamWriter
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        return _build_request(decode_body(_decoder, body))
+        wire = common.decode_body(_decoder, body)
+        common.check_ranges(wire, _RANGES)
+        errors = _find_unsupported(wire)
+        instructions = [Message(role="system", content=wire.instructions)] if wire.instructions else []
+        if isinstance(wire.input, str):
+            messages = [Message(role="user", content=wire.input)]
+        elif not wire.input and wire.previous_response_id is None:
+            raise common.missing_parameter("input")
+        else:
+            messages = parse_items(wire.input or (), errors)
+        tools = parse_tools(wire.tools or (), errors)
+        _check_tool_choice(wire.tool_choice, tools)
+        return ModelRequest(
+            model=wire.model,
+            messages=(*instructions, *messages),
+            tools=() if wire.tool_choice == "none" else tools.offered,
+            previous_response_id=wire.previous_response_id,
+            instruction_count=len(instructions),
+            session_hints=tuple(dict.fromkeys(_session_hints(wire))),
+            max_tokens=wire.max_output_tokens,
+            temperature=wire.temperature,
+            top_p=wire.top_p,
+            stream=bool(wire.stream),
+            include_usage=True,
+            logprobs=_LOGPROBS in (wire.include or ()),
+            unsupported_error=errors[0] if errors else None,
+            parsed_body=ParsedResponsesRequest(wire, tools),
+        )
 
     def format_response(
         self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
     ) -> bytes:
         choice = choices[0]
         output = ResponseOutput(request_id, request.parsed_body.tools.by_name)
-        output.add_deltas(reply_deltas(choice.message), choice.logprobs)
-        output.close(_item_status(choice))
-        return orjson.dumps({**_format_head(request_id, request), **_format_end(output, choice)})
-
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
-        return ResponsesStreamWriter(request_id, request)
-
-    def format_error(self, error: ApiError) -> bytes:
-        return orjson.dumps(format_openai_error(error))
-
-    def parse_count_request(self, body: bytes) -> ModelRequest:
-        return self.parse_request(body)
+        output.add_deltas(common.split_reply(choice.message), choice.logprobs)
+        return orjson.dumps(_finish_response(_format_head(request_id, request), output, choice)[0])
 
     def format_count(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})

@@ -1,8 +1,8 @@
-"""Requests of the Responses API: input items become messages, tools become those that the model is offered.
+"""Parse the input items and tools of a request of the Responses API.
 
 The items of one turn of the model (reasoning, message, calls) become one message. Items belong to the same
-turn if their ids contain the id of the same response of ours, or, without ids, if they are adjacent. Items
-and tools that only a provider can handle are reported in ``errors``.
+turn if their ids contain the id of the same response of ours, or if they are adjacent and have no such ids.
+Items and tools that only a provider can handle are reported in ``errors``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 # --- tools --------------------------------------------------------------------------------------
 
+_CALLABLE_TOOLS = ("function", "custom")
 IGNORED_TOOLS = {
-    "web_search": "runs at OpenAI; Codex lists it by default",
-    "image_generation": "runs at OpenAI; Codex lists it where it may draw",
-    "tool_search": "finds tools that are not in the request; Codex lists it when it has many",
+    "web_search": "OpenAI runs it. Codex lists it by default.",
+    "image_generation": "OpenAI runs it. Codex lists it if it may create images.",
+    "tool_search": "It finds tools that are not in the request. Codex lists it if it has many tools.",
 }
-"""Tools that agents list by default and that are not offered to the model, so that the model never calls them
-and the agent runs unchanged. The response lists only the tools that were offered. Other hosted tools are
-rejected."""
+"""Tools that agents list by default and that are not offered to the model. The model then never calls them,
+and the agent needs no change. Other hosted tools are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,17 @@ def parse_tools(specs: Sequence[ResponsesTool], errors: list[ApiError]) -> Reque
         path = f"tools[{i}]"
         if spec.type in IGNORED_TOOLS:
             continue
-        if spec.type not in ("function", "custom", "namespace"):
-            supported = ("function", "custom", "namespace")
-            errors.append(_unsupported("tool", spec.type, supported, f"{path}.type"))
-            continue
         if spec.type == "namespace":
             namespace = _require(spec.name, f"{path}.name")
             for k, inner in enumerate(spec.tools or ()):
-                offered.append(_offer(inner, namespace, f"{path}.tools[{k}]", by_name))
+                offered.append(_parse_tool(inner, namespace, f"{path}.tools[{k}]", by_name))
+        elif spec.type in _CALLABLE_TOOLS:
+            offered.append(_parse_tool(spec, None, path, by_name))
         else:
-            offered.append(_offer(spec, None, path, by_name))
-        echo.append(_echo(spec))
+            supported = (*_CALLABLE_TOOLS, "namespace")
+            errors.append(_unsupported("tool", spec.type, supported, f"{path}.type"))
+            continue
+        echo.append(_format_tool(spec))
     return RequestTools(tuple(offered), by_name, echo)
 
 
@@ -78,22 +78,20 @@ def model_tool_name(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def custom_arguments(text: str) -> str:
-    """Return the input of a custom tool as the arguments of the function that the model is offered."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def _offer(spec: ResponsesTool, namespace: str | None, path: str, by_name: dict[str, ClientTool]) -> Tool:
-    if spec.type not in ("function", "custom"):
-        raise _unsupported("tool", spec.type, ("function", "custom"), f"{path}.type")
+def _parse_tool(
+    spec: ResponsesTool, namespace: str | None, path: str, by_name: dict[str, ClientTool]
+) -> Tool:
+    """Return the tool as the model is offered it, and add the client's tool to ``by_name``."""
+    if spec.type not in _CALLABLE_TOOLS:
+        raise _unsupported("tool", spec.type, _CALLABLE_TOOLS, f"{path}.type")
     client = ClientTool(_require(spec.name, f"{path}.name"), namespace, spec.type == "custom")
     name = model_tool_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
         raise bad_request(f"Two tools are named {name!r}.", f"{path}.name", "invalid_value")
     parameters = _custom_parameters(spec) if client.is_custom else spec.parameters or {}
     if not isinstance(parameters.get("properties", {}), dict):
-        where = f"{path}.parameters.properties"
-        raise bad_request(f"'{where}' is not an object.", where, "invalid_type")
+        path = f"{path}.parameters.properties"
+        raise bad_request(f"'{path}' is not an object.", path, "invalid_type")
     return Tool(name=name, description=spec.description or "", parameters=parameters)
 
 
@@ -104,10 +102,10 @@ def _custom_parameters(spec: ResponsesTool) -> Json:
     return {"type": "object", "properties": {"input": schema}, "required": ["input"]}
 
 
-def _echo(spec: ResponsesTool) -> Json:
+def _format_tool(spec: ResponsesTool) -> Json:
     head: Json = {"type": spec.type, "name": spec.name, "description": spec.description}
     if spec.type == "namespace":
-        return {**head, "tools": [_echo(inner) for inner in spec.tools or ()]}
+        return {**head, "tools": [_format_tool(inner) for inner in spec.tools or ()]}
     if spec.type == "custom":
         return {**head, "format": spec.format or {"type": "text"}}
     return {**head, "parameters": spec.parameters, "strict": spec.strict}
@@ -145,9 +143,9 @@ class _ItemParser:
         self.messages: list[Message] = []
         self._errors = errors
         self._turn: Message | None = None
-        """The turn of the model that is being assembled."""
-        self._response = ""
-        """The id of our response that the turn came from, if the ids of its items contain one."""
+        """The model's turn to which the next items may belong."""
+        self._response_id = ""
+        """The id of our response that contained the turn; empty if the ids of the items do not contain it."""
         self._previous_type = ""
 
     def parse(self, item: ResponsesInputItem, path: str) -> None:
@@ -164,7 +162,11 @@ class _ItemParser:
                 content = self._parse_content(_require(item.output, f"{path}.output"), f"{path}.output")
                 self.messages.append(Message(role="tool", content=content, tool_call_id=call_id))
             case _:
-                self._parse_unknown(item, kind, path)
+                self._errors.append(_unsupported("item", kind, _SUPPORTED_ITEMS, f"{path}.type"))
+                # A call of a hosted tool belongs to the model's turn and is dropped.
+                if not kind.endswith("_call"):
+                    self._turn = None
+                    self.messages.append(Message(role="user", content=placeholder(item, kind)))
         self._previous_type = kind
 
     def _parse_message(self, item: ResponsesInputItem, path: str) -> None:
@@ -190,34 +192,27 @@ class _ItemParser:
         call = ToolCall(
             id=_require(item.call_id, f"{path}.call_id"),
             name=model_tool_name(_require(item.name, f"{path}.name"), item.namespace),
-            arguments=custom_arguments(arguments) if is_custom else arguments,
+            arguments=json.dumps({"input": arguments}, ensure_ascii=False) if is_custom else arguments,
         )
         self._turn_for(item).setdefault("tool_calls", []).append(call)
 
     def _turn_for(self, item: ResponsesInputItem) -> Message:
         match = _OUR_ITEM_ID.fullmatch(item.id or "")
-        response = match["response"] if match else ""
-        if self._turn is None or not self._continues_turn(item, response):
+        response_id = match["response"] if match else ""
+        if self._turn is None or not self._continues_turn(item, response_id):
             self._turn = Message(role="assistant", content="")
-            self._response = ""
+            self._response_id = ""
             self.messages.append(self._turn)
-        self._response = response or self._response
+        self._response_id = response_id or self._response_id
         return self._turn
 
-    def _continues_turn(self, item: ResponsesInputItem, response: str) -> bool:
-        if response and self._response:
-            return response == self._response
+    def _continues_turn(self, item: ResponsesInputItem, response_id: str) -> bool:
+        if response_id and self._response_id:
+            return response_id == self._response_id
         if self._previous_type.endswith("_output"):
             return False
-        # A response of ours never has two adjacent messages, so these are two turns.
+        # Our responses never have two adjacent messages, so adjacent messages belong to two turns.
         return not (self._previous_type == "message" and item.type in (None, "message"))
-
-    def _parse_unknown(self, item: ResponsesInputItem, kind: str, path: str) -> None:
-        # A call of a hosted tool is the model's own and is dropped; any other item becomes a message.
-        self._errors.append(_unsupported("item", kind, _SUPPORTED_ITEMS, f"{path}.type"))
-        if not kind.endswith("_call"):
-            self._turn = None
-            self.messages.append(Message(role="user", content=placeholder(item, kind)))
 
     def _parse_content(
         self, content: str | list[ResponsesContentPart], path: str, kinds: Sequence[str] = _TEXT_PARTS
@@ -234,9 +229,9 @@ class _ItemParser:
         return placeholder(part, part.type)
 
 
-def _unsupported(what: str, value: str, supported: Sequence[str], path: str) -> ApiError:
+def _unsupported(kind: str, value: str, supported: Sequence[str], path: str) -> ApiError:
     allowed = ", ".join(map(repr, supported))
-    return unsupported_value(f"Unsupported {what} {value!r}; supported: {allowed}.", path)
+    return unsupported_value(f"Unsupported {kind} {value!r}; supported: {allowed}.", path)
 
 
 def _require(value: T | None, path: str) -> T:

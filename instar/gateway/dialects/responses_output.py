@@ -1,6 +1,6 @@
-"""Replies as output items of the Responses API, and the typed events that announce them.
+"""Replies as output items of the Responses API, and the events that stream them.
 
-A response that is not streamed is built by the same steps; its events are discarded.
+A response that is not streamed is built in the same way, and its events are discarded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from instar.gateway.dialects.base import TokenLogprob
 from instar.gateway.dialects.common import format_logprob
 from instar.gateway.dialects.responses_items import ClientTool, make_item_id
 from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.types import Json, Message
+from instar.types import Json
 
 Events = list[Json]
 
@@ -28,8 +28,8 @@ class ResponseOutput:
         self.items: list[Json] = []
         self._request_id = request_id
         self._tools = tools
-        self._open: _TextItem | _CallItem | None = None
-        self._call: int | None = None
+        self._open_item: _TextItem | _CallItem | None = None
+        self._call_index: int | None = None
         self._held_space = ""
         self._logprobs: list[TokenLogprob] = []
 
@@ -41,7 +41,8 @@ class ResponseOutput:
             if delta.call is not None:
                 events += self._add_call(delta.call)
             elif delta.reasoning:
-                events += self._add_reasoning(delta.reasoning)
+                item, begin_events = self._begin_text("reasoning")
+                events += [*begin_events, *item.add(delta.reasoning)]
             elif delta.text:
                 events += self._add_text(delta.text)
         return events
@@ -49,56 +50,52 @@ class ResponseOutput:
     def close(self, status: str = "completed") -> Events:
         """End the reply and return the last events. An empty reply becomes an empty message."""
         events: Events = []
-        if not self.items and self._open is None:
-            events += self._begin(_TextItem(self._id("msg"), len(self.items), "message"))
-            events += self._open_text().add(self._held_space, self._logprobs)
+        if not self.items and self._open_item is None:
+            item, events = self._begin_text("message")
+            events += item.add(self._held_space, self._logprobs)
         return events + self._end(status)
 
-    def _add_reasoning(self, text: str) -> Events:
-        events: Events = []
-        if not (isinstance(self._open, _TextItem) and self._open.kind == "reasoning"):
-            events += self._begin(_TextItem(self._id("rs"), self._next(), "reasoning"))
-        return events + self._open_text().add(text)
-
     def _add_text(self, text: str) -> Events:
-        # White space alone opens no message; it is sent with the text that follows.
-        events: Events = []
-        if not (isinstance(self._open, _TextItem) and self._open.kind == "message"):
-            self._held_space += text
-            if not self._held_space.strip():
-                return events
-            text, self._held_space = self._held_space, ""
-            events += self._begin(_TextItem(self._id("msg"), self._next(), "message"))
+        # A message does not begin with white space alone, which is sent with the text that follows.
+        text, self._held_space = self._held_space + text, ""
+        if not self._is_open("message") and not text.strip():
+            self._held_space = text
+            return []
+        item, events = self._begin_text("message")
         logprobs, self._logprobs = self._logprobs, []
-        return events + self._open_text().add(text, logprobs)
+        return events + item.add(text, logprobs)
 
     def _add_call(self, delta: ToolCallDelta) -> Events:
         events: Events = []
-        if self._call != delta.index or not isinstance(self._open, _CallItem):
+        if self._call_index != delta.index or not isinstance(self._open_item, _CallItem):
             tool = self._tools.get(delta.name) or ClientTool(delta.name)
-            kind = _CustomCallItem if tool.is_custom else _CallItem
-            events += self._begin(kind(self._request_id, self._next(), delta.id, tool))
-            self._call = delta.index
-        assert isinstance(self._open, _CallItem)
-        return events + self._open.add(delta.arguments)
+            item_class = _CustomCallItem if tool.is_custom else _CallItem
+            events += self._begin(item_class(self._request_id, self._next_index(), delta.id, tool))
+            self._call_index = delta.index
+        assert isinstance(self._open_item, _CallItem)
+        return events + self._open_item.add(delta.arguments)
 
-    def _open_text(self) -> _TextItem:
-        assert isinstance(self._open, _TextItem)
-        return self._open
+    def _is_open(self, kind: str) -> bool:
+        return self._open_item is not None and self._open_item.item["type"] == kind
 
-    def _next(self) -> int:
-        return len(self.items) + (self._open is not None)
+    def _begin_text(self, kind: str) -> tuple[_TextItem, Events]:
+        """Return the open item of this kind, and the events that begin the item if it was not open."""
+        events: Events = []
+        if not self._is_open(kind):
+            events = self._begin(_TextItem(self._request_id, self._next_index(), kind))
+        assert isinstance(self._open_item, _TextItem)
+        return self._open_item, events
 
-    def _id(self, prefix: str) -> str:
-        return make_item_id(prefix, self._request_id, self._next())
+    def _next_index(self) -> int:
+        return len(self.items) + (self._open_item is not None)
 
     def _begin(self, item: _TextItem | _CallItem) -> Events:
         events = self._end("completed")
-        self._open = item
+        self._open_item = item
         return events + item.begin()
 
     def _end(self, status: str) -> Events:
-        item, self._open = self._open, None
+        item, self._open_item = self._open_item, None
         if item is None:
             return []
         if isinstance(item, _TextItem) and item.kind == "message":
@@ -109,60 +106,77 @@ class ResponseOutput:
         return events
 
 
-class _TextItem:
-    """A message or reasoning item with one part, while it is streamed."""
+class _OutputItem:
+    """An output item while it is streamed."""
 
-    def __init__(self, id: str, index: int, kind: str) -> None:
-        self.kind = kind
-        self.item: Json = {"id": id, "type": kind, "status": "in_progress", "content": []}
-        self.item |= {"role": "assistant"} if kind == "message" else {"summary": []}
-        self.logprobs: list[TokenLogprob] = []
-        self._part_type = "output_text" if kind == "message" else "reasoning_text"
+    def __init__(self, index: int, item: Json) -> None:
+        self.item = item
+        self._index = index
         self._pieces: list[str] = []
-        self._location: Json = {"item_id": id, "output_index": index, "content_index": 0}
 
     def begin(self) -> Events:
-        return [
-            _added(self._location["output_index"], self.item),
-            {"type": "response.content_part.added", **self._location, "part": self._part("")},
-        ]
+        return [self._item_event("added")]
+
+    def _item_event(self, name: str) -> Json:
+        fields = {"output_index": self._index, "item": {**self.item}}
+        return {"type": f"response.output_item.{name}", **fields}
+
+    def _event(self, name: str, **fields: Any) -> Json:
+        location = {"item_id": self.item["id"], "output_index": self._index}
+        return {"type": f"response.{name}", **location, **fields}
+
+
+class _TextItem(_OutputItem):
+    """A message or reasoning item, which has one content part."""
+
+    def __init__(self, request_id: str, index: int, kind: str) -> None:
+        is_message = kind == "message"
+        item_id = make_item_id("msg" if is_message else "rs", request_id, index)
+        item: Json = {"id": item_id, "type": kind, "status": "in_progress", "content": []}
+        super().__init__(index, item | ({"role": "assistant"} if is_message else {"summary": []}))
+        self.kind = kind
+        self.logprobs: list[TokenLogprob] = []
+        self._part_type = "output_text" if is_message else "reasoning_text"
+
+    def begin(self) -> Events:
+        return [*super().begin(), self._part_event("content_part.added", part=self._format_part(""))]
 
     def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Events:
         self._pieces.append(text)
         self.logprobs += logprobs
-        event = {"type": f"response.{self._part_type}.delta", **self._location, "delta": text}
-        return [event | self._logprobs_field(logprobs)]
+        fields = self._format_logprobs(logprobs)
+        return [self._part_event(f"{self._part_type}.delta", delta=text, **fields)]
 
     def end(self, status: str) -> Events:
         text = "".join(self._pieces)
         self.logprobs = _logprobs_of_text(self.logprobs, text)
-        part = self._part(text)
+        part = self._format_part(text)
         self.item |= {"status": status, "content": [part]}
+        fields = self._format_logprobs(self.logprobs)
         return [
-            {"type": f"response.{self._part_type}.done", **self._location, "text": text}
-            | self._logprobs_field(self.logprobs),
-            {"type": "response.content_part.done", **self._location, "part": part},
-            _done(self._location["output_index"], self.item),
+            self._part_event(f"{self._part_type}.done", text=text, **fields),
+            self._part_event("content_part.done", part=part),
+            self._item_event("done"),
         ]
 
-    def _part(self, text: str) -> Json:
-        if self.kind == "reasoning":
-            return {"type": self._part_type, "text": text}
-        return {"type": self._part_type, "text": text, "annotations": []} | self._logprobs_field(
-            self.logprobs
-        )
+    def _part_event(self, name: str, **fields: Any) -> Json:
+        return self._event(name, content_index=0, **fields)
 
-    def _logprobs_field(self, logprobs: Sequence[TokenLogprob]) -> Json:
+    def _format_part(self, text: str) -> Json:
+        part: Json = {"type": self._part_type, "text": text}
+        if self.kind == "message":
+            part |= {"annotations": [], **self._format_logprobs(self.logprobs)}
+        return part
+
+    def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json:
         return {} if self.kind == "reasoning" else {"logprobs": [format_logprob(token) for token in logprobs]}
 
 
-class _CallItem:
+class _CallItem(_OutputItem):
     """A function call while its arguments are streamed."""
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        self._index = index
-        self._pieces: list[str] = []
-        self.item: Json = {
+        item: Json = {
             "id": make_item_id("fc", request_id, index),
             "type": "function_call",
             "status": "in_progress",
@@ -170,11 +184,7 @@ class _CallItem:
             "name": tool.name,
             "arguments": "",
         }
-        if tool.namespace:
-            self.item["namespace"] = tool.namespace
-
-    def begin(self) -> Events:
-        return [_added(self._index, self.item)]
+        super().__init__(index, item | ({"namespace": tool.namespace} if tool.namespace else {}))
 
     def add(self, arguments: str) -> Events:
         if not arguments:
@@ -183,28 +193,17 @@ class _CallItem:
         return [self._event("function_call_arguments.delta", delta=arguments)]
 
     def end(self, status: str) -> Events:
-        text = "".join(self._pieces)
-        self.item |= {"status": status, "arguments": text}
-        return [
-            self._event("function_call_arguments.done", arguments=text),
-            _done(self._index, self.item),
-        ]
-
-    def _event(self, name: str, **fields: Any) -> Json:
-        return {
-            "type": f"response.{name}",
-            "item_id": self.item["id"],
-            "output_index": self._index,
-            **fields,
-        }
+        arguments = "".join(self._pieces)
+        self.item |= {"status": status, "arguments": arguments}
+        done = self._event("function_call_arguments.done", arguments=arguments)
+        return [done, self._item_event("done")]
 
 
 class _CustomCallItem(_CallItem):
-    """A call of a custom tool, which streams the string in ``{"input": "..."}``.
+    """A call of a custom tool, whose input is the string in the arguments ``{"input": "..."}``.
 
-    Arguments of any other shape become a function call with the arguments unchanged, so that the agent sends
-    back what the model wrote. If the shape turns out to be different after a part of the input was sent, the
-    call stays custom.
+    Other arguments become a function call and are not changed, so that the agent sends back the text that the
+    model wrote. If a part of the input was already sent, the call stays a custom call.
     """
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
@@ -220,44 +219,40 @@ class _CustomCallItem(_CallItem):
         if self._input is not None:
             return self._input_delta(self._input.feed(arguments))
         arguments_so_far = "".join(self._pieces)
-        opening = _INPUT.match(arguments_so_far)
-        if not opening or _has_other_shape(arguments_so_far):
+        prefix = _INPUT_PREFIX.match(arguments_so_far)
+        if not prefix or _is_other_json(arguments_so_far):
             return []
         self.item = {key: self.item[key] for key in ("call_id", "name", "namespace") if key in self.item}
         self.item |= {"id": self._custom_id, "type": "custom_tool_call", "status": "in_progress", "input": ""}
         self._input = JsonStringReader()
-        return [
-            _added(self._index, self.item),
-            *self._input_delta(self._input.feed(arguments_so_far[opening.end() :])),
-        ]
+        delta = self._input_delta(self._input.feed(arguments_so_far[prefix.end() :]))
+        return [self._item_event("added"), *delta]
 
     def end(self, status: str) -> Events:
         if self._input is None:
             delta = self._event("function_call_arguments.delta", delta="".join(self._pieces))
-            return [_added(self._index, self.item), delta, *super().end(status)]
+            return [self._item_event("added"), delta, *super().end(status)]
         self.item |= {"status": status, "input": self._input.text}
-        return [
-            self._event("custom_tool_call_input.done", input=self._input.text),
-            _done(self._index, self.item),
-        ]
+        done = self._event("custom_tool_call_input.done", input=self._input.text)
+        return [done, self._item_event("done")]
 
     def _input_delta(self, text: str) -> Events:
         return [self._event("custom_tool_call_input.delta", delta=text)] if text else []
 
 
-_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
-_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
+_INPUT_PREFIX = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_STRING_CHARACTERS = re.compile(r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+_HIGH_SURROGATE_END = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 
 
-def _has_other_shape(arguments: str) -> bool:
+def _is_other_json(arguments: str) -> bool:
     """Return True if ``arguments`` is complete JSON but not an object with ``input`` as its only key."""
     try:
         value = json.loads(arguments)
         orjson.dumps(value)
     except json.JSONDecodeError:
         return False
-    except (TypeError, RecursionError):  # lone surrogates, which no response can contain
+    except (TypeError, RecursionError):  # A response cannot contain lone surrogates or very deep nesting.
         return True
     return set(value) != {"input"}
 
@@ -268,58 +263,36 @@ class JsonStringReader:
     def __init__(self) -> None:
         self.text = ""
         self._rest = ""
-        self._ended = False
+        self._has_ended = False
 
     def feed(self, piece: str) -> str:
-        """Return the decoded text that later pieces cannot change, up to the closing quote."""
-        if self._ended:
+        """Return the decoded text up to the closing quote. An incomplete escape sequence at the end of a
+        piece is decoded together with the next piece."""
+        if self._has_ended:
             return ""
         self._rest += piece
-        match = _CHARACTERS.match(self._rest)
+        match = _STRING_CHARACTERS.match(self._rest)
         assert match
         raw, end = match[0], match.end()
-        self._ended = self._rest[end : end + 1] == '"'
-        half = None if self._ended else _HALF_PAIR.search(raw)
-        if half:
-            raw, end = raw[: half.start()], half.start()
+        self._has_ended = self._rest[end : end + 1] == '"'
+        if not self._has_ended and (surrogate := _HIGH_SURROGATE_END.search(raw)):
+            raw, end = raw[: surrogate.start()], surrogate.start()
         self._rest = self._rest[end:]
-        text = _encodable(json.loads(f'"{raw}"'))
+        # A lone surrogate is replaced, because no response can contain it.
+        text = json.loads(f'"{raw}"').encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         self.text += text
         return text
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def reply_deltas(message: Message) -> list[ReplyDelta]:
-    """Return a finished reply as deltas."""
-    reasoning = message.get("reasoning")
-    deltas = [ReplyDelta(reasoning=reasoning)] if reasoning else []
-    deltas += [ReplyDelta(text=message["content"])] if message["content"] else []
-    for i, call in enumerate(message.get("tool_calls", ())):
-        deltas.append(ReplyDelta(call=ToolCallDelta(i, call["id"], call["name"], call["arguments"])))
-    return deltas
-
-
 def _logprobs_of_text(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the logprobs of the tokens that make up ``text``, or all logprobs if ``text`` is not in the
-    tokens."""
+    """Return the logprobs of the tokens of ``text``, or all logprobs if no tokens contain ``text``."""
     start = "".join(token.text for token in logprobs).find(text)
     if start < 0:
         return logprobs
-    chosen: list[TokenLogprob] = []
+    text_logprobs: list[TokenLogprob] = []
     position = 0
     for token in logprobs:
         if position < start + len(text) and position + len(token.text) > start:
-            chosen.append(token)
+            text_logprobs.append(token)
         position += len(token.text)
-    return chosen
-
-
-def _added(index: int, item: Json) -> Json:
-    return {"type": "response.output_item.added", "output_index": index, "item": {**item}}
-
-
-def _done(index: int, item: Json) -> Json:
-    return {"type": "response.output_item.done", "output_index": index, "item": item}
+    return text_logprobs

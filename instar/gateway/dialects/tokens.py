@@ -1,7 +1,6 @@
-"""Token-level generation for programs that hold the tokens themselves.
+"""``POST /v1/generate``, which continues a prompt of token ids.
 
-``POST /v1/generate`` continues a prompt of token ids. The response is ``{"id", "choices":
-[GeneratedChoice]}``, or one GeneratedChunk per line if it is streamed.
+The response is ``{"id", "choices": [GeneratedChoice]}``. A streamed response has one GeneratedChunk per line.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-import orjson
 
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
-from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, format_openai_error, parse_stop
+from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, parse_stop
 from instar.record.base import ReplyDelta
-from instar.types import FinishReason, TokenChunk
+from instar.types import FinishReason, Json, TokenChunk
 
 MAX_STOP_TOKENS = 256
 
@@ -50,15 +48,8 @@ class GeneratedChunk(msgspec.Struct, omit_defaults=True):
     stop: str | None = None
 
 
-class GeneratedChoice(msgspec.Struct, omit_defaults=True):
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: FinishReason | None
+class GeneratedChoice(GeneratedChunk, omit_defaults=True, kw_only=True):
     text: str
-    behavior_logprobs: list[float] | None = None
-    stop: str | None = None
 
 
 _decoder = msgspec.json.Decoder(GenerateBody)
@@ -67,7 +58,7 @@ _decoder = msgspec.json.Decoder(GenerateBody)
 def check_token_params(params: TokenParams, prefix: str = "") -> None:
     """Raise ApiError (400) with the path of the first invalid setting. The path begins with ``prefix``."""
     try:
-        check_ranges(params, {name: span for name, span in RANGES.items() if name != "n"})
+        check_ranges(params, {name: limits for name, limits in RANGES.items() if name != "n"})
         parse_stop(params.stop)
     except ApiError as error:
         raise bad_request(error.message, f"{prefix}{error.param}", error.code) from error
@@ -77,32 +68,27 @@ def check_token_params(params: TokenParams, prefix: str = "") -> None:
 
 
 class TokenStreamWriter(StreamWriter):
-    def begin(self, index: int) -> bytes:
-        return b""
-
     def write_deltas(
         self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
     ) -> bytes:
-        raise NotImplementedError("token-level replies are streamed as tokens")
+        raise NotImplementedError("Token-level replies are streamed as tokens.")
 
     def write_tokens(self, index: int, chunk: TokenChunk) -> bytes:
         if not chunk.token_ids:
             return b""
         # The finish reason must not be sent before the call is recorded.
-        return _line(
+        return _format_line(
             GeneratedChunk(index, chunk.token_ids, chunk.logprobs, chunk.versions, chunk.behavior_logprobs)
         )
 
     def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
-        lines: list[bytes] = []
-        for index, choice in enumerate(choices):
-            finish_reason, stop = choice.finish_reason, choice.stop_string
-            lines.append(_line(GeneratedChunk(index, [], [], [], finish_reason=finish_reason, stop=stop)))
-        return b"".join(lines)
+        return b"".join(
+            _format_line(GeneratedChunk(i, [], [], [], None, choice.finish_reason, choice.stop_string))
+            for i, choice in enumerate(choices)
+        )
 
     def write_error(self, error: ApiError) -> bytes:
-        fields = {"message": error.message, "code": error.code, "param": error.param}
-        return msgspec.json.encode({"error": fields}) + b"\n"
+        return _format_line({"error": {"message": error.message, "code": error.code, "param": error.param}})
 
 
 class TokensDialect(Dialect):
@@ -112,6 +98,7 @@ class TokensDialect(Dialect):
     prompt_param = "prompt_ids"
     stream_content_type = "application/x-ndjson"
     is_token_level = True
+    stream_writer_class = TokenStreamWriter
 
     def parse_request(self, body: bytes) -> ModelRequest:
         parsed = decode_body(_decoder, body)
@@ -140,12 +127,6 @@ class TokensDialect(Dialect):
         formatted = [_format_choice(index, choice) for index, choice in enumerate(choices)]
         return msgspec.json.encode({"id": request_id, "choices": formatted})
 
-    def create_stream_writer(self, request_id: str, request: ModelRequest) -> StreamWriter:
-        return TokenStreamWriter()
-
-    def format_error(self, error: ApiError) -> bytes:
-        return orjson.dumps(format_openai_error(error))
-
 
 def _format_choice(index: int, choice: ReplyChoice) -> GeneratedChoice:
     tokens = choice.tokens
@@ -155,12 +136,12 @@ def _format_choice(index: int, choice: ReplyChoice) -> GeneratedChoice:
         token_ids=tokens.token_ids,
         logprobs=tokens.logprobs,
         versions=tokens.versions,
-        finish_reason=choice.finish_reason,
-        text=choice.message["content"],
         behavior_logprobs=tokens.behavior_logprobs,
+        finish_reason=choice.finish_reason,
         stop=choice.stop_string,
+        text=choice.message["content"],
     )
 
 
-def _line(chunk: GeneratedChunk) -> bytes:
-    return msgspec.json.encode(chunk) + b"\n"
+def _format_line(value: GeneratedChunk | Json) -> bytes:
+    return msgspec.json.encode(value) + b"\n"

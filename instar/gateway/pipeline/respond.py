@@ -14,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong, RenderError, StoreError
 from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.dialects.base import Dialect, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.common import split_reply
 from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
 from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult
 from instar.gateway.upstream.base import UpstreamError
-from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.types import Message, TokenChunk
+from instar.record.base import ReplyDelta
+from instar.types import TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Responder(ReplyStream):
                 if choice.tokens is not None:
                     await self.send_tokens(index, choice.tokens)
                 else:
-                    await self.send_deltas(index, _split_message(choice.message), choice.logprobs)
+                    await self.send_deltas(index, split_reply(choice.message), choice.logprobs)
         await self.finish(SampledResult((), choices))
 
     async def send_deltas(
@@ -140,7 +141,7 @@ class Responder(ReplyStream):
     async def _start_writer(self) -> StreamWriter:
         if self._writer is None:
             call = self._call
-            self._writer = call.dialect.create_stream_writer(call.meta.request_id, call.request)
+            self._writer = call.dialect.stream_writer_class(call.meta.request_id, call.request)
             await self._start(call.dialect.stream_content_type)
             await self._send_part(b"".join(map(self._writer.begin, range(call.request.n))))
         return self._writer
@@ -179,7 +180,7 @@ class Responder(ReplyStream):
             await error_response(call.dialect, failure)(self._scope, self._receive, self._send)
             return
         # A provider's stream that was passed on unchanged has no writer yet.
-        writer = self._writer or call.dialect.create_stream_writer(call.meta.request_id, call.request)
+        writer = self._writer or call.dialect.stream_writer_class(call.meta.request_id, call.request)
         await self._send_last(writer.write_error(to_api_error(failure)))
 
     @property
@@ -224,13 +225,3 @@ class DisconnectWatcher:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._cancel()
-
-
-def _split_message(message: Message) -> list[ReplyDelta]:
-    """Return the deltas of a complete reply."""
-    deltas = [ReplyDelta(reasoning=message["reasoning"])] if "reasoning" in message else []
-    deltas += [ReplyDelta(text=message["content"])] if message["content"] else []
-    for index, call in enumerate(message.get("tool_calls", ())):
-        deltas.append(ReplyDelta(call=ToolCallDelta(index, call["id"], call["name"])))
-        deltas.append(ReplyDelta(call=ToolCallDelta(index, arguments=call["arguments"])))
-    return deltas

@@ -61,7 +61,7 @@ def put_together(stream: Sequence[Any]) -> dict[str, Any]:
 
 
 def streamed(deltas: Sequence[ReplyDelta], message: Message, request: ModelRequest) -> dict[str, Any]:
-    writer = DIALECT.create_stream_writer("msg_1", request)
+    writer = DIALECT.stream_writer_class("msg_1", request)
     body = writer.begin(0) + b"".join(writer.write_deltas(0, [delta], ()) for delta in deltas)
     assert not {e["type"] for e in events(body)} & {"message_delta", "message_stop"}
     return put_together(list(events(body + writer.finish([choice(message)]))))
@@ -101,7 +101,7 @@ def test_messages_stream_signs_omitted_thinking(display: str, shown: str) -> Non
 
 
 def test_messages_stream_ends_with_an_error_event() -> None:
-    body = DIALECT.create_stream_writer("msg_1", read()).write_error(ApiError(503, "No engine."))
+    body = DIALECT.stream_writer_class("msg_1", read()).write_error(ApiError(503, "No engine."))
     assert body.startswith(b"event: error\ndata: {")
     assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
 

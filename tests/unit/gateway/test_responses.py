@@ -70,7 +70,7 @@ def events(
     finish: FinishReason = "stop",
 ) -> list[Json]:
     """The events of a stream, each held against the SDK's models."""
-    writer = DIALECT.create_stream_writer(ID, request)
+    writer = DIALECT.stream_writer_class(ID, request)
     raw = writer.begin(0)
     raw += b"".join(writer.write_deltas(0, deltas, ()) for deltas in pieces)
     raw += writer.finish([choice(message, finish)])
@@ -333,7 +333,7 @@ def test_responses_logprobs_cover_only_the_text() -> None:
     tokens = [TokenLogprob(text, -1.0) for text in ("<think>", "Hm", "</think>", "So", ".")]
     body = answered(request, assistant("So.", reasoning="Hm"), logprobs=tokens)
     assert [token["token"] for token in body["output"][1]["content"][0]["logprobs"]] == ["So", "."]
-    writer = DIALECT.create_stream_writer(ID, request)
+    writer = DIALECT.stream_writer_class(ID, request)
     deltas = ([], [ReplyDelta(reasoning="Hm")], [], [ReplyDelta(text="So")], [ReplyDelta(text=".")])
     raw = b"".join(
         writer.write_deltas(0, reply_text, [token]) for reply_text, token in zip(deltas, tokens, strict=True)
@@ -344,7 +344,7 @@ def test_responses_logprobs_cover_only_the_text() -> None:
 
 
 def test_responses_stream_ends_with_response_failed() -> None:
-    writer = DIALECT.create_stream_writer(ID, read())
+    writer = DIALECT.stream_writer_class(ID, read())
     writer.begin(0)
     writer.write_deltas(0, [ReplyDelta(text="So")], ())
     actual = writer.write_error(ApiError(503, "gone")).decode()

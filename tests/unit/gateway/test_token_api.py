@@ -10,7 +10,7 @@ import pytest
 
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ReplyChoice
-from instar.gateway.dialects.tokens import TokensDialect, TokenStreamWriter
+from instar.gateway.dialects.tokens import TokensDialect
 from instar.gateway.token_api import parse_submission
 from instar.types import TokenChunk
 
@@ -121,7 +121,7 @@ def test_generate_response_has_exact_tokens() -> None:
 
 
 def test_token_stream_sends_finish_reason_at_the_end_only() -> None:
-    writer = TokenStreamWriter()
+    writer = DIALECT.stream_writer_class("gen-1", DIALECT.parse_request(b'{"prompt_ids":[1]}'))
     line = writer.write_tokens(1, TokenChunk([5, 6], [-1.0, -2.0], [3, 4], finish_reason="length"))
     assert line.endswith(b"\n")
     assert json.loads(line) == {
