@@ -18,7 +18,7 @@ import uvloop
 from instar.config import ScoringConfig
 from instar.config.judge import JudgeRewardConfig
 from instar.rewards.base import ScoringContext
-from instar.rewards.judge.factory import create_judge
+from instar.rewards.judge.judges import create_judge
 from instar.rewards.runner import ScoringRunner
 from instar.store.sqlite import SqliteStore
 

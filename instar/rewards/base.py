@@ -1,4 +1,4 @@
-"""The interfaces of scorers, and the parts of a session and of the run that scorers can see."""
+"""The interfaces of scorers, and the views of a session and of the run that scorers get."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from instar.store.base import Store
 from instar.types import Call, Json, Message, Reward, Score, Task
 
 NO_TASK = Task("", {})
-"""The task of a session without one, such as a person's own use."""
+"""The task of a session without a task, such as a live session."""
 JUDGE_AGENT = "instar-judge"
-"""The agent id of sessions that a judge opens to ask the run's own model. They are never scored."""
+"""The agent id of the sessions in which a judge asks the run's own model. These sessions are never scored."""
 MAX_REASON_CHARS = 1000
 
 
@@ -25,11 +25,11 @@ class Transcript:
     session_id: str
     calls: Sequence[Call]
     returned: float | None
-    """The reward that the agent itself returned, if any."""
+    """The reward that the agent itself returned, or None if it returned nothing."""
 
     @property
     def final(self) -> Message | None:
-        """The reply of the last call, if the session has one."""
+        """The reply of the last call, or None if the session has no calls."""
         return self.calls[-1].reply if self.calls else None
 
     @property
@@ -48,19 +48,19 @@ class ScoringContext:
     api_key: str = ""
 
     def set_gateway_url(self, url: str) -> None:
-        """Send later requests to the gateway at ``url``, which may change during the run."""
+        """Set the URL of the gateway, which changes when the gateway restarts."""
         self.base_url = f"{url}/v1"
 
 
 class WorkerTextScorer(ABC):
-    """A task set's scorer that evaluates text from the model, and therefore runs as a check in a worker."""
+    """The scorer of a task set that evaluates text from the model and therefore runs in a worker process."""
 
     check_name: str
     """The name of the check in ``rules/check_worker.py``."""
     check_args: Json
     """The arguments that the worker creates the check with."""
     requires_sandbox: bool
-    """True if the scorer must not run where no sandbox is available."""
+    """True if the scorer may only run in a sandbox."""
 
     @abstractmethod
     def build_request(self, task: Task, text: str) -> Json:
@@ -72,32 +72,31 @@ class WorkerTextScorer(ABC):
 
 
 class Scorer(ABC):
-    """Gives rewards to sessions. A scorer is created with its section of the config, and ``score`` may be
-    called concurrently."""
+    """Gives rewards to sessions. Calls of ``score`` may be concurrent."""
 
     name: str = ""
     """The name that rewards, weights and vetoes refer to: ``returned``, ``math``, ``judge:outcome``."""
     version: str = ""
-    """A version that changes when the same session may get a different score."""
+    """A text that changes whenever the same session may get a different score."""
     background: bool = False
     """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
     concurrency_limit: asyncio.Semaphore | None = None
-    """Limits concurrent attempts. Waiting for this limit does not count towards an attempt's deadline."""
+    """Limits concurrent attempts. The deadline of an attempt begins when the semaphore is acquired."""
 
     @property
     def key(self) -> str:
-        """The scorer's name and version. The store keeps one score per session and key."""
+        """The scorer's name and version. The store has one score for each session and key."""
         return f"{self.name}@{self.version}" if self.version else self.name
 
-    async def start(self, context: ScoringContext) -> None:  # noqa: B027 - most need nothing
-        """Prepare for the first score. Raises ConfigError if the scorer cannot work on this machine."""
+    async def start(self, context: ScoringContext) -> None:  # noqa: B027 - most scorers need no preparation
+        """Prepare the scorer before the first score. Raises ConfigError if it cannot work on this machine."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        """Return any number of rewards for the session and its calls. Raises ScoreError."""
+        """Return any number of rewards for the session and its calls. Raises ScoreError if this fails."""
 
-    async def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release resources."""
+    async def close(self) -> None:  # noqa: B027 - most scorers have no resources to release
+        """Release the resources of the scorer."""
 
 
 class GroupScorer(Scorer):
@@ -110,7 +109,7 @@ class GroupScorer(Scorer):
 
     @abstractmethod
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
-        """Return rewards for any of the sessions. Raises ScoreError."""
+        """Return any number of rewards for the sessions. Raises ScoreError if this fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +121,23 @@ class ScoringResult:
 
     @property
     def failure_reason(self) -> str | None:
-        """Why a scorer gave up, or None if none did."""
+        """The reason of the first scorer that failed, or None if no scorer failed."""
         return next((score.reason for score in self.scores if score.reason is not None), None)
 
 
 class RolloutScoring(ABC):
-    """Scores sessions before the rollout ends them."""
+    """Scores a session before the rollout ends the session."""
 
     has_background_scorers: bool = False
-    """True if other scorers follow in the background; a group waits for them before it is trained on."""
+    """True if a group must wait for scorers in the background before it is trained on."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> ScoringResult:
-        """Return the scores and rewards of the session. Errors of scorers are recorded, not raised."""
+        """Return the scores and rewards of the session. An error of a scorer becomes part of its score."""
 
 
 def describe_error(error: BaseException) -> str:
     """Return the text that is recorded as the reason of a failure."""
-    # The messages of Instar's own errors are complete without the name of the class.
+    # The messages of Instar's own errors are clear without the name of the class.
     text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
     return text.strip()[:MAX_REASON_CHARS]

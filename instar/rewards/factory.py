@@ -22,14 +22,14 @@ class TextScorerSource(Protocol):
 
 
 def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -> list[Scorer]:
-    """Return the scorers of ``config.reward``. A rule without a function uses the task set's scorer."""
-    scorers = [_create(section, taskset) for section in config.reward]
+    """Return the configured scorers. A rule without a function uses the scorer of the task set."""
+    scorers = [_create_scorer(section, taskset) for section in config.reward]
     names = [scorer.name for scorer in scorers]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ConfigError(
-                f"reward.{index}: its name {name!r} is also that of reward.{names.index(name)}; remove one, "
-                "or give it another name"
+                f"reward.{index}: reward.{names.index(name)} has the same name {name!r}; remove one of them, "
+                "or give it a different name"
             )
     _check_combined_names(config, scorers)
     return scorers
@@ -41,19 +41,19 @@ def create_scoring(config: RunConfig, taskset: TextScorerSource | None = None) -
 
 @dataclass(frozen=True)
 class BackgroundScorers:
-    """The scorers of a run for use outside a rollout, where no task set is available."""
+    """The scorers of a run for a process that has no task set."""
 
     scorers: list[Scorer]
     live: list[Scorer]
     """The scorers that can score sessions of the live channel."""
 
     def are_needed(self, *, live: bool) -> bool:
-        """Return True if there is anything to score. ``live``: the run serves live sessions."""
+        """Return True if any session is scored in the background. ``live``: the run serves live sessions."""
         return any(scorer.background for scorer in self.scorers) or (live and bool(self.live))
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
-    """Return the scorers of a run without its task set. Raises ConfigError for impossible settings."""
+    """Return the scorers of a run without its task set. Raises ConfigError for invalid settings."""
     scorers = create_scorers(config, _MissingTextScorer())
     live = [
         scorer
@@ -66,13 +66,13 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
 
 
 class _MissingTextScorer:
-    """A stand-in for a task set, for a rule that needs the task set's scorer but never runs."""
+    """Replaces the task set for a rule that uses the task set's scorer. Such a rule does not run here."""
 
     def scorer(self, task: Task, text: str) -> float:
-        raise ScoreError("a session without a task has no scorer of its own")
+        raise ScoreError("the scorer of the task set is not available in this process")
 
 
-def _create(section: RewardConfig, taskset: TextScorerSource | None) -> Scorer:
+def _create_scorer(section: RewardConfig, taskset: TextScorerSource | None) -> Scorer:
     create = registry.resolve_section("rewards", section)
     if section.type == "rule":
         return create(section, taskset.scorer if taskset else None)
@@ -88,6 +88,6 @@ def _check_combined_names(config: RunConfig, scorers: list[Scorer]) -> None:
         for name in names:
             if name not in known:
                 raise ConfigError(
-                    f"scoring.combine.{setting}: given {name!r}, which is no scorer of this run; "
+                    f"scoring.combine.{setting}: given {name!r}, which is not a scorer of this run; "
                     f"allowed: {', '.join(sorted(known))}"
                 )

@@ -1,7 +1,7 @@
 """Scores completed sessions in the background.
 
-Every scorer has its own queue, so that a scorer that is slow or hangs delays only its own sessions. A score
-and its rewards are written in one transaction, once per session and scorer. If the process dies, the next one
+Every scorer has its own queue, so that a scorer that is slow or hangs delays only its own scores. A score and
+its rewards are written in one transaction, once per session and scorer. If the process dies, the next process
 scores the sessions that were in progress.
 """
 
@@ -16,14 +16,14 @@ from instar.config import ScoringConfig
 from instar.errors import ConflictError
 from instar.rewards.base import JUDGE_AGENT, NO_TASK, GroupScorer, Scorer, ScoringResult, Transcript
 from instar.rewards.scoring import score_sessions
-from instar.store.base import Store, UnscoredSession
+from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus, ScoreState, Session, SessionStatus, Task
 
 POLL_SECONDS = 0.2
 FULL_SCAN_SECONDS = 30.0
-"""The interval in seconds at which all sessions are read again from the beginning."""
+"""The interval at which all sessions are read again from the first one."""
 PENDING_PER_SLOT = 8
-"""Pending sessions per concurrent attempt. Most of them wait for a slot or for a retry."""
+"""The number of pending sessions per concurrent attempt. Most of them wait for a slot or for a retry."""
 ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
 IDLE_STATUS = "idle"
 """The start of the status text when nothing is left to score."""
@@ -62,6 +62,11 @@ class ScoringRunner:
         self.run_id = run_id
         self.config = config
         self.counts = ScoringCounts()
+        self._slots = {
+            scorer.key: (asyncio.Semaphore(2 * config.concurrency), asyncio.Semaphore(config.concurrency))
+            for scorer in scorers
+        }
+        """The limits of sessions in memory and of attempts, by scorer."""
         session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
         background = [scorer for scorer in session_scorers if scorer.background]
         group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
@@ -69,22 +74,28 @@ class ScoringRunner:
         self._scorer_queues = [
             _ScorerQueue(self, scorer, channels)
             for scorer in session_scorers
-            if (channels := _channels(scorer, scorer in live_scorers))
+            if (
+                channels := (
+                    *(ROLLOUT_CHANNELS if scorer.background else ()),
+                    *((Channel.LIVE,) if scorer in live_scorers else ()),
+                )
+            )
         ]
-        self._draining = False
+        self.is_draining = False
 
     @property
     def doing(self) -> str:
-        """The role's status text."""
-        counts, pending = self.counts, self._group_queue.pending_count
-        gave_up = f", {counts.fallback} given up ({counts.last_reason[:80]})" if counts.fallback else ""
-        groups = f", {pending} groups waiting" if pending else ""
-        now = f"{counts.in_progress} under way" if counts.in_progress or pending else IDLE_STATUS
-        return f"{now}, {counts.scored} scored{gave_up}{groups}"
+        """The status text of the role."""
+        counts, pending_groups = self.counts, len(self._group_queue.pending)
+        failed = f", {counts.fallback} failed ({counts.last_reason[:80]})" if counts.fallback else ""
+        groups = f", {pending_groups} groups waiting" if pending_groups else ""
+        is_busy = counts.in_progress or pending_groups
+        progress = f"{counts.in_progress} in progress" if is_busy else IDLE_STATUS
+        return f"{progress}, {counts.scored} scored{failed}{groups}"
 
     async def run(self) -> None:
-        """Score sessions until `drain` is called and the sessions in progress are scored. On cancellation,
-        stop immediately; a later run scores the remaining sessions. Raises StoreError."""
+        """Score sessions until `drain` is called and the sessions in progress are scored. Raises StoreError.
+        After a cancellation, a later run scores the remaining sessions."""
         for states in (await self.store.score_counts(self.run_id)).values():
             self.counts.scored += states.get(ScoreState.SCORED, 0)
             self.counts.fallback += states.get(ScoreState.FALLBACK, 0)
@@ -97,34 +108,18 @@ class ScoringRunner:
             raise errors.exceptions[0] from None
 
     def drain(self) -> None:
-        """Start no more sessions; `run` returns when the sessions in progress are scored."""
-        self._draining = True
+        """Start no more sessions, so that `run` returns when the sessions in progress are scored."""
+        self.is_draining = True
 
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    async def score(
-        self,
-        scorer: Scorer,
-        task: Task,
-        session_ids: list[str],
-        memory_limit: asyncio.Semaphore,
-        attempt_limit: asyncio.Semaphore,
-    ) -> None:
+    async def score(self, scorer: Scorer, task: Task, session_ids: list[str]) -> None:
         """Score the sessions and record the scores and rewards."""
 
         async def load() -> list[Transcript]:
-            return [Transcript(each, await self.store.calls(each), None) for each in session_ids]
+            return [Transcript(name, await self.store.calls(name), None) for name in session_ids]
 
+        memory_slot, attempt_slot = self._slots[scorer.key]
         result = await score_sessions(
-            scorer,
-            task,
-            session_ids,
-            load,
-            self.config,
-            memory_slot=memory_limit,
-            attempt_slot=attempt_limit,
+            scorer, task, session_ids, load, self.config, memory_slot=memory_slot, attempt_slot=attempt_slot
         )
         try:
             is_new = await self.store.record_scores(result.scores, result.rewards)
@@ -136,10 +131,6 @@ class ScoringRunner:
             self._group_queue.mark_scored(session_id, scorer.name)
 
 
-def _channels(scorer: Scorer, is_live: bool) -> tuple[Channel, ...]:
-    return (*(ROLLOUT_CHANNELS if scorer.background else ()), *((Channel.LIVE,) if is_live else ()))
-
-
 class _ScorerQueue:
     """The queue of one scorer, which scores sessions one by one."""
 
@@ -147,29 +138,26 @@ class _ScorerQueue:
         self.runner = runner
         self.scorer = scorer
         self.channels = channels
-        slots = runner.config.concurrency
-        self._attempt_limit = asyncio.Semaphore(slots)
-        self._memory_limit = asyncio.Semaphore(2 * slots)
-        self._max_pending = PENDING_PER_SLOT * slots
+        self._max_pending = PENDING_PER_SLOT * runner.config.concurrency
         self._pending: dict[str, int] = {}
         """The ``seq`` of each session that is being scored or waits to be scored."""
         self._session_done = asyncio.Event()
         self._after = 0
         """The next query returns sessions with a higher ``seq``."""
         self._settled: int | None = None
-        """All sessions up to this ``seq`` had ended when the current scan began."""
+        """All sessions up to this ``seq`` were finished when the current scan began."""
         self._last_full_scan = time.monotonic()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
-        while not self.runner.draining:
+        while not self.runner.is_draining:
             if len(self._pending) > self._max_pending // 2:
                 self._session_done.clear()
                 await self._session_done.wait()
-            elif not await self._take_up_sessions(tasks):
+            elif not await self._start_sessions(tasks):
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _take_up_sessions(self, tasks: asyncio.TaskGroup) -> bool:
-        """Start scoring as many sessions as allowed. Return False if no more sessions exist."""
+    async def _start_sessions(self, tasks: asyncio.TaskGroup) -> bool:
+        """Start to score as many sessions as allowed. Return False if there are no more sessions."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled is None:
             self._settled = await store.last_ended_seq(run_id, self.channels)
@@ -177,39 +165,36 @@ class _ScorerQueue:
         unscored = await store.unscored_sessions(
             run_id, self.scorer.key, self.channels, after=self._after, limit=limit, pending_only=True
         )
-        free = limit - len(self._pending)
-        new = [each for each in unscored if self._is_new(each.session)]
-        for each in new[:free]:
-            self._pending[each.session.session_id] = each.seq
-            tasks.create_task(self._score(each))
-        if len(new) > free:
-            self._after = new[free - 1].seq
+        free_count = limit - len(self._pending)
+        new = [
+            row
+            for row in unscored
+            if row.session.session_id not in self._pending and row.session.agent_id != JUDGE_AGENT
+        ]
+        for row in new[:free_count]:
+            self._pending[row.session.session_id] = row.seq
+            tasks.create_task(self._score(row.session))
+        if len(new) > free_count:
+            self._after = new[free_count - 1].seq
             return True
         if len(unscored) == limit:
             self._after = unscored[-1].seq
             return True
-        self._restart_scan(self._settled)
-        return False
-
-    def _is_new(self, session: Session) -> bool:
-        return session.session_id not in self._pending and session.agent_id != JUDGE_AGENT
-
-    def _restart_scan(self, settled: int) -> None:
-        """Begin the next scan at the first session that may still become ready, or periodically at 0."""
-        self._after = min([settled, *(seq - 1 for seq in self._pending.values())])
+        # The next scan begins at the first session that may still become ready, or periodically at 0.
+        self._after = min([self._settled, *(seq - 1 for seq in self._pending.values())])
         self._settled = None
         if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
             self._after, self._last_full_scan = 0, time.monotonic()
+        return False
 
-    async def _score(self, unscored: UnscoredSession) -> None:
-        session_id = unscored.session.session_id
+    async def _score(self, session: Session) -> None:
         self.runner.counts.in_progress += 1
         try:
-            task = await self._load_task(unscored.session)
-            await self.runner.score(self.scorer, task, [session_id], self._memory_limit, self._attempt_limit)
+            task = await self._load_task(session)
+            await self.runner.score(self.scorer, task, [session.session_id])
         finally:
             self.runner.counts.in_progress -= 1
-            del self._pending[session_id]
+            del self._pending[session.session_id]
             self._session_done.set()
 
     async def _load_task(self, session: Session) -> Task:
@@ -229,8 +214,8 @@ class _PendingGroup:
 
 
 class _GroupQueue:
-    """The queue of groups whose sessions have all ended. It compares the sessions of each group, and marks a
-    group as ready for training when every session has all its scores."""
+    """The queue of groups whose sessions are all finished. A group becomes ready for training when every
+    session has all its scores."""
 
     def __init__(
         self, runner: ScoringRunner, session_scorers: Sequence[Scorer], group_scorers: Sequence[GroupScorer]
@@ -238,34 +223,27 @@ class _GroupQueue:
         self.runner = runner
         self.session_scorers = session_scorers
         self.group_scorers = group_scorers
-        slots = runner.config.concurrency
-        self._attempt_limits = {scorer.key: asyncio.Semaphore(slots) for scorer in group_scorers}
-        self._memory_limits = {scorer.key: asyncio.Semaphore(2 * slots) for scorer in group_scorers}
-        self._pending: dict[str, _PendingGroup] = {}
+        self.pending: dict[str, _PendingGroup] = {}
         self._group_ids: dict[str, str] = {}
         """The pending group that each session belongs to."""
         self._comparing: set[tuple[str, str]] = set()
-        """Pairs of group id and scorer key that are in progress."""
+        """The comparisons in progress, as pairs of group id and scorer key."""
         self._scored_during_read: set[tuple[str, str]] | None = None
-        """The sessions that were scored while a group's scores are being read from the store."""
+        """The pairs of session and scorer that were scored during a read of a group's scores."""
         self._last_full_scan = time.monotonic()
-
-    @property
-    def pending_count(self) -> int:
-        return len(self._pending)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         if not self.session_scorers and not self.group_scorers:
             return
-        while not self.runner.draining or self.runner.counts.in_progress:
+        while not self.runner.is_draining or self.runner.counts.in_progress:
             if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
-                self._pending, self._group_ids = {}, {}
+                self.pending, self._group_ids = {}, {}
                 self._last_full_scan = time.monotonic()
             for channel in ROLLOUT_CHANNELS:
                 groups = await self.runner.store.groups(self.runner.run_id, channel, GroupStatus.SCORING)
                 for group in groups:
-                    if group.group_id not in self._pending:
-                        await self._take_up(group, tasks)
+                    if group.group_id not in self.pending:
+                        await self._add_group(group, tasks)
             await self._close_scored_groups()
             await asyncio.sleep(POLL_SECONDS)
         await self._close_scored_groups()
@@ -274,43 +252,39 @@ class _GroupQueue:
         if self._scored_during_read is not None:
             self._scored_during_read.add((session_id, scorer))
         if group_id := self._group_ids.get(session_id):
-            self._pending[group_id].missing.discard((session_id, scorer))
+            self.pending[group_id].missing.discard((session_id, scorer))
 
-    async def _take_up(self, group: Group, tasks: asyncio.TaskGroup) -> None:
+    async def _add_group(self, group: Group, tasks: asyncio.TaskGroup) -> None:
         self._scored_during_read = set()
-        completed, scored = await self._read_scores(group)
-        scorers = (*self.session_scorers, *self.group_scorers)
-        expected = {(each, scorer.name) for each in completed for scorer in scorers}
-        missing = expected - scored - self._scored_during_read
-        self._scored_during_read = None
-        self._pending[group.group_id] = _PendingGroup(completed, missing)
-        self._group_ids |= dict.fromkeys(completed, group.group_id)
-        for scorer in self.group_scorers:
-            key = (group.group_id, scorer.key)
-            unscored = [each for each in completed if (each, scorer.name) in missing]
-            if unscored and key not in self._comparing and not self.runner.draining:
-                self._comparing.add(key)
-                tasks.create_task(self._compare(group, scorer, unscored))
-
-    async def _read_scores(self, group: Group) -> tuple[list[str], set[tuple[str, str]]]:
-        """Return the completed sessions, and the scored pairs of session and scorer (of any version)."""
         store = self.runner.store
         rows = await store.sessions(group_id=group.group_id)
         completed = [row.session.session_id for row in rows if row.session.status is SessionStatus.COMPLETED]
         scores = [score for scores in (await store.scores(completed)).values() for score in scores]
-        return completed, {(score.session_id, score.scorer.partition("@")[0]) for score in scores}
+        # The version of a scorer does not matter here.
+        scored = {(score.session_id, score.scorer.partition("@")[0]) for score in scores}
+        scorers = (*self.session_scorers, *self.group_scorers)
+        expected = {(session_id, scorer.name) for session_id in completed for scorer in scorers}
+        missing = expected - scored - self._scored_during_read
+        self._scored_during_read = None
+        self.pending[group.group_id] = _PendingGroup(completed, missing)
+        self._group_ids |= dict.fromkeys(completed, group.group_id)
+        for scorer in self.group_scorers:
+            key = (group.group_id, scorer.key)
+            unscored = [session_id for session_id in completed if (session_id, scorer.name) in missing]
+            if unscored and key not in self._comparing and not self.runner.is_draining:
+                self._comparing.add(key)
+                tasks.create_task(self._compare(group, scorer, unscored))
 
     async def _compare(self, group: Group, scorer: GroupScorer, session_ids: list[str]) -> None:
         self.runner.counts.in_progress += 1
         try:
-            memory_limit, attempt_limit = self._memory_limits[scorer.key], self._attempt_limits[scorer.key]
-            await self.runner.score(scorer, group.task, session_ids, memory_limit, attempt_limit)
+            await self.runner.score(scorer, group.task, session_ids)
         finally:
             self.runner.counts.in_progress -= 1
             self._comparing.discard((group.group_id, scorer.key))
 
     async def _close_scored_groups(self) -> None:
-        for group_id in [group_id for group_id, group in self._pending.items() if not group.missing]:
+        for group_id in [group_id for group_id, group in self.pending.items() if not group.missing]:
             await self.runner.store.close_group(group_id, GroupStatus.READY)
-            for session_id in self._pending.pop(group_id).session_ids:
+            for session_id in self.pending.pop(group_id).session_ids:
                 del self._group_ids[session_id]

@@ -1,4 +1,4 @@
-"""Scores one session or group with one scorer, and applies deadlines, retries and the fallback."""
+"""Scores a session or a group with one scorer, with a deadline, retries and a fallback."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from instar.types import Reward, RewardSource, Score, ScoreState, Task
 logger = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(first_delay=0.25, max_delay=30.0, jitter=(1.0, 1.5))
-MAX_REQUESTED_DELAY = 300.0
-"""The longest delay in seconds that a scorer may request."""
-CANCEL_GRACE = 2.0
-"""The time in seconds that a cancelled attempt has to stop before it is abandoned."""
+MAX_REQUESTED_DELAY_SECONDS = 300.0
+"""The longest delay before a retry that a scorer may request."""
+CANCEL_GRACE_SECONDS = 2.0
+"""The time after which a cancelled attempt is abandoned."""
 
 LoadTranscripts = Callable[[], Awaitable[Sequence[Transcript]]]
-"""Returns the sessions. Each attempt loads them again, so that none stay in memory between attempts."""
+"""Loads the sessions. Each attempt loads them again, so that they are not in memory between attempts."""
 AsyncSlot = AbstractAsyncContextManager[Any]
 
 
@@ -50,11 +50,9 @@ async def score_sessions(
     memory_slot: AsyncSlot | None = None,
     attempt_slot: AsyncSlot | None = None,
 ) -> ScoringResult:
-    """Score the sessions with retries, and return the result. A scorer that keeps failing gets a fallback.
-
-    ``memory_slot`` is held while the sessions are in memory and ``attempt_slot`` during an attempt; neither
-    is held between attempts. Raises StoreError, but never an error of the scorer.
-    """
+    """Score the sessions and return the result, which is a fallback if all attempts fail. Raises StoreError,
+    but never an error of the scorer. ``memory_slot`` is acquired while the sessions are in memory, and
+    ``attempt_slot`` during an attempt."""
     for attempt in range(1, config.retries + 2):
         try:
             async with memory_slot or nullcontext():
@@ -66,15 +64,22 @@ async def score_sessions(
             raise
         except Exception as error:  # noqa: BLE001 - a scorer is user code and may raise anything
             reason = describe_error(error)
+            is_retryable = not isinstance(error, InstarError) or isinstance(error, EngineUnavailable)
+            requested = 0.0
+            if isinstance(error, ScoreError):
+                is_retryable, requested = error.retryable, error.retry_after or 0.0
             logger.info("%s failed on %s, attempt %d: %s", scorer.key, session_ids[0], attempt, reason)
-            if attempt > config.retries or not _is_retryable(error):
+            if attempt > config.retries or not is_retryable:
                 return _give_up(scorer, session_ids, attempt, reason, config.fallback)
-            requested = (error.retry_after if isinstance(error, ScoreError) else None) or 0.0
-            await asyncio.sleep(RETRY.delay(attempt - 1, at_least=min(requested, MAX_REQUESTED_DELAY)))
+            await asyncio.sleep(
+                RETRY.delay(attempt - 1, at_least=min(requested, MAX_REQUESTED_DELAY_SECONDS))
+            )
         else:
-            scores = tuple(Score(each, scorer.key, ScoreState.SCORED, attempt) for each in session_ids)
+            scores = tuple(
+                Score(session_id, scorer.key, ScoreState.SCORED, attempt) for session_id in session_ids
+            )
             return ScoringResult(scores, checked)
-    raise AssertionError("the last attempt returns")
+    raise AssertionError("the loop returns in its last iteration at the latest")
 
 
 async def _score_before_deadline(
@@ -88,7 +93,7 @@ async def _score_before_deadline(
     return await run_with_deadline(
         seconds,
         attempt,
-        grace=CANCEL_GRACE,
+        grace=CANCEL_GRACE_SECONDS,
         on_timeout=ScoreError(f"no answer within {seconds:g} s", retryable=True),
         on_cancel=ScoreError("the scorer cancelled itself", retryable=True),
     )
@@ -97,18 +102,21 @@ async def _score_before_deadline(
 def _check_rewards(
     scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
 ) -> tuple[Reward, ...]:
-    """Return the rewards with the scorer set, and with ids that prevent recording a reward twice."""
+    """Return the rewards with their scorer and with ids by which the store ignores a repeated reward. Raises
+    ScoreError for an invalid reward."""
     checked: list[Reward] = []
     key_counts: Counter[str] = Counter()
     for reward in rewards:
         if reward.session_id not in session_ids:
-            raise ScoreError(f"the scorer rewarded {reward.session_id}, which it was not asked to score")
+            raise ScoreError(
+                f"the scorer returned a reward for {reward.session_id}, which it did not get to score"
+            )
         if not math.isfinite(reward.value):
             raise ScoreError(f"the scorer returned the reward {reward.value}; it must be a finite number")
         try:
             json.dumps(reward.detail)
         except (TypeError, ValueError) as error:
-            raise ScoreError(f"the detail of the reward is not JSON: {error}") from error
+            raise ScoreError(f"the detail of a reward cannot be written as JSON: {error}") from error
         key = "/".join([reward.session_id, scorer.key, *([reward.call_id] if reward.call_id else [])])
         key_counts[key] += 1
         checked.append(
@@ -125,25 +133,21 @@ def _check_rewards(
 def _give_up(
     scorer: Scorer, session_ids: Sequence[str], attempts: int, reason: str, fallback: float | None
 ) -> ScoringResult:
-    logger.warning("%s gave up on %s after %d attempts: %s", scorer.key, session_ids[0], attempts, reason)
-    scores = tuple(Score(each, scorer.key, ScoreState.FALLBACK, attempts, reason) for each in session_ids)
+    logger.warning("%s failed on %s in all %d attempts: %s", scorer.key, session_ids[0], attempts, reason)
+    scores = tuple(
+        Score(session_id, scorer.key, ScoreState.FALLBACK, attempts, reason) for session_id in session_ids
+    )
     if fallback is None:
         return ScoringResult(scores)
     rewards = [
-        Reward(each, fallback, RewardSource.FALLBACK, scorer.name, detail={"reason": reason})
-        for each in session_ids
+        Reward(session_id, fallback, RewardSource.FALLBACK, scorer.name, detail={"reason": reason})
+        for session_id in session_ids
     ]
     return ScoringResult(scores, _check_rewards(scorer, rewards, session_ids))
 
 
-def _is_retryable(error: Exception) -> bool:
-    if isinstance(error, ScoreError):
-        return error.retryable
-    return not isinstance(error, InstarError) or isinstance(error, EngineUnavailable)
-
-
 class InlineScoring(RolloutScoring):
-    """Runs the scorers that a rollout waits for, one after another."""
+    """Runs the scorers that a rollout waits for, one after the other."""
 
     def __init__(self, scorers: Sequence[Scorer], config: ScoringConfig) -> None:
         self.scorers = [scorer for scorer in scorers if not scorer.background]
@@ -151,7 +155,6 @@ class InlineScoring(RolloutScoring):
         self.config = config
 
     async def start(self, context: ScoringContext) -> None:
-        """Start the scorers. Raises ConfigError if one cannot work on this machine."""
         for scorer in self.scorers:
             await scorer.start(context)
 

@@ -1,4 +1,4 @@
-"""Measures how reliable a judge is: how often it agrees with itself and with the rules."""
+"""Measures the reliability of judges: their agreement with themselves and with the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.types import Reward, RewardSource
 
 @dataclass(frozen=True, slots=True)
 class JudgeAgreement:
-    """How often one version of a judge agrees with itself and with the rules. None means no data."""
+    """The agreement of one version of a judge with itself and with the rules. None means no data."""
 
     judge: str
     rewards: int
@@ -26,7 +26,7 @@ class JudgeAgreement:
     orders: float | None
     """The share of pairs that get the same result in both orders."""
     rule_sessions: int
-    """The number of sessions that a rule scored as well."""
+    """The number of sessions that were also scored by a rule."""
     rule_same_side: float | None
     """The share of these sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
@@ -34,7 +34,7 @@ class JudgeAgreement:
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[JudgeAgreement]:
-    """Return the agreement of every judge of the run, sorted by name. ``page`` is the sessions per query."""
+    """Return the agreement of every judge of the run, sorted by name. A query reads ``page`` sessions."""
     tallies: dict[str, _Tally] = {}
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page):
@@ -46,7 +46,7 @@ async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -
 
 
 def measure_agreement(sessions: Sequence[Sequence[Reward]]) -> list[JudgeAgreement]:
-    """Return the agreement of every judge in ``sessions``, which holds the rewards of each session."""
+    """Return the agreement of every judge. ``sessions`` contains the rewards of each session."""
     tallies: dict[str, _Tally] = {}
     for rewards in sessions:
         _count(tallies, rewards)
@@ -55,16 +55,16 @@ def measure_agreement(sessions: Sequence[Sequence[Reward]]) -> list[JudgeAgreeme
 
 def _count(tallies: dict[str, _Tally], rewards: Sequence[Reward]) -> None:
     rules = [r.value for r in rewards if r.source is RewardSource.RULE and r.call_id is None]
-    last_values: dict[str, float] = {}
+    session_values: dict[str, float] = {}
     for reward in rewards:
         if reward.source is not RewardSource.JUDGE:
             continue
         name = f"{reward.scorer}@{reward.scorer_version}"
         tallies.setdefault(name, _Tally()).add(reward)
         if reward.call_id is None:
-            last_values[name] = reward.value
-    for name, value in last_values.items() if rules else ():
-        tallies[name].compare(value, rules[-1])
+            session_values[name] = reward.value
+    for name, value in session_values.items() if rules else ():
+        tallies[name].compared.append((value, rules[-1]))
 
 
 @dataclass(slots=True)
@@ -73,10 +73,11 @@ class _Tally:
     total: float = 0.0
     dollars: float = 0.0
     vote_pairs: int = 0
-    votes_alike: float = 0.0
+    equal_votes: float = 0.0
     orders: int = 0
     orders_agreed: int = 0
     compared: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """The reward of the judge and the reward of a rule for each session that has both."""
 
     def add(self, reward: Reward) -> None:
         self.rewards += 1
@@ -85,25 +86,21 @@ class _Tally:
         votes: list[Any] = reward.detail.get("votes", [])
         for first, second in combinations(votes, 2):
             self.vote_pairs += 1
-            same = float(first == second) if isinstance(first, str) else 1 - abs(first - second)
-            self.votes_alike += same
+            self.equal_votes += float(first == second) if isinstance(first, str) else 1 - abs(first - second)
         self.orders += reward.detail.get("orders", 0)
         self.orders_agreed += reward.detail.get("orders_agreed", 0)
 
-    def compare(self, judge: float, rule: float) -> None:
-        self.compared.append((judge, rule))
-
     def result(self, name: str) -> JudgeAgreement:
-        same = [(judge >= 0.5) == (rule >= 0.5) for judge, rule in self.compared]
+        same_side = [(judge >= 0.5) == (rule >= 0.5) for judge, rule in self.compared]
         return JudgeAgreement(
             judge=name,
             rewards=self.rewards,
             mean=self.total / self.rewards,
             dollars=self.dollars,
-            votes=_share(self.votes_alike, self.vote_pairs),
+            votes=_share(self.equal_votes, self.vote_pairs),
             orders=_share(self.orders_agreed, self.orders),
-            rule_sessions=len(same),
-            rule_same_side=_share(sum(same), len(same)),
+            rule_sessions=len(same_side),
+            rule_same_side=_share(sum(same_side), len(same_side)),
             rule_correlation=_correlation(self.compared),
         )
 

@@ -1,4 +1,4 @@
-"""Parses a judge's answer from JSON, or from text that contains JSON."""
+"""Parses the answer of a judge, which is JSON or text that contains JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from instar.rewards.judge.endpoint import JudgeReply
 from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
-"""The maximum number of opening braces in a text that are tried as the start of an answer."""
+"""The maximum number of opening braces in a text at which parsing is tried."""
 
 
 class UnparseableAnswer(Exception):
-    """Raised if the reply is not an answer to the question."""
+    """Raised if a reply does not contain an answer to the question."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -58,17 +58,17 @@ T = TypeVar("T")
 
 
 def candidate_answers(reply: JudgeReply) -> Iterator[Json]:
-    """Yield every object that may be the answer: first the structured answer, then the objects in the text.
-    The last object in the text comes first, because a judge may quote others before answering."""
+    """Yield every JSON object in the reply that may be the answer: first the structured answer, then the
+    objects in the text, from last to first, because a judge may quote other JSON before the answer."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
     yield from reversed(_find_objects(reply.text))
 
 
-def convert_answer(answer: Json, kind: type[T]) -> T:
-    """Return the answer as an instance of ``kind``. Raises UnparseableAnswer if it does not match."""
+def convert_answer(answer: Json, answer_type: type[T]) -> T:
+    """Return the answer as an instance of ``answer_type``. Raises UnparseableAnswer."""
     try:
-        return msgspec.convert(answer, kind, strict=False)
+        return msgspec.convert(answer, answer_type, strict=False)
     except msgspec.ValidationError as error:
         raise UnparseableAnswer(str(error)) from error
 
@@ -95,10 +95,10 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
-    """Return the score mapped from the scale to 0..1. Raises UnparseableAnswer if it is off the scale."""
+    """Return the score, mapped from the scale to 0..1. Raises UnparseableAnswer for other scores."""
     low, high = scale
     if not low <= score <= high:
-        raise UnparseableAnswer(f"the score {score:g} is not on the scale from {low:g} to {high:g}")
+        raise UnparseableAnswer(f"the score {score:g} is not between {low:g} and {high:g}")
     return (score - low) / (high - low)
 
 

@@ -1,4 +1,4 @@
-"""Asks a judge over HTTP, in the format of OpenAI's or of Anthropic's API."""
+"""Requests to a judge: over HTTP in the format of OpenAI's or Anthropic's API, or to the run's own model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from yarl import URL
 
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ConfigError, ScoreError
+from instar.gateway.base import OpenedSession, OpenSession
 from instar.http.client import HttpClient, NoResponse
-from instar.types import Json
+from instar.rewards.base import JUDGE_AGENT, ScoringContext
+from instar.types import UNTRAINABLE, Call, Json, SessionStatus, Tag
 from instar.wire.anthropic import MessagesResponse, MessagesUsage
 from instar.wire.openai import ChatResponse, ChatUsage
 
 T = TypeVar("T")
 
+JUDGE_MODEL_NAME = JUDGE_AGENT
+"""The model name in the calls of a judge that is the run's own model. The gateway records the name."""
+JUDGE_SESSION_REASON = "a judge's question"
 ANTHROPIC_VERSION = "2023-06-01"
 MAX_RESPONSE_BYTES = 4 << 20
-TOOL = "answer"
+ANSWER_TOOL_NAME = "answer"
 _KEEPALIVE_SECONDS = 4.0
 _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 _FORMAT_ERROR_STATUSES = (400, 404, 422)
@@ -50,23 +55,21 @@ class JudgeHttpError(ScoreError):
 
 
 class JudgeEndpoint(ABC):
-    @abstractmethod
-    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
-        """Return the judge's reply to a prompt. Raises ScoreError if the endpoint fails."""
+    """The endpoint of a judge. ``secret`` never appears in an error message."""
 
-    @abstractmethod
-    async def close(self) -> None: ...
-
-
-class JudgeHttpClient:
-    """An HTTP client that posts JSON. ``secret`` never appears in an error message."""
-
-    def __init__(self, timeout: float, secret: str | None = None, *, use_proxy: bool = True) -> None:
+    def __init__(self, timeout: float, secret: str | None, *, use_proxy: bool = True) -> None:
         self._http = HttpClient(
             timeout=timeout, keep_alive=_KEEPALIVE_SECONDS, use_environment_proxy=use_proxy, secret=secret
         )
 
-    async def post(self, url: URL, headers: Mapping[str, str], body: Json) -> bytes:
+    @abstractmethod
+    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
+        """Return the judge's reply to a prompt. Raises ScoreError if the endpoint fails."""
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _post_json(self, url: URL, headers: Mapping[str, str], body: Json) -> bytes:
         """Return the body of the response. Raises ScoreError if the request fails."""
         data = json.dumps(body).encode()
         try:
@@ -76,18 +79,16 @@ class JudgeHttpClient:
         if response.is_success:
             return response.body
         is_retryable = response.status in _RETRYABLE_STATUSES or response.status >= 500
+        message = self._http.redact(_read_error_message(response.body))
         raise JudgeHttpError(
             response.status,
-            f"the judge answered {response.status}: {self._http.redact(_error_message(response.body))}",
+            f"the judge responded with status {response.status}: {message}",
             retryable=is_retryable,
             retry_after=response.retry_after if is_retryable else None,
         )
 
-    async def close(self) -> None:
-        await self._http.close()
 
-
-def _error_message(raw: bytes) -> str:
+def _read_error_message(raw: bytes) -> str:
     """Return the message of an error response, in any format that providers use."""
     try:
         body: Any = json.loads(raw)
@@ -98,7 +99,7 @@ def _error_message(raw: bytes) -> str:
     return str(message or body)[:200]
 
 
-def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
+def _build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
     # OpenAI's newer models reject `max_tokens`, which all other endpoints expect.
     is_openai = (URL(config.endpoint).host or "").endswith(("openai.com", "openai.azure.com"))
     body: Json = {
@@ -109,12 +110,12 @@ def build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema
     if config.temperature is not None:
         body["temperature"] = config.temperature
     if schema is not None:
-        json_schema = {"name": TOOL, "strict": True, "schema": schema}
+        json_schema = {"name": ANSWER_TOOL_NAME, "strict": True, "schema": schema}
         body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     return body
 
 
-def parse_chat_response(raw: bytes) -> JudgeReply:
+def _parse_chat_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, ChatResponse)
     if not response.choices or (message := response.choices[0].message) is None:
         raise ScoreError("the judge's answer is empty", retryable=True)
@@ -128,7 +129,7 @@ def parse_chat_response(raw: bytes) -> JudgeReply:
     )
 
 
-def build_messages_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
+def _build_messages_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
     body: Json = {
         "model": config.model,
         "system": system,
@@ -138,12 +139,13 @@ def build_messages_request(config: JudgeRewardConfig, system: str, user: str, sc
     if config.temperature is not None:
         body["temperature"] = config.temperature
     if schema is not None:
-        body["tools"] = [{"name": TOOL, "description": "Give the answer.", "input_schema": schema}]
-        body["tool_choice"] = {"type": "tool", "name": TOOL}
+        tool = {"name": ANSWER_TOOL_NAME, "description": "Give the answer.", "input_schema": schema}
+        body["tools"] = [tool]
+        body["tool_choice"] = {"type": "tool", "name": ANSWER_TOOL_NAME}
     return body
 
 
-def parse_messages_response(raw: bytes) -> JudgeReply:
+def _parse_messages_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, MessagesResponse)
     if response.content is None:
         raise ScoreError("the judge's answer is empty", retryable=True)
@@ -158,11 +160,11 @@ def parse_messages_response(raw: bytes) -> JudgeReply:
     )
 
 
-def _decode(raw: bytes, kind: type[T]) -> T:
+def _decode(raw: bytes, response_type: type[T]) -> T:
     try:
-        return msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=response_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ScoreError(f"the judge's response does not follow its API: {error}", retryable=True) from error
+        raise ScoreError(f"the judge returned an invalid response: {error}", retryable=True) from error
 
 
 class HttpJudgeEndpoint(JudgeEndpoint):
@@ -170,7 +172,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         """Create the endpoint of a judge. Raises ConfigError for a missing key or an invalid URL."""
         self._config = config
         key = _read_key(config)
-        self._http = JudgeHttpClient(config.timeout, key)
+        super().__init__(config.timeout, key)
         self._url = _build_url(config)
         self._headers = {"content-type": "application/json"}
         if config.dialect == "messages":
@@ -184,27 +186,23 @@ class HttpJudgeEndpoint(JudgeEndpoint):
 
     async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
         if not self._sends_schema:
-            return await self._post(system, user, None)
+            return await self._request_reply(system, user, None)
         try:
-            return await self._post(system, user, schema)
+            return await self._request_reply(system, user, schema)
         except JudgeHttpError as error:
             if self._config.structured != "auto" or error.status not in _FORMAT_ERROR_STATUSES:
                 raise
-        # The endpoint may not support the schema. If a request without a schema succeeds, none is sent again.
-        reply = await self._post(system, user, None)
+        # The endpoint may not support schemas. If a request without one succeeds, later requests omit it.
+        reply = await self._request_reply(system, user, None)
         self._sends_schema = False
         return reply
 
-    async def _post(self, system: str, user: str, schema: Json | None) -> JudgeReply:
+    async def _request_reply(self, system: str, user: str, schema: Json | None) -> JudgeReply:
         is_anthropic = self._config.dialect == "messages"
-        build_request = build_messages_request if is_anthropic else build_chat_request
-        raw = await self._http.post(
-            self._url, self._headers, build_request(self._config, system, user, schema)
-        )
-        return (parse_messages_response if is_anthropic else parse_chat_response)(raw)
-
-    async def close(self) -> None:
-        await self._http.close()
+        build_request = _build_messages_request if is_anthropic else _build_chat_request
+        body = build_request(self._config, system, user, schema)
+        raw = await self._post_json(self._url, self._headers, body)
+        return (_parse_messages_response if is_anthropic else _parse_chat_response)(raw)
 
 
 def _read_key(config: JudgeRewardConfig) -> str | None:
@@ -229,9 +227,55 @@ def _build_url(config: JudgeRewardConfig) -> URL:
         )
     # As in the SDKs, OpenAI's base URL includes the version, while Anthropic's SDK adds the version.
     root = base.path.rstrip("/")
-    path = (
-        f"{root.removesuffix('/v1')}/v1/messages"
-        if config.dialect == "messages"
-        else f"{root}/chat/completions"
-    )
+    is_anthropic = config.dialect == "messages"
+    path = f"{root.removesuffix('/v1')}/v1/messages" if is_anthropic else f"{root}/chat/completions"
     return base.with_path(path).with_query(base.query)
+
+
+class RunModelEndpoint(JudgeEndpoint):
+    """The run's own model as a judge. Each question is asked in a new live session. The session is tagged
+    untrainable before the call and abandoned after it, so that it is neither trained on nor scored."""
+
+    def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
+        if not context.base_url:
+            raise ConfigError(
+                "reward.endpoint: given 'self', but there is no gateway of a run to send requests to"
+            )
+        super().__init__(config.timeout, context.api_key, use_proxy=False)
+        self._config = config.model_copy(update={"model": JUDGE_MODEL_NAME})
+        self._context = context
+
+    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
+        session = await self._open_session()
+        tag = Tag(session.session_id, UNTRAINABLE, reason=JUDGE_SESSION_REASON, author="judge")
+        await self._context.store.add_tags([tag])
+        try:
+            raw = await self._post_json(
+                URL(session.base_url.rstrip("/") + "/chat/completions"),
+                _build_headers(session.api_key),
+                _build_chat_request(self._config, system, user, None),
+            )
+        finally:
+            await self._context.store.end_session(
+                session.session_id, SessionStatus.ABANDONED, JUDGE_SESSION_REASON
+            )
+        return _parse_chat_response(raw)
+
+    async def _open_session(self) -> OpenedSession:
+        body = msgspec.to_builtins(OpenSession(metadata={"judge": self._config.name or self._config.rubric}))
+        root = self._context.base_url.rstrip("/").removesuffix("/v1")
+        raw = await self._post_json(URL(f"{root}/sessions"), _build_headers(self._context.api_key), body)
+        try:
+            return msgspec.json.decode(raw, type=OpenedSession)
+        except msgspec.DecodeError as error:
+            raise ScoreError(
+                f"the gateway returned an invalid session for the judge: {error}", retryable=True
+            ) from error
+
+
+def _build_headers(key: str) -> dict[str, str]:
+    return {"content-type": "application/json", "authorization": f"Bearer {key}"}
+
+
+def is_judge_call(call: Call) -> bool:
+    return call.model == JUDGE_MODEL_NAME

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from instar.config.judge import JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer, ScoringContext, Transcript
+from instar.rewards.judge.endpoint import is_judge_call
 from instar.rewards.judge.panel import JudgePanel
 from instar.rewards.judge.rubric import JudgePromptPart, Rubric
-from instar.rewards.judge.run_model import is_judge_call
 from instar.rewards.judge.session_steps import render_task
 from instar.types import Call, Json, Reward, RewardSource, Task
 
@@ -22,6 +20,7 @@ class Judge(Scorer):
         self.panel = JudgePanel(config, Rubric.load(config.rubric, config.criteria))
         self.name = f"judge:{config.name or config.rubric}"
         self.version = self.panel.version
+        self.max_session_chars = config.max_prompt_chars * 3 // 4
 
     async def start(self, context: ScoringContext) -> None:
         await self.panel.start(context)
@@ -31,8 +30,8 @@ class Judge(Scorer):
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not transcript.calls:
-            raise ScoreError("there is nothing to judge: the session has no calls")
-        # If the run's model is the judge, its questions are recorded as sessions, too.
+            raise ScoreError("the session has no calls, so it cannot be judged")
+        # If the run's model is the judge, its own answers are recorded as sessions, too.
         if any(is_judge_call(call) for call in transcript.calls):
             return []
         return await self.judge(task, transcript)
@@ -43,11 +42,6 @@ class Judge(Scorer):
     def task_parts(self, task: Task) -> list[JudgePromptPart]:
         """Return the prompt parts that describe the task, limited to a quarter of the prompt."""
         return render_task(task, self.config.max_prompt_chars // 4)
-
-    @property
-    def max_session_chars(self) -> int:
-        """The maximum number of characters of the session in a prompt."""
-        return self.config.max_prompt_chars * 3 // 4
 
     def reward(
         self, session_id: str, value: float, detail: Json, cost: float, call: Call | None = None
@@ -62,12 +56,3 @@ class Judge(Scorer):
             scorer_version=self.version,
             cost=cost,
         )
-
-
-def votes_detail(votes: Sequence[float], reasons: Sequence[str]) -> Json:
-    """Return the votes for the detail of a reward; ``spread`` is the highest vote minus the lowest."""
-    return {
-        "votes": [round(vote, 6) for vote in votes],
-        "spread": round(max(votes) - min(votes), 6),
-        "reasons": list(reasons),
-    }

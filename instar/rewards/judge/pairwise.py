@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
@@ -11,19 +11,20 @@ from typing import Literal
 
 from instar.rewards.base import GroupScorer, Transcript
 from instar.rewards.judge.answers import ComparisonAnswer, convert_answer, truncate
+from instar.rewards.judge.endpoint import is_judge_call
 from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.panel import JudgeVote, gather_all
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
-from instar.rewards.judge.run_model import is_judge_call
 from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
 
 Winner = tuple[Literal["A", "B", "tie"], str]
+"""The winner and the reasons."""
 
-PRIOR = 0.5
-"""Virtual draws of each session against an average session. They keep the strength finite for a session that
-won all its comparisons."""
-ITERATIONS = 200
+PRIOR_DRAWS = 0.5
+"""The number of virtual draws of each session against an average session. They keep the strength of a session
+finite that won all its comparisons."""
+FIT_ITERATIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class PairComparison:
     first: int
     second: int
     points: float
-    """The first session's points, 0..1, averaged over the votes. If the two orders disagree, it is a draw."""
+    """The first session's points, 0..1, averaged over the votes. A vote on which the two orders disagree is a
+    draw."""
     agreed: int
     """The number of votes on which both orders agree."""
     votes: int
@@ -41,74 +43,75 @@ class PairComparison:
     cost: float = 0.0
 
 
-class PairwiseJudge(Judge, GroupScorer):
-    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        return await self.score_group(task, [transcript])
-
+class PairwiseJudge(GroupScorer, Judge):
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
-        judged = [t for t in transcripts if t.calls and not any(is_judge_call(call) for call in t.calls)]
-        if len(judged) < 2:
+        sessions = [
+            transcript
+            for transcript in transcripts
+            if transcript.calls and not any(is_judge_call(call) for call in transcript.calls)
+        ]
+        if len(sessions) < 2:
             return []
         max_chars = self.max_session_chars // 2
-        rendered = [truncate_parts(render_conversation(each.calls), max_chars) for each in judged]
-        pairs = choose_pairs(len(judged), self.config.pairs)
-        comparisons = await gather_all([self._compare(task, judged, rendered, a, b) for a, b in pairs])
-        win_rates = expected_win_rates(len(judged), comparisons)
-        return [self._create_reward(judged, i, value, comparisons) for i, value in enumerate(win_rates)]
+        rendered = [truncate_parts(render_conversation(session.calls), max_chars) for session in sessions]
+        pairs = choose_pairs(len(sessions), self.config.pairs)
+        comparisons = await gather_all([self._compare(task, sessions, rendered, a, b) for a, b in pairs])
+        win_rates = expected_win_rates(len(sessions), comparisons)
+        return [self._create_reward(sessions, i, value, comparisons) for i, value in enumerate(win_rates)]
 
     async def _compare(
         self,
         task: Task,
-        judged: Sequence[Transcript],
+        sessions: Sequence[Transcript],
         rendered: Sequence[list[JudgePromptPart]],
         a: int,
         b: int,
     ) -> PairComparison:
         if rendered[a] == rendered[b]:
-            return PairComparison(a, b, 0.5, self.config.votes, self.config.votes, "the two are the same")
-        task_parts, payer = self.task_parts(task), judged[a].session_id
+            votes = self.config.votes
+            return PairComparison(a, b, 0.5, votes, votes, "the two sessions are identical")
         forward, backward = await gather_all(
             [
-                self.panel.ask([*task_parts, *_label_sessions(rendered[x], rendered[y])], _read, payer)
+                self.panel.ask(
+                    [
+                        *self.task_parts(task),
+                        *(JudgePromptPart(f"session A, {part.label}", part.text) for part in rendered[x]),
+                        *(JudgePromptPart(f"session B, {part.label}", part.text) for part in rendered[y]),
+                    ],
+                    _parse_answer,
+                    sessions[a].session_id,
+                )
                 for x, y in ((a, b), (b, a))
             ]
         )
         return _combine_orders(a, b, forward, backward)
 
     def _create_reward(
-        self, judged: Sequence[Transcript], index: int, value: float, comparisons: Sequence[PairComparison]
+        self, sessions: Sequence[Transcript], index: int, value: float, comparisons: Sequence[PairComparison]
     ) -> Reward:
-        own = [each for each in comparisons if index in (each.first, each.second)]
+        own = [comparison for comparison in comparisons if index in (comparison.first, comparison.second)]
         pairs: list[Json] = []
         for comparison in own:
             is_first = comparison.first == index
-            other = comparison.second if is_first else comparison.first
+            opponent = comparison.second if is_first else comparison.first
             points = comparison.points if is_first else 1 - comparison.points
             pairs.append(
                 {
-                    "session": judged[other].session_id,
+                    "session": sessions[opponent].session_id,
                     "points": round(points, 6),
                     "reasons": comparison.reasons,
                 }
             )
         detail: Json = {
             "pairs": pairs,
-            "orders": sum(each.votes for each in own),
-            "orders_agreed": sum(each.agreed for each in own),
+            "orders": sum(comparison.votes for comparison in own),
+            "orders_agreed": sum(comparison.agreed for comparison in own),
         }
-        return self.reward(judged[index].session_id, value, detail, sum(each.cost / 2 for each in own))
+        cost = sum(comparison.cost / 2 for comparison in own)
+        return self.reward(sessions[index].session_id, value, detail, cost)
 
 
-def _label_sessions(
-    first: Sequence[JudgePromptPart], second: Sequence[JudgePromptPart]
-) -> list[JudgePromptPart]:
-    return [
-        *(JudgePromptPart(f"session A, {part.label}", part.text) for part in first),
-        *(JudgePromptPart(f"session B, {part.label}", part.text) for part in second),
-    ]
-
-
-def _read(json_answer: Json) -> Winner:
+def _parse_answer(json_answer: Json) -> Winner:
     answer = convert_answer(json_answer, ComparisonAnswer)
     return answer.winner, truncate(answer.reasons)
 
@@ -128,24 +131,23 @@ def _combine_orders(
 
 
 def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
-    """Return all pairs, or ``max_pairs`` of them, but at least the ``size - 1`` that connect all sessions.
-
-    Neighbours in a ring come first, so that any two sessions are connected through others.
-    """
+    """Return at most ``max_pairs`` pairs of sessions, but at least the ``size - 1`` pairs that connect all
+    sessions."""
+    # The sessions form a ring. Neighbours come first, so that any two sessions are connected through others.
     ring = (
-        (place, (place + distance) % size)
+        (start, (start + distance) % size)
         for distance in range(1, size // 2 + 1)
-        for place in range(size)
+        for start in range(size)
         # In a ring of even size, opposite sessions would be paired twice.
-        if 2 * distance != size or place < distance
+        if 2 * distance != size or start < distance
     )
     return list(islice(ring, max(max_pairs, size - 1)))
 
 
 def expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
     """Return how often each session would win against the others, in the Bradley-Terry model. If all pairs
-    were compared, this is the session's share of points, moved slightly towards 0.5."""
-    points = [PRIOR / 2] * size
+    were compared, the result is the session's share of points, moved slightly towards 0.5."""
+    points = [PRIOR_DRAWS / 2] * size
     opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for comparison in comparisons:
         points[comparison.first] += comparison.points
@@ -153,13 +155,15 @@ def expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list
         opponents[comparison.first][comparison.second] += 1
         opponents[comparison.second][comparison.first] += 1
     strength = [1.0] * size
-    for _ in range(ITERATIONS):
-        strength = [points[i] / _denominator(i, strength, opponents[i]) for i in range(size)]
+    for _ in range(FIT_ITERATIONS):
+        strength = [
+            points[i]
+            / (
+                PRIOR_DRAWS / (strength[i] + 1)
+                + sum(count / (strength[i] + strength[j]) for j, count in opponents[i].items())
+            )
+            for i in range(size)
+        ]
     return [
         fmean(strength[i] / (strength[i] + strength[j]) for j in range(size) if j != i) for i in range(size)
     ]
-
-
-def _denominator(index: int, strength: Sequence[float], opponents: Mapping[int, int]) -> float:
-    own = strength[index]
-    return PRIOR / (own + 1) + sum(count / (own + strength[other]) for other, count in opponents.items())

@@ -1,29 +1,71 @@
-"""Collects a judge's votes on a question. No answer is requested or paid for twice."""
+"""Collects the votes of a judge on a question. An answer is stored, and never requested or paid for twice."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from instar.config.judge import JudgeRewardConfig
+from instar.config.judge import BudgetConfig, JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import ScoringContext
 from instar.rewards.judge.answers import UnparseableAnswer, candidate_answers, truncate
-from instar.rewards.judge.budget import JudgeBudget
-from instar.rewards.judge.endpoint import HttpJudgeEndpoint, JudgeEndpoint, JudgeReply
-from instar.rewards.judge.rubric import JudgePromptPart, JudgeQuestion, Rubric, digest
-from instar.rewards.judge.run_model import RunModelEndpoint
+from instar.rewards.judge.endpoint import HttpJudgeEndpoint, JudgeEndpoint, JudgeReply, RunModelEndpoint
+from instar.rewards.judge.rubric import JudgePromptPart, JudgeQuestion, Rubric, hash_json
+from instar.store.base import Store
 from instar.types import Json, new_id
 
 T = TypeVar("T")
-ReadAnswer = Callable[[Json], T]
-"""Converts the JSON of an answer. Raises UnparseableAnswer if the JSON does not match."""
+ParseAnswer = Callable[[Json], T]
+"""Converts the JSON of an answer. Raises UnparseableAnswer if the JSON is not a valid answer."""
 
 CHARS_PER_TOKEN = 3
 """A low estimate of the characters per token, so that the cost of a question is not underestimated."""
+_budgets: WeakKeyDictionary[Store, dict[str, JudgeBudget]] = WeakKeyDictionary()
+
+
+class JudgeBudget:
+    """The calls and dollars that all judges of a run have spent, including those of earlier processes."""
+
+    def __init__(self, calls: int, dollars: float) -> None:
+        self.calls = calls
+        self.dollars = dollars
+        self._pending_calls = 0
+        self._pending_dollars = 0.0
+        self._released = asyncio.Event()
+
+    @classmethod
+    async def for_run(cls, context: ScoringContext) -> JudgeBudget:
+        calls, dollars = await context.store.judgment_totals(context.run_id)
+        return _budgets.setdefault(context.store, {}).setdefault(context.run_id, cls(calls, dollars))
+
+    @asynccontextmanager
+    async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
+        """Reserve ``max_cost`` dollars for one call. Raises ScoreError if the budget is spent."""
+        while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
+            if not self._fits(budget, 0, max_cost):
+                if budget.calls is not None and self.calls >= budget.calls:
+                    raise ScoreError(f"the judge's budget of {budget.calls} answers is spent")
+                spent = f"${self.dollars:.4f} so far"
+                raise ScoreError(f"the judge's budget of ${budget.dollars:g} is spent: {spent}")
+            # Only calls in progress block this call, and they may cost less than was reserved for them.
+            await self._released.wait()
+        self._pending_calls += 1
+        self._pending_dollars += max_cost
+        try:
+            yield
+        finally:
+            self._pending_calls -= 1
+            self._pending_dollars -= max_cost
+            self._released.set()
+            self._released = asyncio.Event()
+
+    def _fits(self, budget: BudgetConfig, pending_calls: int, dollars: float) -> bool:
+        calls_fit = budget.calls is None or self.calls + pending_calls < budget.calls
+        return calls_fit and (budget.dollars is None or self.dollars + dollars <= budget.dollars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +98,7 @@ class JudgePanel:
             *(config.rubric, config.votes, config.scale, config.pairs),
             config.signals.model_dump(),
         ]
-        return digest([self._settings, reward_settings]).hex()[:12]
+        return hash_json([self._settings, reward_settings]).hex()[:12]
 
     async def start(self, context: ScoringContext) -> None:
         self._context = context
@@ -71,29 +113,30 @@ class JudgePanel:
             await self._endpoint.close()
 
     async def ask(
-        self, parts: Sequence[JudgePromptPart], read: ReadAnswer[T], session_id: str, **fields: str
+        self, parts: Sequence[JudgePromptPart], parse: ParseAnswer[T], session_id: str, **fields: str
     ) -> list[JudgeVote[T]]:
-        """Return all votes, which are requested concurrently. If any vote fails, raises ScoreError after all
-        have finished; votes that arrived are stored and not requested again."""
+        """Return all votes, which are requested concurrently. Raises ScoreError after all requests have
+        finished if any of them failed; the votes that arrived are stored and not requested again."""
         low, high = self.config.scale
         question = JudgeQuestion(parts, {**fields, "low": f"{low:g}", "high": f"{high:g}"})
-        return await gather_all([self._vote(question, read, session_id, i) for i in range(self.config.votes)])
+        votes = range(self.config.votes)
+        return await gather_all([self._vote(question, parse, session_id, number) for number in votes])
 
     async def _vote(
-        self, question: JudgeQuestion, read: ReadAnswer[T], session_id: str, number: int
+        self, question: JudgeQuestion, parse: ParseAnswer[T], session_id: str, number: int
     ) -> JudgeVote[T]:
         parts = [[part.label, part.text] for part in question.parts]
-        key = digest([self._settings, dict(question.fields), parts, number])
+        key = hash_json([self._settings, dict(question.fields), parts, number])
         assert self._context is not None
         lock = self._locks.get(key) or asyncio.Lock()
         self._locks[key] = lock
         async with lock:
             if (stored := await self._context.store.judgment(key)) is None:
-                stored = await self._request(question, read, session_id, key)
-        return JudgeVote(read(stored["answer"]), stored["cost"] if stored["session"] == session_id else 0.0)
+                stored = await self._request(question, parse, session_id, key)
+        return JudgeVote(parse(stored["answer"]), stored["cost"] if stored["session"] == session_id else 0.0)
 
     async def _request(
-        self, question: JudgeQuestion, read: ReadAnswer[T], session_id: str, key: bytes
+        self, question: JudgeQuestion, parse: ParseAnswer[T], session_id: str, key: bytes
     ) -> Json:
         """Request an answer, store it and return it."""
         assert self._context is not None
@@ -108,13 +151,14 @@ class JudgePanel:
         ):
             reply = await self._endpoint.ask(system, user, self.rubric.schema)
             cost = self._price(reply.input_tokens, reply.output_tokens)
-            self._budget.record_payment(cost)
+            self._budget.calls += 1
+            self._budget.dollars += cost
             try:
-                answer = _find_answer(reply, read)
+                answer = _find_answer(reply, parse)
             except UnparseableAnswer as error:
                 # The unusable reply was paid for and counts towards the budget, so it gets its own key.
-                unusable = {"garbage": truncate(reply.text), "session": session_id}
-                await store.put_judgment(digest([key.hex(), new_id("garbage")]), run_id, unusable, cost)
+                unusable = {"unusable": truncate(reply.text), "session": session_id}
+                await store.put_judgment(hash_json([key.hex(), new_id("unusable")]), run_id, unusable, cost)
                 raise ScoreError(str(error), retryable=True) from error
             judgment: Json = {"answer": answer, "cost": cost, "session": session_id}
             await store.put_judgment(key, run_id, judgment, cost)
@@ -124,11 +168,11 @@ class JudgePanel:
         return (input_tokens * self.config.input_price + output_tokens * self.config.output_price) / 1e6
 
 
-def _find_answer(reply: JudgeReply, read: ReadAnswer[T]) -> Json:
+def _find_answer(reply: JudgeReply, parse: ParseAnswer[T]) -> Json:
     problem = "there is no JSON in it"
     for candidate in candidate_answers(reply):
         try:
-            read(candidate)
+            parse(candidate)
         except UnparseableAnswer as error:
             problem = str(error)
         else:
@@ -138,15 +182,15 @@ def _find_answer(reply: JudgeReply, read: ReadAnswer[T]) -> Json:
 
 
 async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Return all results. If any failed, wait for the rest, then raise the error least worth a retry."""
+    """Return all results, or wait for all and raise the error that is least worth a retry."""
+
+    def severity(failure: BaseException) -> tuple[bool, bool, float]:
+        if not isinstance(failure, ScoreError):
+            return True, True, 0.0
+        return False, not failure.retryable, failure.retry_after or 0.0
+
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
-    if not failures:
-        return cast("list[T]", results)
-    raise max(failures, key=_severity)
-
-
-def _severity(failure: BaseException) -> tuple[bool, bool, float]:
-    if not isinstance(failure, ScoreError):
-        return True, True, 0.0
-    return False, not failure.retryable, failure.retry_after or 0.0
+    if failures:
+        raise max(failures, key=severity)
+    return cast("list[T]", results)

@@ -1,4 +1,4 @@
-"""Renders a judge's prompt: a rubric's instructions, and the session in a frame that it cannot break."""
+"""Renders a judge's prompt: the instructions of a rubric, and the session between random marker lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ rules, or of the end of the record."""
 
 @dataclass(frozen=True, slots=True)
 class JudgePromptPart:
-    """One part of a prompt: a trusted label and an untrusted text from the session."""
+    """One part of a prompt: a label that we wrote, and an untrusted text from the session."""
 
     label: str
     text: str = ""
@@ -55,17 +55,15 @@ class Rubric:
 
     @cached_property
     def version(self) -> str:
-        return digest([FRAME, self.instructions, self.criteria, self.schema]).hex()
+        return hash_json([FRAME, self.instructions, self.criteria, self.schema]).hex()
 
     def render(self, question: JudgeQuestion) -> tuple[str, str]:
-        """Return the system prompt and the framed session."""
-        # The mark is random and newer than the session, so its text cannot end the frame or forge a label.
+        """Return the system prompt, and the user prompt with the session."""
+        # The mark is random and newer than the session, so the session cannot contain a line that begins with
+        # it.
         mark = f"#{secrets.token_hex(8)}"
-        fields = {
-            **question.fields,
-            "criteria": self.criteria,
-            "frame": Template(FRAME).substitute(mark=mark),
-        }
+        frame = Template(FRAME).substitute(mark=mark)
+        fields = {**question.fields, "criteria": self.criteria, "frame": frame}
         lines = [f"{mark} begin"]
         for part in question.parts:
             lines += [f"{mark} {part.label}", part.text] if part.text else [f"{mark} {part.label}"]
@@ -73,18 +71,17 @@ class Rubric:
         return Template(self.instructions).substitute(fields), "\n".join(lines)
 
 
-def digest(content: object) -> bytes:
-    """Return a hash of any JSON value."""
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
+def hash_json(value: object) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def truncate_parts(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
-    """Return the parts. If they are too long, a label with the omitted length replaces the middle."""
+    """Return the parts with at most ``max_chars`` characters. The middle of longer parts is omitted."""
     total = sum(len(part.text) for part in parts)
     if total <= max_chars:
         return list(parts)
     head, tail = _take_first(parts, max_chars // 2), _take_last(parts, max_chars - max_chars // 2)
-    return [*head, JudgePromptPart(f"left out here: {total - max_chars} characters"), *tail]
+    return [*head, JudgePromptPart(f"omitted here: {total - max_chars} characters"), *tail]
 
 
 def _take_first(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
@@ -101,7 +98,7 @@ def _take_last(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePr
     kept: list[JudgePromptPart] = []
     for part in reversed(parts):
         if len(part.text) > max_chars:
-            part = JudgePromptPart(f"{part.label}, its end", part.text[len(part.text) - max_chars :])
+            part = JudgePromptPart(f"{part.label}, last part", part.text[len(part.text) - max_chars :])
             max_chars = 0
         else:
             max_chars -= len(part.text)

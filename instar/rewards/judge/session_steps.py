@@ -10,18 +10,19 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
 MAX_FOLLOWING_CALLS = 3
-"""Maximum number of calls that show what happened after a step. A user's message ends them earlier."""
+"""The maximum number of calls that are shown as what followed a step, up to the next message of a user."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStep:
-    """One call as a step. ``after`` is what followed in the same conversation, if anything."""
+    """One call as a step of a session."""
 
     number: int
     call: Call
     before: tuple[JudgePromptPart, ...]
     reply: JudgePromptPart
     after: tuple[JudgePromptPart, ...]
+    """The messages that followed the step in the same conversation."""
 
     @property
     def is_complete(self) -> bool:
@@ -44,18 +45,17 @@ def _build_step(
     parent = by_id.get(call.parent_id or "")
     before: list[JudgePromptPart] = []
     if parent is not None and numbers[parent.call_id] != number - 1:
-        before.append(JudgePromptPart(f"step {number} goes on from step {numbers[parent.call_id]}"))
+        before.append(JudgePromptPart(f"step {number} continues step {numbers[parent.call_id]}"))
     elif parent is None and number > 1:
-        before.append(JudgePromptPart(f"step {number} begins another conversation"))
+        before.append(JudgePromptPart(f"step {number} starts a new conversation"))
     before += [_render_part(f"step {number}", message) for message in _new_messages(call, parent)]
-    broken_off = "" if call.status is CallStatus.OK else ", broken off"
-    label = f"step {number}: reply of the assistant{broken_off}"
-    reply = JudgePromptPart(label, render_message(call.reply))
+    suffix = "" if call.status is CallStatus.OK else ", incomplete"
+    reply = JudgePromptPart(f"step {number}: assistant's reply{suffix}", _render_message(call.reply))
     return SessionStep(number, call, tuple(before), reply, tuple(_render_following(call, number, following)))
 
 
 def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
-    """Return the messages of a call that were not rendered with its parent."""
+    """Return the messages of a call that are not part of its parent call."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:
@@ -77,15 +77,15 @@ def _render_following(call: Call, number: int, following: dict[str, Call]) -> It
         yield from (_render_part(label, message) for message in messages)
         if any(message["role"] == "user" for message in messages):
             return
-        yield JudgePromptPart(f"{label}: reply of the assistant", render_message(next_call.reply))
+        yield JudgePromptPart(f"{label}: assistant's reply", _render_message(next_call.reply))
         current = next_call
 
 
 def _render_part(label: str, message: Message) -> JudgePromptPart:
-    return JudgePromptPart(f"{label}: {message['role']}", render_message(message))
+    return JudgePromptPart(f"{label}: {message['role']}", _render_message(message))
 
 
-def render_message(message: Message) -> str:
+def _render_message(message: Message) -> str:
     lines: list[str] = []
     if reasoning := message.get("reasoning"):
         lines.append(f"(thinks) {reasoning}")
@@ -100,11 +100,11 @@ def render_message(message: Message) -> str:
 
 
 def render_task(task: Task, max_chars: int) -> list[JudgePromptPart]:
-    """Return the prompt parts of the task's data; none for a session without a task."""
+    """Return the prompt parts with the task's data, or an empty list for a session without a task."""
     if not task.data:
         return []
     text = json.dumps(task.data, ensure_ascii=False, default=str)
-    return truncate_parts([JudgePromptPart("the task, as data", text)], max_chars)
+    return truncate_parts([JudgePromptPart("task data", text)], max_chars)
 
 
 def render_conversation(calls: Sequence[Call]) -> list[JudgePromptPart]:
@@ -116,7 +116,8 @@ def split_into_windows(
     render_step: Callable[[SessionStep], Sequence[JudgePromptPart]],
     max_chars: int,
 ) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
-    """Yield consecutive steps and their parts, in as few windows of ``max_chars`` as possible."""
+    """Yield windows of consecutive steps with their prompt parts. A window has at most ``max_chars``
+    characters, and as many steps as fit."""
     window: list[SessionStep] = []
     parts: list[JudgePromptPart] = []
     size = 0

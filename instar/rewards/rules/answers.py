@@ -1,12 +1,21 @@
-"""Finds the answer in a final text, and the expected answers in a task."""
+"""Finds the answer in the final text of a session, and the expected answers in a task."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
-from instar.config import Section
+from instar.config import (
+    CommandRewardConfig,
+    ExactRewardConfig,
+    JsonSchemaRewardConfig,
+    MathRewardConfig,
+    NumericRewardConfig,
+    RegexRewardConfig,
+    Section,
+    TestsRewardConfig,
+)
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer, Transcript
 from instar.types import Json, Reward, RewardSource, Task
@@ -15,20 +24,25 @@ NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?\$?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?"
 )
 MINUS = "\N{MINUS SIGN}"
-BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+CODE_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 MAX_DETAIL_CHARS = 500
 """The maximum number of characters of a text in the detail of a reward."""
 RULES_VERSION = "2"
 """The version of the code of all rules. It changes when any rule may score the same answer differently."""
-NO_ANSWER = "there is no answer in the final text"
+
+ComparisonConfig = ExactRewardConfig | NumericRewardConfig
+WorkerConfig = MathRewardConfig | JsonSchemaRewardConfig | RegexRewardConfig
+SandboxedConfig = CommandRewardConfig | TestsRewardConfig
+C = TypeVar("C", bound=ComparisonConfig | WorkerConfig | SandboxedConfig)
 
 
-class AnswerRule(Scorer):
-    """A scorer of source RULE. The settings ``part`` and ``after`` say where in the text the answer is."""
+class AnswerRule(Scorer, Generic[C]):
+    """A scorer that checks the final text of a session."""
 
-    def __init__(self, section: Any) -> None:
-        self.name = section.name
-        self.version = settings_version(section)
+    def __init__(self, config: C) -> None:
+        self.config = config
+        self.name = config.name
+        self.version = settings_version(config)
 
     def reward(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
         truncated: Json = {
@@ -54,7 +68,7 @@ def settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """Return the answer in the text, or None if there is none."""
+    """Return the answer in the text, or None if the text has no answer."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:
@@ -66,14 +80,14 @@ def extract_answer(text: str, *, part: str = "whole", after: str | None = None) 
         case "last_number":
             return find_last_number(text)
         case "last_block":
-            blocks = BLOCK.findall(text)
+            blocks = CODE_BLOCK.findall(text)
             return blocks[-1] if blocks else text
         case _:
             return text
 
 
 def find_last_number(text: str) -> str | None:
-    """Return the last number in the text, with an ASCII minus, or None if there is none."""
+    """Return the last number in the text, with an ASCII minus."""
     numbers = NUMBER.findall(text.replace(MINUS, "-"))
     return numbers[-1] if numbers else None
 
@@ -93,7 +107,7 @@ def get_task_field(task: Task, path: str) -> Any:
     for name in [path] if path in task.data else path.split("."):
         if not isinstance(value, dict) or name not in value:
             known = ", ".join(task.data) or "none"
-            raise ScoreError(f"task {task.task_id!r} has no field {path!r}; it has {known}")
+            raise ScoreError(f"task {task.task_id!r} has no field {path!r}; its fields are: {known}")
         value = cast(Json, value)[name]
     return value
 

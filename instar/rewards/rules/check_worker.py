@@ -1,8 +1,8 @@
-"""A worker process that checks answers. It can be killed, because checking some expressions takes forever.
-Some libraries even evaluate the answer, so the process sandboxes itself first if the machine supports that.
+"""A worker process that checks answers. The parent kills it if a check takes too long.
 
 The process runs as a script with the name of a check and the check's arguments as JSON. It writes ``ready``,
-then answers each line of JSON with one line of JSON.
+then answers each line of JSON with one line of JSON. Some libraries evaluate the answer, so the process first
+sandboxes itself if the machine supports this.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from instar.rewards.rules.self_sandbox import can_sandbox_self, sandbox_self
+from instar.rewards.sandbox import seccomp
+from instar.rewards.sandbox.landlock import DEVICES, MIN_ABI, landlock_abi
+from instar.rewards.sandbox.launcher import PR_SET_NO_NEW_PRIVS, apply_landlock, apply_seccomp, prctl
 
-MAX_MEMORY = 4 * 2**30
+SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
+MAX_MEMORY_BYTES = 4 * 2**30
 MAX_TEXT_CHARS = 500
 """The maximum number of characters of a text in a result, because a library may quote all of its input."""
 
@@ -32,17 +36,14 @@ def create_math_check() -> Check:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-    def parse_expected(text: str) -> list[Any]:
-        is_bare = "$" not in text and "\\boxed" not in text and "\\(" not in text and "\\[" not in text
-        as_latex = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0) if is_bare else []
-        return as_latex or parse(text, parsing_timeout=0)
-
     def check(request: dict[str, Any]) -> dict[str, Any]:
         answer = parse(request["answer"].replace("\N{MINUS SIGN}", "-"), parsing_timeout=0)
         if not answer:
             return {"ok": False, "reason": "there is no mathematical answer in the final text"}
         for text in request["expected"]:
-            expected = parse_expected(text)
+            is_bare = not any(delimiter in text for delimiter in ("$", "\\boxed", "\\(", "\\["))
+            as_latex = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=0) if is_bare else []
+            expected = as_latex or parse(text, parsing_timeout=0)
             if not expected:
                 return {"error": f"math-verify cannot parse the expected answer {text!r:.100}"}
             if verify(expected, answer, timeout_seconds=0):
@@ -111,9 +112,21 @@ CHECKS: dict[str, Callable[..., Check]] = {
 }
 
 
+def sandbox_self() -> None:
+    """Stop this process permanently from writing files, starting programs, opening sockets and sending
+    signals. It can still read the files of Python and use its open file descriptors."""
+    paths = [*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *sys.path]
+    readable = sorted({str(Path(path).resolve()) for path in paths if path and Path(path).exists()})
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    apply_landlock(landlock_abi(), readable, [], list(DEVICES), allow_execute=False)
+    apply_seccomp(
+        seccomp.build_filter((), shares_host_processes=True, allow_signals=False, deny_new_processes=True)
+    )
+
+
 def main() -> None:
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a library may print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because a library may print
 
     def write(**message: Any) -> None:
         output.write(json.dumps(message) + "\n")
@@ -124,22 +137,22 @@ def main() -> None:
     except ModuleNotFoundError as error:
         write(missing=error.name)
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    if sandboxed := can_sandbox_self():
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    if sandboxed := landlock_abi() >= MIN_ABI and seccomp.is_supported():
         sandbox_self()
     write(ready=True, sandboxed=sandboxed)
     for line in sys.stdin:
         request = json.loads(line)
-        # If the parent process is gone, only this timer stops a check that hangs.
+        # If the parent process has died, only this timer stops a check that hangs.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 5)
         try:
             result = check(request)
         except Exception as error:  # noqa: BLE001 - libraries raise anything for unparseable answers
             result = {"ok": False, "reason": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        write(
-            **{key: text[:MAX_TEXT_CHARS] if isinstance(text, str) else text for key, text in result.items()}
-        )
+        for key, value in result.items():
+            result[key] = value[:MAX_TEXT_CHARS] if isinstance(value, str) else value
+        write(**result)
 
 
 if __name__ == "__main__":

@@ -8,42 +8,41 @@ import json
 import secrets
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from instar.config import CommandRewardConfig, SandboxConfig, TestsRewardConfig
+from instar.config import CommandRewardConfig, TestsRewardConfig
 from instar.errors import ConfigError
 from instar.models import usable_cores
 from instar.rewards.base import ScoringContext, Transcript
-from instar.rewards.rules.answers import MAX_DETAIL_CHARS, AnswerRule, extract_answer, get_expected_answers
+from instar.rewards.rules.answers import (
+    MAX_DETAIL_CHARS,
+    AnswerRule,
+    SandboxedConfig,
+    extract_answer,
+    get_expected_answers,
+)
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
 from instar.rewards.sandbox.factory import create_sandbox
 from instar.types import Reward, Task
 
 RUNNER_SCRIPT = Path(__file__).with_name("sandbox_runner.py")
 PYTEST_PLUGIN = Path(__file__).with_name("sandbox_pytest_plugin.py")
+C = TypeVar("C", bound=SandboxedConfig)
 
 
-class SandboxedRule(AnswerRule):
+class SandboxedRule(AnswerRule[C]):
     background = True
 
-    def __init__(self, section: Any) -> None:
-        super().__init__(section)
-        config: SandboxConfig = section.sandbox
-        self.kind = config.kind
-        self.readable_paths = [path.expanduser() for path in config.read]
-        self.limits = SandboxLimits(
-            seconds=config.seconds,
-            memory_mb=config.memory_mb,
-            processes=config.processes,
-            output_kb=config.output_kb,
-            files_mb=config.files_mb,
-            network=config.network,
-        )
-        self.concurrency_limit = asyncio.Semaphore(config.concurrency or usable_cores())
+    def __init__(self, config: C) -> None:
+        super().__init__(config)
+        settings = config.sandbox
+        self.readable_paths = [path.expanduser() for path in settings.read]
+        self.limits = SandboxLimits(**settings.model_dump(exclude={"kind", "read", "concurrency"}))
+        self.concurrency_limit = asyncio.Semaphore(settings.concurrency or usable_cores())
         self.sandbox: Sandbox | None = None
 
     async def start(self, context: ScoringContext) -> None:
-        self.sandbox = await create_sandbox(self.kind)
+        self.sandbox = await create_sandbox(self.config.sandbox.kind)
 
     async def require_program(self, program: str, *arguments: str, setting: str) -> None:
         """Raise ConfigError if a program that every score needs does not run in the sandbox."""
@@ -53,14 +52,13 @@ class SandboxedRule(AnswerRule):
 
     async def run(self, job: SandboxJob) -> SandboxResult:
         if self.sandbox is None:
-            self.sandbox = await create_sandbox(self.kind)
+            self.sandbox = await create_sandbox(self.config.sandbox.kind)
         return await self.sandbox.run(job, self.limits)
 
 
-class CommandReward(SandboxedRule):
+class CommandReward(SandboxedRule[CommandRewardConfig]):
     def __init__(self, config: CommandRewardConfig) -> None:
         super().__init__(config)
-        self.config = config
         self.files = {path.name: _read_text(path) for path in config.files}
         # A changed script gives the rule a new version.
         self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
@@ -74,7 +72,7 @@ class CommandReward(SandboxedRule):
         await self.require_program("sh", "-c", script, self._program(), setting="reward.command")
 
     def _program(self) -> str:
-        """Return the program that the sandbox must have: the command, or the interpreter of the script."""
+        """Return the program that the sandbox needs: the command, or the interpreter of the script."""
         if self.script is None:
             return self.command[0]
         first = self.files[self.script].partition("\n")[0]
@@ -103,11 +101,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"reward.files: {path} cannot be read as text: {error}") from error
 
 
-class TestsReward(SandboxedRule):
-    def __init__(self, config: TestsRewardConfig) -> None:
-        super().__init__(config)
-        self.config = config
-
+class TestsReward(SandboxedRule[TestsRewardConfig]):
     async def start(self, context: ScoringContext) -> None:
         await super().start(context)
         if self.config.runner == "pytest":
@@ -127,7 +121,7 @@ class TestsReward(SandboxedRule):
         if total:
             summary = f"{passed} of {total} tests passed"
         else:
-            summary = "no test was run" if report else "it ended before its tests did"
+            summary = "no test was run" if report else "it exited before its tests finished"
         reason = (result.reason if result.exceeded_limit or not total else "") or (
             "" if value == 1.0 else summary
         )
@@ -136,7 +130,7 @@ class TestsReward(SandboxedRule):
         )
 
     def _parse_report(self, result: SandboxResult, key: str) -> tuple[dict[str, int] | None, str]:
-        """Return the numbers of passed tests and of all tests, if reported, and the preceding output."""
+        """Return the report of the tests, or None if there is no report, and the output before the report."""
         if isinstance(self.config.runner, list):
             return {"passed": int(result.ok), "total": 1}, result.output
         output, marker, report = result.output.rpartition(f"\n{key} ")

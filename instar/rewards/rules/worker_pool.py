@@ -17,18 +17,18 @@ from instar.types import Json
 
 WORKER_SCRIPT = Path(__file__).with_name("check_worker.py")
 START_SECONDS = 120.0
-"""The time in seconds that a worker has to import its packages."""
+"""The maximum time in seconds that a worker may take to import its packages."""
 MAX_WORKERS = 4
 MAX_LINE_BYTES = 2**20
-ENVIRONMENT = ("PATH", "HOME", "PYTHONPATH", "LANG")
-"""The environment variables that a worker gets. None of them holds a key."""
+ENVIRONMENT_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "LANG")
+"""The environment variables that a worker gets. None of them contains a key."""
 
 
 class CheckWorkerPool:
     """A pool of worker processes that run one kind of check, created with ``check_args``.
 
-    ``run_check`` may run concurrently; callers should hold ``concurrency_limit``. ``requires_sandbox`` is for
-    checks that evaluate answers: a worker that cannot sandbox itself is started in bubblewrap.
+    ``run_check`` may run concurrently, within ``concurrency_limit``. With ``requires_sandbox``, a worker that
+    cannot sandbox itself is started in bubblewrap.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class CheckWorkerPool:
         self.concurrency_limit = asyncio.Semaphore(min(MAX_WORKERS, usable_cores()))
 
     async def start(self) -> None:
-        """Start a worker. Raises ConfigError if a package or a sandbox is missing."""
+        """Start the first worker. Raises ConfigError if a package or a sandbox is missing."""
         self.idle_workers.append(await self._spawn())
 
     async def run_check(self, seconds: float, **request: Any) -> dict[str, Any]:
-        """Return the worker's result. If the check timed out, ``ok`` is False and ``reason`` says so."""
-        # The first worker may have been killed by something else. If two die, the request kills them.
+        """Return the worker's result. If the check takes longer than ``seconds``, ``ok`` is False."""
+        # The first worker may have been killed for a different reason. If two die, the request is the cause.
         result = await self._try_check(seconds, request) or await self._try_check(seconds, request)
         if result is None:
             return {"ok": False, "reason": "the check crashed its process twice"}
@@ -111,13 +111,13 @@ class CheckWorkerPool:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             limit=MAX_LINE_BYTES,
-            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            env={name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ},
         )
         assert worker.stdout is not None
         try:
             line = await asyncio.wait_for(worker.stdout.readline(), START_SECONDS)
             return worker, json.loads(line or "{}")
-        except BaseException:  # also on cancellation, no process may be left running
+        except BaseException:  # including cancellation: no process may be left running
             await asyncio.shield(_kill(worker))
             raise
 

@@ -1,4 +1,4 @@
-"""The interface of a sandbox: it runs an untrusted program within limits."""
+"""The interface of sandboxes, which run untrusted programs within limits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Literal
 
 SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
 LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
-    "time": "it ran past its {seconds:g} s",
-    "memory": "it took more than {memory_mb} MB of memory",
+    "time": "it ran longer than {seconds:g} s",
+    "memory": "it used more than {memory_mb} MB of memory",
     "processes": "it had more than {processes} processes",
     "output": "it wrote more than {output_kb} KB of output",
-    "files": "its files took more than {files_mb} MB, or were more than {files}",
+    "files": "it wrote more than {files_mb} MB or more than {files} files",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits on all processes of a job together. ``memory_mb`` also limits each process's address space."""
+    """Limits of a job. Each limit applies to the sum over all processes of the job; ``memory_mb`` also limits
+    the address space of each process."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -40,20 +41,20 @@ class SandboxJob:
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """The contents of the files to create in the folder, by name. All files are executable."""
     file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables that hold the full path of one of the files."""
+    """Environment variables with the full path of a file, by name of the variable."""
     readable_paths: Sequence[Path] = ()
-    """Paths that the job may read besides the system folders and this Python."""
+    """Paths that the job may read in addition to the system folders and this Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
     exit_code: int
-    """The exit code: 127 if the command does not exist, 128 + n if the command was killed by signal n."""
+    """127 if the command does not exist, 128 + n if the command was killed by signal n."""
     output: str
-    """The combined stdout and stderr."""
+    """The standard output and standard error, combined."""
     exceeded_limit: SandboxLimitName | None
     reason: str
-    """Why the job failed, or an empty text if it succeeded."""
+    """The reason for the failure, or an empty string if the job succeeded."""
 
     @property
     def ok(self) -> bool:
@@ -61,7 +62,7 @@ class SandboxResult:
 
 
 class Sandbox(ABC):
-    """Runs jobs, also concurrently. When ``run`` returns or is cancelled, no process of the job is left."""
+    """Runs jobs, also concurrently. No process of a job is left when ``run`` returns or is cancelled."""
 
     name: str
 

@@ -1,5 +1,5 @@
-"""A sandbox that uses namespaces. The job has its own processes, a network without a route out, and its own
-files in memory."""
+"""A sandbox that uses namespaces. A job sees only its own processes and has no network. Its files are in
+memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from instar.rewards.sandbox.supervise import (
     supervise,
 )
 
-FOLDER, TEMPORARY = "/job", "/tmp"
-LAUNCHER_INSIDE = "/run/launcher.py"
-WRITABLE = (FOLDER, TEMPORARY, "/dev/shm")
+JOB_FOLDER, TEMPORARY_FOLDER = "/job", "/tmp"
+MOUNTED_LAUNCHER = "/run/launcher.py"
+WRITABLE_FOLDERS = (JOB_FOLDER, TEMPORARY_FOLDER, "/dev/shm")
 
 
 class BubblewrapSandbox(Sandbox):
@@ -33,21 +33,20 @@ class BubblewrapSandbox(Sandbox):
     def __init__(self) -> None:
         program = shutil.which("bwrap")
         if program is None:
-            raise ConfigError("bubblewrap is not installed (no `bwrap` in PATH)")
-        if not seccomp.is_supported():
-            raise ConfigError(f"no seccomp filter is known for {os.uname().machine}")
+            raise ConfigError("bubblewrap is not installed: `bwrap` is not in PATH")
+        seccomp.check_supported()
         self.program = program
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = pick_unused_uid()
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
-        if not limits.network:  # without a network namespace, the job could reach the machine's unix sockets
+        if not limits.network:  # in the machine's network, the job could connect to abstract unix sockets
             families += (seccomp.AF_UNIX,)
         launch = SandboxLaunch(
-            command_prefix=[self.program, *_namespaces(uid, limits), *_files(job, limits), "--"],
-            launcher_path=LAUNCHER_INSIDE,
-            folder=FOLDER,
-            temporary=TEMPORARY,
+            command_prefix=[self.program, *_namespace_flags(uid, limits), *_mount_flags(job, limits), "--"],
+            launcher_path=MOUNTED_LAUNCHER,
+            folder=JOB_FOLDER,
+            temporary=TEMPORARY_FOLDER,
             seccomp=seccomp.build_filter(families, shares_host_processes=False),
             uid=uid,
             landlock=None,
@@ -57,7 +56,7 @@ class BubblewrapSandbox(Sandbox):
         return await supervise(launch, job, limits)
 
 
-def _namespaces(uid: int | None, limits: SandboxLimits) -> list[str]:
+def _namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
     flags = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "job"]
     flags += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if uid is None:
@@ -67,29 +66,25 @@ def _namespaces(uid: int | None, limits: SandboxLimits) -> list[str]:
     return flags if limits.network else [*flags, "--unshare-net"]
 
 
-def _files(job: SandboxJob, limits: SandboxLimits) -> list[str]:
+def _mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
     size = str(limits.files_mb * MB)
     flags = ["--dev", "/dev", "--proc", "/proc"]
-    for path in WRITABLE:
+    for path in WRITABLE_FOLDERS:
         flags += ["--perms", "1777", "--size", size, "--tmpfs", path]
     paths = list_readable_paths(job, limits)
-    for folder in _list_parents([*paths, Path(LAUNCHER_INSIDE)]):
-        flags += ["--perms", "0755", "--dir", str(folder)]
+    # bubblewrap would make the parent folders accessible to its own user only, so they are created here.
+    parents = {folder for path in (*paths, Path(MOUNTED_LAUNCHER)) for folder in path.parents}
+    parents -= {Path("/"), Path("/dev"), *map(Path, WRITABLE_FOLDERS)}
+    for folder in sorted(parents):
+        if not any(path == folder or path in folder.parents for path in paths):
+            flags += ["--perms", "0755", "--dir", str(folder)]
     for path in paths:
         if path.is_symlink() and path.parent == Path("/"):  # such as /bin -> usr/bin
             flags += ["--symlink", str(path.readlink()), str(path)]
         else:
             flags += ["--ro-bind", str(path), str(path)]
-    flags += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
+    flags += ["--ro-bind", str(LAUNCHER), MOUNTED_LAUNCHER]
     return [*flags, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
-
-
-def _list_parents(paths: list[Path]) -> list[Path]:
-    """Return the parent folders of the paths, which bubblewrap would make accessible to its own user only."""
-    mounted = {Path("/dev"), *(Path(p) for p in WRITABLE)}
-    parents = {folder for path in paths for folder in path.parents if folder != Path("/")} - mounted
-    bound = {folder for folder in parents if any(path == folder or path in folder.parents for path in paths)}
-    return sorted(parents - bound)
 
 
 def _kill(root: int) -> None:
@@ -101,11 +96,11 @@ def _kill(root: int) -> None:
 
 def _measure_files(processes: list[int]) -> tuple[int, int]:
     size = count = 0
-    # Until bubblewrap has switched to the job's root, these are the files of the machine.
-    if processes and Path(f"/proc/{processes[0]}/root{LAUNCHER_INSIDE}").exists():
-        for folder in WRITABLE:
+    # Until bubblewrap has changed the root, the process still sees the files of the machine.
+    if processes and Path(f"/proc/{processes[0]}/root{MOUNTED_LAUNCHER}").exists():
+        for folder in WRITABLE_FOLDERS:
             with suppress(OSError):  # the process has exited
-                use = os.statvfs(f"/proc/{processes[0]}/root{folder}")
-                size += (use.f_blocks - use.f_bfree) * use.f_frsize
-                count += use.f_files - use.f_ffree
+                usage = os.statvfs(f"/proc/{processes[0]}/root{folder}")
+                size += (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+                count += usage.f_files - usage.f_ffree
     return size, count

@@ -1,4 +1,4 @@
-"""Chooses the sandbox that works on this machine."""
+"""Chooses a sandbox that works on this machine."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits
 from instar.rewards.sandbox.bubblewrap import BubblewrapSandbox
 from instar.rewards.sandbox.landlock import LandlockSandbox
 
-KINDS: dict[str, type[Sandbox]] = {"bubblewrap": BubblewrapSandbox, "landlock": LandlockSandbox}
-TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('in')"])
+SANDBOX_TYPES: dict[str, type[Sandbox]] = {"bubblewrap": BubblewrapSandbox, "landlock": LandlockSandbox}
+TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('ok')"])
 
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
-    """Return the first sandbox that passes a trial run. Raises ConfigError, listing the failures."""
+    """Return the first sandbox that passes a trial run. Raises ConfigError if none does."""
     problems: list[str] = []
-    for name in KINDS if kind == "auto" else [kind]:
+    for name in SANDBOX_TYPES if kind == "auto" else [kind]:
         try:
-            return await _create_and_try(KINDS[name])
+            return await _create_and_try(SANDBOX_TYPES[name])
         except ConfigError as error:
             problems.append(f"{name}: {error}")
     raise ConfigError(
@@ -33,6 +33,7 @@ async def _create_and_try(sandbox_type: type[Sandbox]) -> Sandbox:
         result = await sandbox.run(TRIAL_JOB, SandboxLimits(seconds=60.0))
     except (ScoreError, OSError) as error:
         raise ConfigError(f"it does not work here: {error}") from error
-    if not result.ok or result.output != "in\n":
-        raise ConfigError(f"it does not work here: {result.reason}; {result.output.strip()[-300:]}")
+    if not result.ok or result.output != "ok\n":
+        output = result.output.strip()[-300:]
+        raise ConfigError(f"it does not work here: {result.reason or 'its output is wrong'}: {output}")
     return sandbox

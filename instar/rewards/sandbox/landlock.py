@@ -1,7 +1,7 @@
 """A sandbox without namespaces: Landlock restricts files, seccomp the network and everything else.
 
-The job shares the machine's process ids and can see that a file exists. It can only open the files in its own
-folder, which is on disk, and the files that it may read; it cannot signal, trace or change anything else.
+A job shares the process ids of the machine and can see that a file exists. It can write only to its own
+folder, which is on disk, and read only the allowed files. It cannot signal, trace or change anything else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,12 @@ from pathlib import Path
 from instar.errors import ConfigError
 from instar.rewards.sandbox import seccomp
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
+from instar.rewards.sandbox.launcher import (
+    LANDLOCK_CREATE_RULESET_VERSION,
+    SCOPE_ABI,
+    SYS_LANDLOCK_CREATE_RULESET,
+    libc,
+)
 from instar.rewards.sandbox.supervise import (
     LAUNCHER,
     SandboxLaunch,
@@ -29,7 +35,6 @@ from instar.rewards.sandbox.supervise import (
 
 MIN_ABI = 3
 """The first version of Landlock that restricts truncation (Linux 6.2)."""
-SIGNAL_SCOPE_ABI = 6
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -39,11 +44,12 @@ class LandlockSandbox(Sandbox):
     def __init__(self) -> None:
         self.abi = landlock_abi()
         if self.abi == 0:
-            raise ConfigError("this kernel has no Landlock, or it is not enabled")
+            raise ConfigError("this kernel does not support Landlock, or Landlock is not enabled")
         if self.abi < MIN_ABI:
-            raise ConfigError(f"this kernel has Landlock ABI {self.abi}; {MIN_ABI} is needed (Linux 6.2)")
-        if not seccomp.is_supported():
-            raise ConfigError(f"no seccomp filter is known for {os.uname().machine}")
+            raise ConfigError(
+                f"this kernel has Landlock ABI {self.abi}; ABI {MIN_ABI} is required (Linux 6.2)"
+            )
+        seccomp.check_supported()
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = pick_unused_uid()
@@ -66,7 +72,7 @@ class LandlockSandbox(Sandbox):
             folder=str(folder),
             temporary=str(folder / "tmp"),
             seccomp=seccomp.build_filter(
-                families, shares_host_processes=True, allow_signals=self.abi >= SIGNAL_SCOPE_ABI
+                families, shares_host_processes=True, allow_signals=self.abi >= SCOPE_ABI
             ),
             uid=uid,
             landlock={
@@ -82,8 +88,8 @@ class LandlockSandbox(Sandbox):
 
 def landlock_abi() -> int:
     """Return the version of Landlock, or 0 if the kernel does not support it."""
-    version = ctypes.CDLL(None, use_errno=True).syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    return max(0, version)
+    size, flags = ctypes.c_size_t(0), ctypes.c_uint32(LANDLOCK_CREATE_RULESET_VERSION)
+    return max(0, libc.syscall(SYS_LANDLOCK_CREATE_RULESET, None, size, flags))
 
 
 def _kill(root: int) -> None:

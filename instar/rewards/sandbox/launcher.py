@@ -1,8 +1,8 @@
-"""The last trusted code before a job: drops all privileges, then executes the job.
+"""Drops all privileges and executes a job.
 
-It runs as a script and uses only the standard library. It reads its settings as JSON from stdin and reports
-on the file descriptor ``status`` whether the job started. With ``landlock`` it stays outside the sandbox as
-the job's parent, and kills all processes of the job when the job exits or when it receives SIGTERM.
+The launcher runs as a script and uses only the standard library. It reads its settings as JSON from stdin,
+and writes ``ready`` or an error to the file descriptor ``status``. With ``landlock``, the launcher stays
+outside the sandbox as the job's parent, and kills all processes of the job when the job exits or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAP_AMBIENT = 1, 8, 22, 47
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-CAP_DAC_READ_SEARCH = 2
+PR_CAP_AMBIENT_RAISE, SECCOMP_MODE_FILTER = 2, 2
+CAP_DAC_READ_SEARCH, LINUX_CAPABILITY_VERSION_3 = 2, 0x20080522
 COMMAND_NOT_FOUND = 127
 
-# The numbers of Landlock's system calls are the same on every architecture.
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+# The constants of linux/landlock.h. The system calls have the same numbers on every architecture.
+SYS_LANDLOCK_CREATE_RULESET, SYS_LANDLOCK_ADD_RULE, SYS_LANDLOCK_RESTRICT_SELF = 444, 445, 446
+LANDLOCK_CREATE_RULESET_VERSION = 1
+LANDLOCK_RULE_PATH_BENEATH = 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE, IOCTL_DEVICE = 1, 2, 4, 8, 1 << 14, 1 << 15
 MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
-READ = EXECUTE | READ_FILE | READ_DIR
+READ_ACCESS = EXECUTE | READ_FILE | READ_DIR
 FILE_ACCESS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 SCOPE_SOCKETS_AND_SIGNALS = 3
+SCOPE_ABI = 6
+"""The first version of Landlock that restricts sockets and signals."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -43,7 +48,8 @@ def main() -> NoReturn:
 
 
 def supervise(settings: dict[str, Any]) -> NoReturn:
-    """Run the job in a process group that it cannot leave, and adopt the job's orphaned processes."""
+    """Run the job in a process group that it cannot leave. Orphaned processes of the job become children of
+    the launcher."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     job = os.fork()
@@ -77,7 +83,11 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
         if settings["uid"] is not None:
             change_user(settings["uid"], keep_search=settings["landlock"] is not None)
         os.chdir(settings["folder"])
-        write_files(settings["files"])
+        for name, text in settings["files"].items():
+            path = Path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", errors="replace")
+            path.chmod(0o755)  # one of the files may be the command
         for name, value in settings["limits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -97,8 +107,11 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
 
 
 def change_user(uid: int, *, keep_search: bool) -> None:
-    """Change to the user ``uid``. ``keep_search`` keeps access to Python in folders such as /root."""
-    keep_search = keep_search and can_search_folders()
+    """Change to the user ``uid``. With ``keep_search``, keep access to Python in folders such as /root."""
+    if keep_search:
+        status = Path("/proc/self/status").read_text()
+        permitted = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
+        keep_search = bool(int(permitted.split()[1], 16) >> CAP_DAC_READ_SEARCH & 1)
     if keep_search:
         prctl(PR_SET_KEEPCAPS, 1)
     os.setgroups([])
@@ -106,59 +119,47 @@ def change_user(uid: int, *, keep_search: bool) -> None:
     os.setresuid(uid, uid, uid)
     if keep_search:
         bit = 1 << CAP_DAC_READ_SEARCH
-        header = struct.pack("=Ii", 0x20080522, 0)
-        check(libc.capset(header, struct.pack("=6I", bit, bit, bit, 0, 0, 0)), "capset")
-        prctl(PR_CAP_AMBIENT, 2, CAP_DAC_READ_SEARCH)
-
-
-def can_search_folders() -> bool:
-    status = Path("/proc/self/status").read_text()
-    held = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
-    return bool(int(held.split()[1], 16) >> CAP_DAC_READ_SEARCH & 1)
-
-
-def write_files(files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = Path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="replace")
-        path.chmod(0o755)  # one of the files may be the command
+        header = struct.pack("=Ii", LINUX_CAPABILITY_VERSION_3, 0)
+        check_result(libc.capset(header, struct.pack("=6I", bit, bit, bit, 0, 0, 0)), "capset")
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_DAC_READ_SEARCH)
 
 
 def apply_landlock(
     abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
-    """Deny access to all files except those listed. Without ``allow_execute``, also deny executing files."""
-    every = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
-    attributes = struct.pack("=QQQ", every, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
-    size = 24 if abi >= 6 else 8
-    ruleset = check(libc.syscall(LANDLOCK_CREATE, attributes, size, 0), "landlock")
-    rules = [(path, READ if allow_execute else READ & ~EXECUTE) for path in read]
-    rules += [(path, every & ~(MAKE_CHAR | MAKE_BLOCK)) for path in write]
+    """Deny access to all files that are not listed. If ``allow_execute`` is False, deny all execution."""
+    all_access = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
+    attributes = struct.pack("=QQQ", all_access, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= SCOPE_ABI else 0)
+    size = 24 if abi >= SCOPE_ABI else 8
+    ruleset = check_result(libc.syscall(SYS_LANDLOCK_CREATE_RULESET, attributes, size, 0), "landlock")
+    rules = [(path, READ_ACCESS if allow_execute else READ_ACCESS & ~EXECUTE) for path in read]
+    rules += [(path, all_access & ~(MAKE_CHAR | MAKE_BLOCK)) for path in write]
     rules += [(path, READ_FILE | WRITE_FILE) for path in devices]
     for path, access in rules:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         allowed = access if Path(path).is_dir() else access & FILE_ACCESS
-        rule = struct.pack("=Qi", allowed & every, descriptor)
-        check(libc.syscall(LANDLOCK_ADD, ruleset, 1, rule, 0), "landlock")
+        rule = struct.pack("=Qi", allowed & all_access, descriptor)
+        check_result(
+            libc.syscall(SYS_LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, rule, 0), "landlock"
+        )
         os.close(descriptor)
-    check(libc.syscall(LANDLOCK_RESTRICT, ruleset, 0), "landlock")
+    check_result(libc.syscall(SYS_LANDLOCK_RESTRICT_SELF, ruleset, 0), "landlock")
     os.close(ruleset)
 
 
 def apply_seccomp(program: bytes) -> None:
     code = ctypes.create_string_buffer(program, len(program))
     filter_header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(filter_header))
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(filter_header))
 
 
 def prctl(option: int, *arguments: Any) -> None:
     padded = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     padded += [ctypes.c_ulong(0)] * (4 - len(padded))
-    check(libc.prctl(option, *padded), f"prctl {option}")
+    check_result(libc.prctl(option, *padded), f"prctl {option}")
 
 
-def check(result: int, name: str) -> int:
+def check_result(result: int, name: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")

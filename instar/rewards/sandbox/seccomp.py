@@ -1,4 +1,4 @@
-"""Builds seccomp filters: BPF programs that list the system calls that a job may not make."""
+"""Builds seccomp filters, which are BPF programs that deny system calls."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ import platform
 import struct
 from collections.abc import Iterable
 
+from instar.errors import ConfigError
+
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 
+# Instructions (BPF_LD, BPF_JEQ, BPF_JGE, BPF_JSET, BPF_RET), results, and offsets in struct seccomp_data.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16
-_X32 = 0x40000000
-_FIRST_UNKNOWN = 450
+_DENY = _ERRNO | errno.EPERM
+_NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET, _SECOND_ARGUMENT_OFFSET = 0, 4, 16, 24
+_X32_SYSCALL_BIT = 0x40000000
+_CLONE3_NUMBER = 435
+_FIRST_UNKNOWN_NUMBER = 450
 _NEW_NAMESPACES = 0x7E020080
 """The bits CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 _CLONE_THREAD = 0x00010000
 
-_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_AUDIT_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # fmt: off
-_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 if the call does not exist
+_SYSCALL_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 if the call does not exist
     "socket": (41, 198), "clone": (56, 220), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
     "fcntl": (72, 25),
     # Creating processes.
@@ -60,18 +65,27 @@ _NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 if the 
     "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }
 # fmt: on
-_CONDITIONAL = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
-_SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
-_SIGNAL_OWNER = (8, 10, 15)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX, which select the process that is signalled when a file is ready."""
-_PROCESSES = ("fork", "vfork", "execve", "execveat")
-_NAMES = [name for name in _NUMBERS if name not in (*_CONDITIONAL, *_SIGNALS, *_PROCESSES)]
-_ALWAYS = _NAMES[: _NAMES.index("setsid")]
-_ON_HOST = _NAMES[_NAMES.index("setsid") :]
+_CONDITIONAL_CALLS = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
+_SIGNAL_CALLS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
+_SIGNAL_OWNER_COMMANDS = (8, 10, 15)
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX, which select the process that gets a signal when a file is ready."""
+_PROCESS_CALLS = ("fork", "vfork", "execve", "execveat")
+_NAMES = [
+    name for name in _SYSCALL_NUMBERS if name not in (*_CONDITIONAL_CALLS, *_SIGNAL_CALLS, *_PROCESS_CALLS)
+]
+_DENIED_ALWAYS = _NAMES[: _NAMES.index("setsid")]
+_DENIED_ON_HOST = _NAMES[_NAMES.index("setsid") :]
 
 
 def is_supported() -> bool:
-    return platform.machine() in _ARCHES
+    return platform.machine() in _AUDIT_ARCHES
+
+
+def check_supported() -> None:
+    """Raise ConfigError if there is no filter for this machine."""
+    if not is_supported():
+        known = " and ".join(_AUDIT_ARCHES)
+        raise ConfigError(f"seccomp filters exist for {known}, but this machine is {platform.machine()}")
 
 
 def build_filter(
@@ -81,58 +95,54 @@ def build_filter(
     allow_signals: bool = True,
     deny_new_processes: bool = False,
 ) -> bytes:
-    """Return a filter that denies the calls that no job needs, and sockets outside ``socket_families``.
-
-    ``shares_host_processes`` also denies leaving the process group and changing file attributes.
-    ``allow_signals=False`` denies signals, and ``deny_new_processes`` denies fork and exec.
-    """
+    """Return a filter that denies the calls that no job needs, and sockets outside ``socket_families``. With
+    ``shares_host_processes``, it also denies leaving the process group and changing file attributes."""
     machine = platform.machine()
-    column = list(_ARCHES).index(machine)
-    number = {name: numbers[column] for name, numbers in _NUMBERS.items() if numbers[column] >= 0}
-    denied = list(_ALWAYS)
-    conditional = {"socket": _if_one_of(socket_families), "clone": _unless_any_bit(_NEW_NAMESPACES)}
+    column = list(_AUDIT_ARCHES).index(machine)
+    number = {name: numbers[column] for name, numbers in _SYSCALL_NUMBERS.items() if numbers[column] >= 0}
+    denied = list(_DENIED_ALWAYS)
+    conditional = {
+        "socket": _allow_values(socket_families),
+        "clone": _compare_bits(_NEW_NAMESPACES, if_set=_DENY, if_clear=_ALLOW),
+    }
     if shares_host_processes:
-        denied += _ON_HOST
-        conditional["prlimit64"] = conditional["sched_setaffinity"] = _if_one_of([0])
+        denied += _DENIED_ON_HOST
+        conditional["prlimit64"] = conditional["sched_setaffinity"] = _allow_values([0])
     if deny_new_processes:
-        denied += _PROCESSES
-        conditional["clone"] = _if_any_bit(_CLONE_THREAD)
+        denied += _PROCESS_CALLS
+        conditional["clone"] = _compare_bits(_CLONE_THREAD, if_set=_ALLOW, if_clear=_DENY)
     if not allow_signals:
-        denied += _SIGNALS
-        conditional["fcntl"] = _unless_one_of(_SIGNAL_OWNER)
-    program = [_load(_ARCH), _jump(_EQUAL, _ARCHES[machine], 1, 0), _return(_KILL), _load(_NUMBER)]
-    program += [_jump(_AT_LEAST, _X32, 0, 1), _return(_ERRNO | errno.EPERM)]
-    program += [_jump(_AT_LEAST, _FIRST_UNKNOWN, 0, 1), _return(_ERRNO | errno.ENOSYS)]
+        denied += _SIGNAL_CALLS
+        conditional["fcntl"] = [_load(_SECOND_ARGUMENT_OFFSET)]
+        for command in _SIGNAL_OWNER_COMMANDS:
+            conditional["fcntl"] += _return_if_equal(command, _DENY)
+        conditional["fcntl"].append(_return(_ALLOW))
+    program = [_load(_ARCH_OFFSET), _jump(_EQUAL, _AUDIT_ARCHES[machine], 1, 0), _return(_KILL)]
+    program += [_load(_NUMBER_OFFSET), _jump(_AT_LEAST, _X32_SYSCALL_BIT, 0, 1), _return(_DENY)]
+    program += [_jump(_AT_LEAST, _FIRST_UNKNOWN_NUMBER, 0, 1), _return(_ERRNO | errno.ENOSYS)]
     # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
-    program += [_jump(_EQUAL, 435, 0, 1), _return(_ERRNO | errno.ENOSYS)]
+    program += _return_if_equal(_CLONE3_NUMBER, _ERRNO | errno.ENOSYS)
     for name in denied:
         if name in number:
-            program += [_jump(_EQUAL, number[name], 0, 1), _return(_ERRNO | errno.EPERM)]
+            program += _return_if_equal(number[name], _DENY)
     for name, rule in conditional.items():
         program += [_jump(_EQUAL, number[name], 0, len(rule)), *rule]
     return b"".join([*program, _return(_ALLOW)])
 
 
-def _if_one_of(values: Iterable[int]) -> list[bytes]:
-    """Return instructions that allow a call if its first argument is one of the values."""
-    allow = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _return(_ALLOW))]
-    return [_load(_ARGUMENTS), *allow, _return(_ERRNO | errno.EPERM)]
+def _allow_values(values: Iterable[int]) -> list[bytes]:
+    """Return instructions that allow a call only if its first argument is one of the values."""
+    allowed = [instruction for value in values for instruction in _return_if_equal(value, _ALLOW)]
+    return [_load(_FIRST_ARGUMENT_OFFSET), *allowed, _return(_DENY)]
 
 
-def _unless_one_of(values: Iterable[int]) -> list[bytes]:
-    """Return instructions that allow a call unless its second argument is one of the values."""
-    deny = [step for value in values for step in (_jump(_EQUAL, value, 0, 1), _return(_ERRNO | errno.EPERM))]
-    return [_load(_ARGUMENTS + 8), *deny, _return(_ALLOW)]
+def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
+    """Return instructions that return ``if_set`` if the first argument of a call has any of the bits."""
+    return [_load(_FIRST_ARGUMENT_OFFSET), _jump(_ANY_BIT, mask, 0, 1), _return(if_set), _return(if_clear)]
 
 
-def _unless_any_bit(mask: int) -> list[bytes]:
-    """Return instructions that allow a call if its first argument has none of the bits."""
-    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 0, 1), _return(_ERRNO | errno.EPERM), _return(_ALLOW)]
-
-
-def _if_any_bit(mask: int) -> list[bytes]:
-    """Return instructions that allow a call if its first argument has any of the bits."""
-    return [_load(_ARGUMENTS), _jump(_ANY_BIT, mask, 1, 0), _return(_ERRNO | errno.EPERM), _return(_ALLOW)]
+def _return_if_equal(value: int, verdict: int) -> list[bytes]:
+    return [_jump(_EQUAL, value, 0, 1), _return(verdict)]
 
 
 def _load(offset: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Starts a job through the launcher, enforces its limits, and kills every process that it started."""
+"""Starts a job with the launcher, enforces the limits of the job, and kills every process of the job."""
 
 from __future__ import annotations
 
@@ -25,63 +25,49 @@ from instar.rewards.sandbox.base import (
 )
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
-CHECK_INTERVAL = 0.02
-"""The interval in seconds at which a job's usage is checked."""
-KILL_TIMEOUT = 10.0
-"""The time in seconds that a killed job has to exit."""
+CHECK_INTERVAL_SECONDS = 0.02
+KILL_TIMEOUT_SECONDS = 10.0
 MB = 2**20
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-ETC_PATHS = (
-    "/etc/alternatives",
-    "/etc/ld.so.cache",
-    "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d",
-    "/etc/localtime",
-)
-NETWORK_PATHS = (
-    "/etc/resolv.conf",
-    "/etc/hosts",
-    "/etc/nsswitch.conf",
-    "/etc/ssl/certs",
-    "/etc/ca-certificates",
-)
+ETC_NAMES = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime")
+NETWORK_ETC_NAMES = ("resolv.conf", "hosts", "nsswitch.conf", "ssl/certs", "ca-certificates")
 
 
 @dataclass(frozen=True)
 class SandboxLaunch:
-    """How a sandbox starts a job, kills it, and measures its files."""
+    """The parts of starting and supervising a job in which the sandboxes differ."""
 
     command_prefix: list[str]
-    """The command that runs the launcher's Python, such as bwrap with its options."""
+    """The command that starts Python with the launcher, such as bwrap with its options."""
     launcher_path: str
     """The path of the launcher inside the sandbox."""
     folder: str
-    """The job's folder as the job sees it."""
+    """The path of the job's folder inside the sandbox."""
     temporary: str
     seccomp: bytes
     uid: int | None
     landlock: dict[str, Any] | None
     kill_job: Callable[[int], None]
-    """Kills all descendants of the started process."""
+    """Kills all descendants of a process, given its id."""
     measure_files: Callable[[list[int]], tuple[int, int]]
     """Returns the size in bytes and the number of the job's files, given the job's process ids."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
-    """Return the paths that a job may read: system programs, this Python, and ``job.readable_paths``."""
+    """Return the paths that a job may read: system folders, this Python, and ``job.readable_paths``."""
     python = [Path(p) for p in (sys.prefix, sys.base_prefix)]
     python += [*(p.resolve() for p in python), Path(sys.executable).resolve().parent.parent]
-    listed = [Path(p) for p in (*SYSTEM_PATHS, *ETC_PATHS, *(NETWORK_PATHS if limits.network else ()))]
+    etc_names = (*ETC_NAMES, *(NETWORK_ETC_NAMES if limits.network else ()))
+    system = [*map(Path, SYSTEM_PATHS), *(Path("/etc", name) for name in etc_names)]
     own = [Path(p).absolute() for p in job.readable_paths]
-    existing = {p for p in (*listed, *python, *own) if p.exists()}
-    inside_usr = {p for p in existing if Path("/usr") in p.parents}
-    return sorted(existing - inside_usr, key=lambda path: len(path.parts))
+    existing = {p for p in (*system, *python, *own) if p.exists() and Path("/usr") not in p.parents}
+    return sorted(existing, key=lambda path: len(path.parts))
 
 
 def pick_unused_uid() -> int | None:
     """Return a user id that is not in use, or None if this process cannot change its user."""
-    # The kernel counts processes per user. With its own user, a job's limit applies to that job alone.
+    # The kernel counts processes per user. With its own user id, a job is limited independently of others.
     if os.geteuid() != 0:
         return None
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -105,58 +91,60 @@ async def supervise(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimit
             pass_fds=(child_status,),
             start_new_session=True,
         )
-        settings = json.dumps(_launcher_settings(launch, job, limits, child_status)).encode()
+        settings = json.dumps(_build_settings(launch, job, limits, child_status)).encode()
         os.close(child_status)
         child_status = -1
         exceeded, output = await _watch(process, settings, launch, limits)
-        report = _read_nonblocking(status)
+        try:
+            report = os.read(status, 4096)
+        except BlockingIOError:  # the launcher has written nothing
+            report = b""
     finally:
         os.close(status)
         if child_status >= 0:
             os.close(child_status)
     text = output.decode(errors="replace")
     if report != b"ready" and exceeded != "time":
-        raise ScoreError(
-            f"the sandbox failed: {(report.decode(errors='replace') or text).strip():.500}", retryable=True
-        )
+        problem = (report.decode(errors="replace") or text).strip()
+        raise ScoreError(f"the sandbox could not start the job: {problem:.500}", retryable=True)
     assert process.returncode is not None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return SandboxResult(code, text, exceeded, _describe_failure(code, exceeded, limits))
 
 
-def _launcher_settings(
+def _build_settings(
     launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, status: int
 ) -> dict[str, Any]:
-    memory, files = limits.memory_mb * MB, limits.files_mb * MB
     requested = {
-        "RLIMIT_AS": memory,
-        "RLIMIT_FSIZE": files,
+        "RLIMIT_AS": limits.memory_mb * MB,
+        "RLIMIT_FSIZE": limits.files_mb * MB,
         "RLIMIT_NPROC": limits.processes,
         "RLIMIT_NOFILE": 256,
         "RLIMIT_CORE": 0,
         "RLIMIT_MEMLOCK": 0,
         "RLIMIT_MSGQUEUE": 0,
     }
-    hard = {name: resource.getrlimit(getattr(resource, name))[1] for name in requested}
     if launch.landlock is not None and launch.uid is None:
         requested["RLIMIT_NPROC"] += _count_user_tasks()
+    rlimits: dict[str, int] = {}
+    for name, value in requested.items():
+        _, hard_limit = resource.getrlimit(getattr(resource, name))
+        rlimits[name] = value if hard_limit < 0 else min(value, hard_limit)
     return {
         "command": list(job.command),
         "files": dict(job.files),
-        "environment": _environment(launch, job),
+        "environment": _build_environment(launch, job),
         "folder": launch.folder,
         "uid": launch.uid,
-        "limits": {
-            name: value if hard[name] < 0 else min(value, hard[name]) for name, value in requested.items()
-        },
+        "limits": rlimits,
         "landlock": launch.landlock,
         "seccomp": launch.seccomp.hex(),
         "status": status,
     }
 
 
-def _environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
-    # Built from scratch, so that the job gets no variable of this process, such as a key.
+def _build_environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
+    # The job gets no variable of this process, because a variable may contain a key.
     python = str(Path(sys.executable).parent)
     return {
         "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
@@ -173,7 +161,8 @@ def _environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit, kill the rest, and return that limit and the output."""
+    """Wait until the job exits or exceeds a limit, and kill its remaining processes. Return the limit and the
+    output."""
     output = bytearray()
     output_full = asyncio.Event()
     tasks = [
@@ -195,33 +184,32 @@ async def _wait_or_exceed(
 ) -> SandboxLimitName | None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.seconds
-    ended = asyncio.create_task(process.wait())
+    exit_task = asyncio.create_task(process.wait())
     try:
-        while not ended.done():
-            await asyncio.wait([ended], timeout=min(CHECK_INTERVAL, max(0.0, deadline - loop.time())))
+        while not exit_task.done():
+            await asyncio.wait(
+                [exit_task], timeout=min(CHECK_INTERVAL_SECONDS, max(0.0, deadline - loop.time()))
+            )
             if output_full.is_set():
                 return "output"
-            if ended.done():
+            if exit_task.done():
                 break
             if loop.time() >= deadline:
                 return "time"
             if exceeded := _find_exceeded_limit(process.pid, launch, limits):
                 return exceeded
     finally:
-        ended.cancel()
+        exit_task.cancel()
     return None
 
 
 def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
     processes = descendant_pids(root)
     tasks = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
-    # Up to two of the processes are the launcher and bubblewrap, which do not count.
+    # The launcher and bubblewrap are up to two of the processes and do not count.
     if tasks > limits.processes + 2:
         return "processes"
-    if (
-        _memory(processes, "rss") > limits.memory_mb * MB
-        and _memory(processes, "pss") > limits.memory_mb * MB
-    ):
+    if all(_measure_memory(processes, kind) > limits.memory_mb * MB for kind in ("rss", "pss")):
         return "memory"
     size, count = launch.measure_files(processes)
     return "files" if size > limits.files_mb * MB or count > limits.files else None
@@ -230,24 +218,24 @@ def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits
 async def _kill_and_wait(
     process: asyncio.subprocess.Process, launch: SandboxLaunch, tasks: Iterable[asyncio.Task[None]]
 ) -> None:
-    """Kill the remaining processes, and wait until they have exited and their output is read."""
+    """Kill the remaining processes of the job, and wait until they have exited and their output is read."""
     if process.returncode is None:
         launch.kill_job(process.pid)
         try:
-            await asyncio.wait_for(process.wait(), KILL_TIMEOUT)
+            await asyncio.wait_for(process.wait(), KILL_TIMEOUT_SECONDS)
         except TimeoutError:
             for pid in (*descendant_pids(process.pid), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await process.wait()
-    _, pending = await asyncio.wait(tasks, timeout=KILL_TIMEOUT)
+    _, pending = await asyncio.wait(tasks, timeout=KILL_TIMEOUT_SECONDS)
     for task in pending:
         task.cancel()
 
 
 async def _send_settings(process: asyncio.subprocess.Process, settings: bytes) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # the job died; `supervise` reads the cause
+    with suppress(BrokenPipeError, ConnectionResetError):  # the launcher died; `supervise` reports the cause
         process.stdin.write(settings)
         await process.stdin.drain()
     process.stdin.close()
@@ -264,7 +252,8 @@ async def _read_output(
 
 
 def descendant_pids(root: int) -> list[int]:
-    """Return the process ids of all descendants, including orphans, which the job's first process adopts."""
+    """Return the process ids of all descendants. Orphans are included, because the first process of the job
+    becomes their parent."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:
@@ -284,8 +273,8 @@ def _list_folder(folder: str) -> list[str]:
         return []
 
 
-def _memory(processes: Iterable[int], kind: str) -> int:
-    """Return the memory in bytes. ``rss`` is fast but counts shared pages per process; ``pss`` is exact."""
+def _measure_memory(processes: Iterable[int], kind: str) -> int:
+    """Return the memory in bytes. ``rss`` is fast but counts shared pages repeatedly; ``pss`` is exact."""
     total = 0
     for pid in processes:
         with suppress(OSError, StopIteration, ValueError):  # the process has exited
@@ -308,17 +297,10 @@ def _count_user_tasks() -> int:
     return total
 
 
-def _read_nonblocking(status: int) -> bytes:
-    try:
-        return os.read(status, 4096)
-    except BlockingIOError:
-        return b""
-
-
 def _describe_failure(code: int, exceeded: SandboxLimitName | None, limits: SandboxLimits) -> str:
     if exceeded is not None:
         return LIMIT_MESSAGES[exceeded].format(**asdict(limits))
     if code > 128:
         with suppress(ValueError):
-            return f"it was ended by {signal.Signals(code - 128).name}"
-    return f"it ended with exit code {code}" if code else ""
+            return f"it was killed by {signal.Signals(code - 128).name}"
+    return f"it exited with code {code}" if code else ""

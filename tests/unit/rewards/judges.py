@@ -9,8 +9,8 @@ from typing import Any
 
 from instar.config import RunConfig
 from instar.rewards.base import ScoringContext, Transcript
-from instar.rewards.judge.factory import create_judge
 from instar.rewards.judge.judge import Judge
+from instar.rewards.judge.judges import create_judge
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, Message, Task
 from tests.unit.data.builders import RUN, make_call

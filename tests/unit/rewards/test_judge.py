@@ -180,7 +180,7 @@ async def test_concurrent_questions_are_limited(path: Path, server: JudgeServer)
         ("drop", "did not answer", True, None),
         ("cut", "did not answer", True, None),
         ("garbage", "cannot be parsed", True, None),
-        ("nonsense", "does not follow its API", True, None),
+        ("nonsense", "returned an invalid response", True, None),
         ("401", "401", False, None),
         ("403:9", "403", False, None),
         ("hang", "within 0.2 s", True, None),
@@ -276,9 +276,9 @@ async def test_session_text_cannot_break_the_frame(path: Path, server: JudgeServ
         ]
         assert ours == [
             "begin",
-            "the task, as data",
+            "task data",
             "step 1: user",
-            "step 1: reply of the assistant",
+            "step 1: assistant's reply",
             "end",
         ]
         beyond = request.user.partition(f"{mark} end")[2] + request.system
@@ -304,7 +304,7 @@ async def test_long_transcript_is_truncated_in_the_middle(path: Path, server: Ju
     assert "beginning" in request.user
     assert "ending" in request.user
     mark = request.user.split()[0]
-    assert f"{mark} left out here: 47" in request.user
+    assert f"{mark} omitted here: 47" in request.user
 
 
 # --- settings -----------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ async def test_followup_judge_skips_sessions_without_followup(path: Path) -> Non
 def longer_wins(request: JudgeRequest) -> Any:
     mark = request.user.split()[0]
     a, b = (
-        request.user.partition(f"{mark} session {name}, step 1: reply of the assistant\n")[2].split("\n")[0]
+        request.user.partition(f"{mark} session {name}, step 1: assistant's reply\n")[2].split("\n")[0]
         for name in "AB"
     )
     winner = "tie" if len(a) == len(b) else "A" if len(a) > len(b) else "B"
@@ -252,16 +252,16 @@ def test_session_steps_render_branches_failures_and_tool_calls() -> None:
     )
     assert render_conversation([first, second, other, branch]) == [
         JudgePromptPart("step 1: user", "hi"),
-        JudgePromptPart("step 1: reply of the assistant", "one"),
+        JudgePromptPart("step 1: assistant's reply", "one"),
         JudgePromptPart("step 2: user", "go"),
-        JudgePromptPart("step 2: reply of the assistant", '(thinks) hm\n(calls the tool) search {"q": 1}'),
-        JudgePromptPart("step 3 begins another conversation"),
+        JudgePromptPart("step 2: assistant's reply", '(thinks) hm\n(calls the tool) search {"q": 1}'),
+        JudgePromptPart("step 3 starts a new conversation"),
         JudgePromptPart("step 3: user", "sub-agent"),
-        JudgePromptPart("step 3: reply of the assistant", "two"),
-        JudgePromptPart("step 4 goes on from step 1"),
+        JudgePromptPart("step 3: assistant's reply", "two"),
+        JudgePromptPart("step 4 continues step 1"),
         JudgePromptPart("step 4: assistant", "ONE"),
         JudgePromptPart("step 4: user", "no"),
-        JudgePromptPart("step 4: reply of the assistant, broken off", "x"),
+        JudgePromptPart("step 4: assistant's reply, incomplete", "x"),
     ]
     assert [step.is_complete for step in build_steps([first, second, other, branch])] == [
         True,
@@ -278,6 +278,6 @@ def test_truncated_parts_keep_both_ends(limit: int) -> None:
     assert sum(len(part.text) for part in fitted) == limit
     assert fitted[0].text.startswith("a")
     assert fitted[-1].text.endswith("e")
-    assert [p.label for p in fitted if "left out" in p.label] == (
-        [f"left out here: {100 - limit} characters"] if limit < 100 else []
+    assert [p.label for p in fitted if "omitted" in p.label] == (
+        [f"omitted here: {100 - limit} characters"] if limit < 100 else []
     )

@@ -15,8 +15,8 @@ from instar.errors import ScoreError
 from instar.gateway.auth import create_key
 from instar.record.render import load_renderer
 from instar.rewards.base import JUDGE_AGENT, ScoringContext, Transcript
-from instar.rewards.judge.factory import create_judge
 from instar.rewards.judge.judge import Judge
+from instar.rewards.judge.judges import create_judge
 from instar.types import UNTRAINABLE, Channel, SessionStatus
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.gateway.conftest import ADMIN, Served, run_gateway

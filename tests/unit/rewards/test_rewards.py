@@ -13,9 +13,9 @@ from instar.config import ReasoningGymTasksConfig, RunConfig, ScoringConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
-from instar.rewards.python_rule import RuleReward
 from instar.rewards.rules.worker_pool import bubblewrap_command
 from instar.rewards.scoring import score_sessions
+from instar.rewards.user_scorers import RuleReward
 from instar.rollout.tasks import TaskSet, load_tasks
 from instar.types import Message, Reward, RewardSource, ScoreState, Task
 from tests.unit.data.builders import make_call
@@ -151,7 +151,7 @@ def test_scorers_with_the_same_name_are_rejected() -> None:
     twice = {"type": "rule", "function": f"{HERE}:exact"}
     sections = [twice, twice | {"args": {"worth": 2}}]
     with pytest.raises(
-        ConfigError, match=r"reward\.1: its name .*exact' is also that of reward\.0; .* another name"
+        ConfigError, match=r"reward\.1: reward\.0 has the same name .*exact'; .* a different name"
     ):
         create_scorers(RunConfig.model_validate({"reward": sections}))
     sections[1]["name"] = "double"
@@ -174,7 +174,7 @@ async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
     result = await score_sessions(Odd(), TASK, ["s"], load, ScoringConfig(retries=0))
     (score,) = result.scores
     assert score.state is ScoreState.FALLBACK
-    assert "not JSON" in (score.reason or "")
+    assert "as JSON" in (score.reason or "")
 
 
 async def test_agent_reward_is_what_the_agent_returned() -> None:

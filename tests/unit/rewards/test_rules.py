@@ -89,7 +89,7 @@ def test_answer_is_extracted_from_text() -> None:
 async def test_expected_field_may_be_nested_and_missing_field_raises() -> None:
     async with start_scorer(type="exact", expected="meta.answer") as scorer:
         assert (await score_text(scorer, {"meta": {"answer": "a"}}, "a")).value == 1.0
-        with pytest.raises(ScoreError, match=r"no field 'meta.answer'; it has question"):
+        with pytest.raises(ScoreError, match=r"no field 'meta.answer'; its fields are: question"):
             await scorer.score(Task("t", {"question": "?"}), transcript("a"))
         assert await scorer.score(Task("", {}), transcript("a")) == []
 

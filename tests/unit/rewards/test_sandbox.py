@@ -33,7 +33,7 @@ async def test_job_runs_in_its_own_folder(sandbox: Sandbox) -> None:
     job = SandboxJob(["sh", "-c", script], {"a.txt": "said\n"}, {"ANSWER": "a.txt"})
     outcome = await sandbox.run(job, SandboxLimits())
     assert (outcome.exit_code, outcome.output, outcome.exceeded_limit) == (3, "said\nmore\n", None)
-    assert outcome.reason == "it ended with exit code 3"
+    assert outcome.reason == "it exited with code 3"
     again = await sandbox.run(SandboxJob(["ls"]), SandboxLimits())
     assert "new.txt" not in again.output
     gone = await sandbox.run(SandboxJob(["no-such-program"]), SandboxLimits())
@@ -179,7 +179,7 @@ async def test_job_is_stopped_at_time_and_output_limits(sandbox: Sandbox) -> Non
         marker,
         seconds=0.5,
     )
-    assert (late.exceeded_limit, late.reason) == ("time", "it ran past its 0.5 s")
+    assert (late.exceeded_limit, late.reason) == ("time", "it ran longer than 0.5 s")
     loud = await run(sandbox, "while True: print('x' * 1000)", marker, output_kb=64)
     assert (loud.exceeded_limit, len(loud.output)) == ("output", 64 * 1024)
     assert not loud.ok
@@ -189,7 +189,7 @@ async def test_job_is_stopped_at_time_and_output_limits(sandbox: Sandbox) -> Non
 ANSWERS = {
     "def f(x):\n    return x + 1": (1.0, None),
     "def f(x):\n    return 2": (0.5, "1 of 2 tests passed"),
-    "import os\nos._exit(0)": (0.0, "it ended before its tests did"),
+    "import os\nos._exit(0)": (0.0, "it exited before its tests finished"),
     "print('2 passed')\nraise SystemExit(0)": (0.0, None),
     "def f(x:": (0.0, None),
 }
@@ -305,7 +305,7 @@ async def test_command_reward_uses_exit_code(kind: str, tmp_path: Path) -> None:
         before = scorer.version
         assert (await score_text(scorer, {"right": "yes"}, "yes")).value == 1.0
         wrong = await score_text(scorer, {"right": "yes"}, "no")
-        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
+        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it exited with code 1")
     script.write_text("raise SystemExit(0)")
     async with start_scorer(**section, files=[str(script)]) as scorer:
         assert scorer.version != before
@@ -322,7 +322,7 @@ async def test_command_reward_runs_a_listed_script(kind: str, program: str, tmp_
     async with start_scorer(**section, files=[str(script)]) as scorer:
         assert (await score_text(scorer, {}, "yes")).value == 1.0
         wrong = await score_text(scorer, {}, "no")
-        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it ended with exit code 1")
+        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it exited with code 1")
     for first_line, message in {"true": "names no interpreter", "#!/no/sh": "there is no /no/sh"}.items():
         script.write_text(f"{first_line}\n")
         with pytest.raises(ConfigError, match=f"reward.command.*{message}"):

@@ -1,4 +1,5 @@
-"""A rule in Python: ``rule(task, transcript, **args) -> float``, sync or async. ``task`` is a dict."""
+"""Scorers that use the reward that the agent returned, or the result of a Python function
+``rule(task, transcript, **args) -> float``, sync or async, where ``task`` is a dict."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 from instar import registry
 from instar.async_utils import run_in_daemon_thread
-from instar.config import RuleRewardConfig
+from instar.config import AgentRewardConfig, RuleRewardConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, ScoringContext, Transcript, WorkerTextScorer
 from instar.rewards.rules.answers import settings_version
@@ -18,7 +19,25 @@ from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
 WORKER_SECONDS = 10.0
-"""The time limit of a worker in seconds. An answer that takes longer scores 0."""
+"""The time limit of a check in a worker, in seconds. An answer that takes longer scores 0."""
+
+
+class AgentReward(Scorer):
+    """Uses the reward that the agent function returned. The gateway records the rewards that agents send."""
+
+    name = "returned"
+
+    def __init__(self, config: AgentRewardConfig | None = None) -> None:
+        del config  # this scorer has no settings
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        if transcript.returned is None:
+            return []
+        if not math.isfinite(transcript.returned):
+            raise InstarError(
+                f"the agent returned {transcript.returned} as its reward; it must be a finite number"
+            )
+        return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer=self.name)]
 
 
 class RuleReward(Scorer):
@@ -41,13 +60,12 @@ class RuleReward(Scorer):
             self._is_async = inspect.iscoroutinefunction(self.function)
         elif text_scorer is None:
             raise ConfigError(
-                "reward.function: missing, and these tasks have no scorer of their own (reasoning_gym's do)"
+                "reward.function: missing, and the task set has no scorer of its own; name a function"
             )
         elif isinstance(text_scorer, WorkerTextScorer):
+            check_name, check_args = text_scorer.check_name, text_scorer.check_args
             self.workers = CheckWorkerPool(
-                text_scorer.check_name,
-                text_scorer.check_args,
-                requires_sandbox=text_scorer.requires_sandbox,
+                check_name, check_args, requires_sandbox=text_scorer.requires_sandbox
             )
             self.concurrency_limit = self.workers.concurrency_limit
 
@@ -73,6 +91,6 @@ class RuleReward(Scorer):
         return [Reward(transcript.session_id, float(value), RewardSource.RULE, scorer=self.name)]
 
     async def _call(self, rule: Callable[[], Any]) -> Any:
-        # In a thread, a slow rule neither blocks the event loop nor exceeds its deadline.
+        # A slow rule must not block the event loop, and a thread can be abandoned at the deadline.
         value = rule() if self._is_async or not self.runs_in_thread else await run_in_daemon_thread(rule)
         return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,157 @@
+"""The judges of single sessions and calls, and the table of all judges."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Generic, TypeVar
+
+from instar.config.judge import JudgeRewardConfig
+from instar.rewards.base import Transcript
+from instar.rewards.judge.answers import (
+    ScoreAnswer,
+    StepScoresAnswer,
+    StepSignalsAnswer,
+    UnparseableAnswer,
+    convert_answer,
+    scale_to_unit,
+    truncate,
+)
+from instar.rewards.judge.judge import Judge
+from instar.rewards.judge.pairwise import PairwiseJudge
+from instar.rewards.judge.panel import gather_all
+from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
+from instar.rewards.judge.session_steps import (
+    SessionStep,
+    build_steps,
+    render_conversation,
+    split_into_windows,
+)
+from instar.types import Json, Reward, Task
+
+T = TypeVar("T")
+StepAnswers = dict[int, tuple[T, str]]
+"""The answer and the reasons for each step, by step number."""
+
+
+class OutcomeJudge(Judge):
+    """A judge that gives one score to a session."""
+
+    async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
+        session = truncate_parts(render_conversation(transcript.calls), self.max_session_chars)
+        parts = [*self.task_parts(task), *session]
+        votes = await self.panel.ask(parts, self._parse_answer, transcript.session_id)
+        scores = [vote.answer[0] for vote in votes]
+        detail = _describe_votes(scores, [vote.answer[1] for vote in votes])
+        cost = sum(vote.cost for vote in votes)
+        return [self.reward(transcript.session_id, fmean(scores), detail, cost)]
+
+    def _parse_answer(self, json_answer: Json) -> tuple[float, str]:
+        answer = convert_answer(json_answer, ScoreAnswer)
+        return scale_to_unit(answer.score, self.config.scale), truncate(answer.reasons)
+
+
+class StepJudge(Judge, Generic[T]):
+    """A judge of single steps. One prompt contains as many steps as fit."""
+
+    shows_following = False
+    """True if a prompt shows what followed each step. Steps that nothing followed are then not judged."""
+
+    @abstractmethod
+    def parse_answers(self, json_answer: Json) -> StepAnswers[T]:
+        """Return the answers. Raises UnparseableAnswer."""
+
+    @abstractmethod
+    def combine_votes(self, votes: Sequence[T], reasons: Sequence[str]) -> tuple[float, Json] | None:
+        """Return the reward of a step and its detail, or None if the step gets no reward."""
+
+    async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
+        complete = [step for step in build_steps(transcript.calls) if step.is_complete]
+        steps = [step for step in complete if step.after] if self.shows_following else complete
+        windows = split_into_windows(steps, self._render_step, self.max_session_chars)
+        task_parts = self.task_parts(task)
+        rewards = await gather_all(
+            [
+                self._judge_window(transcript.session_id, window, [*task_parts, *parts])
+                for window, parts in windows
+            ]
+        )
+        return [reward for window_rewards in rewards for reward in window_rewards]
+
+    def _render_step(self, step: SessionStep) -> list[JudgePromptPart]:
+        return [*step.before, step.reply, *(step.after if self.shows_following else ())]
+
+    async def _judge_window(
+        self, session_id: str, steps: Sequence[SessionStep], parts: Sequence[JudgePromptPart]
+    ) -> list[Reward]:
+        def parse_complete(json_answer: Json) -> StepAnswers[T]:
+            answers = self.parse_answers(json_answer)
+            if missing := [step.number for step in steps if step.number not in answers]:
+                raise UnparseableAnswer(f"it has no answer for step {missing[0]}")
+            return answers
+
+        numbers = ", ".join(str(step.number) for step in steps)
+        votes = await self.panel.ask(parts, parse_complete, session_id, steps=numbers)
+        cost = sum(vote.cost for vote in votes) / len(steps)
+        rewards: list[Reward] = []
+        for step in steps:
+            answers = [vote.answer[step.number] for vote in votes]
+            combined = self.combine_votes([vote for vote, _ in answers], [reasons for _, reasons in answers])
+            if combined is not None:
+                value, detail = combined
+                detail = {"step": step.number, **detail}
+                rewards.append(self.reward(session_id, value, detail, cost, step.call))
+        return rewards
+
+
+class ProcessJudge(StepJudge[float]):
+    """A judge that gives a score to each call."""
+
+    def parse_answers(self, json_answer: Json) -> StepAnswers[float]:
+        return {
+            answer.step: (scale_to_unit(answer.score, self.config.scale), truncate(answer.reasons))
+            for answer in convert_answer(json_answer, StepScoresAnswer).steps
+        }
+
+    def combine_votes(self, votes: Sequence[float], reasons: Sequence[str]) -> tuple[float, Json]:
+        return fmean(votes), _describe_votes(votes, reasons)
+
+
+class FollowupJudge(StepJudge[str]):
+    """A judge that rates each call by what followed the call."""
+
+    shows_following = True
+
+    def parse_answers(self, json_answer: Json) -> StepAnswers[str]:
+        answers = convert_answer(json_answer, StepSignalsAnswer).steps
+        return {answer.step: (str(answer.signal), truncate(answer.reasons)) for answer in answers}
+
+    def combine_votes(self, votes: Sequence[str], reasons: Sequence[str]) -> tuple[float, Json] | None:
+        (signal, count), *others = Counter(votes).most_common()
+        is_tie = bool(others) and others[0][1] == count
+        if is_tie or signal == "unclear" or (value := getattr(self.config.signals, signal)) is None:
+            return None
+        return value, {"signal": signal, "votes": list(votes), "reasons": list(reasons)}
+
+
+def _describe_votes(votes: Sequence[float], reasons: Sequence[str]) -> Json:
+    """Return the votes for the detail of a reward; ``spread`` is the highest vote minus the lowest."""
+    return {
+        "votes": [round(vote, 6) for vote in votes],
+        "spread": round(max(votes) - min(votes), 6),
+        "reasons": list(reasons),
+    }
+
+
+JUDGES: dict[str, type[Judge]] = {
+    "outcome": OutcomeJudge,
+    "process": ProcessJudge,
+    "pairwise": PairwiseJudge,
+    "followup": FollowupJudge,
+}
+
+
+def create_judge(config: JudgeRewardConfig) -> Judge:
+    return JUDGES[config.rubric](config)
