@@ -31,7 +31,7 @@ from instar.errors import ConfigError
 from instar.simulate import pipeline
 from instar.simulate.base import ClusterSpec, EngineSpeed, SimulationResult, Workload
 from instar.simulate.bound import ThroughputBound, upper_bound
-from instar.simulate.measure import measure, with_sessions
+from instar.simulate.measure import measure
 from instar.simulate.pipeline import MAX_FAILED_GROUPS
 from instar.simulate.recommend import Recommendation, recommend
 from instar.simulate.sessions import draw_sessions, read_workload
@@ -105,7 +105,7 @@ def cluster_from_config(
         refills=rollout.refills,
         retries=rollout.retries,
         timeout=rollout.timeout,
-        failed_counts=rollout.failed_reward is not None,
+        trains_on_failed=rollout.failed_reward is not None,
         masks_stale=config.trainer.stale == "mask",
         versions_per_token=switches_policy_mid_reply(config),
         live_groups=config.count_live_groups,
@@ -190,7 +190,7 @@ async def load_workload(
             crashes_per_hour=settings.crashes_per_hour,
             restart=settings.restart,
         )
-    return with_sessions(work, read_workload(path)) if path else work
+    return replace(work, sessions=read_workload(path)) if path else work
 
 
 def _recommend(

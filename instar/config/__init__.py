@@ -1,198 +1,77 @@
 """The settings of a run, which one YAML file describes. The docstring under a field is its documentation.
 
 Sections that have variants are unions on ``type``; `registry` finds the class of a variant under the same
-word. Nothing here imports torch or any variant.
+word. This package imports neither torch nor the modules of the variants.
 """
 
-from instar.config.backends import (
-    AdamConfig,
-    AutoBackendConfig,
-    BackendConfig,
-    CloudConfig,
-    CloudSection,
-    LocalBackendConfig,
-    LoraConfig,
-    LossConfig,
-    LossName,
-    MintBackendConfig,
-    TinkerBackendConfig,
-    VerlBackendConfig,
-    WeaverBackendConfig,
-)
-from instar.config.base import (
-    DType,
-    NonNegative,
-    PluginConfig,
-    Positive,
-    Seconds,
-    Section,
-    Unit,
-)
-from instar.config.cluster import (
-    ClusterConfig,
-    LocalClusterConfig,
-    PlacementConfig,
-    RayClusterConfig,
-    RouteName,
-    SyncConfig,
-)
-from instar.config.data import DataConfig
-from instar.config.engines import (
-    CloudEngineConfig,
-    EngineConfig,
-    LocalEngineConfig,
-    MixedEngineConfig,
-    ScriptedEngineConfig,
-    UpstreamEngineConfig,
-    VllmEngineConfig,
-)
-from instar.config.gateway import (
-    GatewayConfig,
-    ModelRoute,
-    RedactConfig,
-)
-from instar.config.judge import BudgetConfig, JudgeRewardConfig, SignalsConfig
-from instar.config.model import (
-    ModelConfig,
-    PostgresStoreConfig,
-    SqliteStoreConfig,
-    StoreConfig,
-)
-from instar.config.rollout import (
-    AgentConfig,
-    AgentRewardConfig,
-    CommandAgentConfig,
-    EvalConfig,
-    EvalMode,
-    FunctionAgentConfig,
-    JsonlTasksConfig,
-    PythonTasksConfig,
-    RewardConfig,
-    RolloutConfig,
-    RuleRewardConfig,
-    SamplingConfig,
-    TasksConfig,
-)
-from instar.config.rules import (
-    CommandRewardConfig,
-    ExactRewardConfig,
-    JsonSchemaRewardConfig,
-    MathRewardConfig,
-    NumericRewardConfig,
-    RegexRewardConfig,
-    SandboxConfig,
-    TestsRewardConfig,
-)
-from instar.config.run import (
-    RunConfig,
-)
-from instar.config.scoring import CombineConfig, ScoringConfig
-from instar.config.simulate import (
-    DistributionConfig,
-    SimulateConfig,
-)
-from instar.config.tasks import (
-    BfclTasksConfig,
-    Gsm8kTasksConfig,
-    HumanEvalTasksConfig,
-    ReasoningGymTasksConfig,
-    TextArenaTasksConfig,
-    VerifiersTasksConfig,
-)
-from instar.config.trainer import (
-    AdvantageConfig,
-    BaseReferenceConfig,
-    CompletionsReferenceConfig,
-    CorrectionsConfig,
-    EngineReferenceConfig,
-    OffPolicyConfig,
-    ReferenceConfig,
-    TrainerConfig,
-)
-
-__all__ = [
-    "AdamConfig",
-    "AdvantageConfig",
-    "AgentConfig",
-    "AgentRewardConfig",
-    "AutoBackendConfig",
-    "BackendConfig",
-    "BaseReferenceConfig",
-    "BfclTasksConfig",
-    "BudgetConfig",
-    "CloudConfig",
-    "CloudEngineConfig",
-    "CloudSection",
-    "ClusterConfig",
-    "CombineConfig",
-    "CommandAgentConfig",
-    "CommandRewardConfig",
-    "CompletionsReferenceConfig",
-    "CorrectionsConfig",
-    "DType",
-    "DataConfig",
-    "DistributionConfig",
-    "EngineConfig",
-    "EngineReferenceConfig",
-    "EvalConfig",
-    "EvalMode",
-    "ExactRewardConfig",
-    "FunctionAgentConfig",
-    "GatewayConfig",
-    "Gsm8kTasksConfig",
-    "HumanEvalTasksConfig",
-    "JsonSchemaRewardConfig",
-    "JsonlTasksConfig",
-    "JudgeRewardConfig",
-    "LocalBackendConfig",
-    "LocalClusterConfig",
-    "LocalEngineConfig",
-    "LoraConfig",
-    "LossConfig",
-    "LossName",
-    "MathRewardConfig",
-    "MintBackendConfig",
-    "MixedEngineConfig",
-    "ModelConfig",
-    "ModelRoute",
-    "NonNegative",
-    "NumericRewardConfig",
-    "OffPolicyConfig",
-    "PlacementConfig",
-    "PluginConfig",
-    "Positive",
-    "PostgresStoreConfig",
-    "PythonTasksConfig",
-    "RayClusterConfig",
-    "ReasoningGymTasksConfig",
-    "RedactConfig",
-    "ReferenceConfig",
-    "RegexRewardConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RouteName",
-    "RuleRewardConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "SandboxConfig",
-    "ScoringConfig",
-    "ScriptedEngineConfig",
-    "Seconds",
-    "Section",
-    "SignalsConfig",
-    "SimulateConfig",
-    "SqliteStoreConfig",
-    "StoreConfig",
-    "SyncConfig",
-    "TasksConfig",
-    "TestsRewardConfig",
-    "TextArenaTasksConfig",
-    "TinkerBackendConfig",
-    "TrainerConfig",
-    "Unit",
-    "UpstreamEngineConfig",
-    "VerifiersTasksConfig",
-    "VerlBackendConfig",
-    "VllmEngineConfig",
-    "WeaverBackendConfig",
-]
+from instar.config.backends import AdamConfig as AdamConfig
+from instar.config.backends import AutoBackendConfig as AutoBackendConfig
+from instar.config.backends import BackendConfig as BackendConfig
+from instar.config.backends import CloudConfig as CloudConfig
+from instar.config.backends import CloudSection as CloudSection
+from instar.config.backends import LocalBackendConfig as LocalBackendConfig
+from instar.config.backends import LoraConfig as LoraConfig
+from instar.config.backends import LossConfig as LossConfig
+from instar.config.backends import LossName as LossName
+from instar.config.backends import MintBackendConfig as MintBackendConfig
+from instar.config.backends import TinkerBackendConfig as TinkerBackendConfig
+from instar.config.backends import VerlBackendConfig as VerlBackendConfig
+from instar.config.backends import WeaverBackendConfig as WeaverBackendConfig
+from instar.config.base import DType as DType
+from instar.config.base import PluginConfig as PluginConfig
+from instar.config.base import Section as Section
+from instar.config.cluster import LocalClusterConfig as LocalClusterConfig
+from instar.config.cluster import PlacementConfig as PlacementConfig
+from instar.config.cluster import RayClusterConfig as RayClusterConfig
+from instar.config.cluster import SyncConfig as SyncConfig
+from instar.config.data import DataConfig as DataConfig
+from instar.config.engines import CloudEngineConfig as CloudEngineConfig
+from instar.config.engines import EngineConfig as EngineConfig
+from instar.config.engines import LocalEngineConfig as LocalEngineConfig
+from instar.config.engines import MixedEngineConfig as MixedEngineConfig
+from instar.config.engines import ScriptedEngineConfig as ScriptedEngineConfig
+from instar.config.engines import UpstreamEngineConfig as UpstreamEngineConfig
+from instar.config.engines import VllmEngineConfig as VllmEngineConfig
+from instar.config.model import GatewayConfig as GatewayConfig
+from instar.config.model import ModelConfig as ModelConfig
+from instar.config.model import ModelRoute as ModelRoute
+from instar.config.model import PostgresStoreConfig as PostgresStoreConfig
+from instar.config.model import RedactConfig as RedactConfig
+from instar.config.model import SqliteStoreConfig as SqliteStoreConfig
+from instar.config.rollout import AgentConfig as AgentConfig
+from instar.config.rollout import AgentRewardConfig as AgentRewardConfig
+from instar.config.rollout import CombineConfig as CombineConfig
+from instar.config.rollout import CommandAgentConfig as CommandAgentConfig
+from instar.config.rollout import EvalMode as EvalMode
+from instar.config.rollout import FunctionAgentConfig as FunctionAgentConfig
+from instar.config.rollout import RewardConfig as RewardConfig
+from instar.config.rollout import RolloutConfig as RolloutConfig
+from instar.config.rollout import RuleRewardConfig as RuleRewardConfig
+from instar.config.rollout import SamplingConfig as SamplingConfig
+from instar.config.rollout import ScoringConfig as ScoringConfig
+from instar.config.rules import CommandRewardConfig as CommandRewardConfig
+from instar.config.rules import ExactRewardConfig as ExactRewardConfig
+from instar.config.rules import JsonSchemaRewardConfig as JsonSchemaRewardConfig
+from instar.config.rules import MathRewardConfig as MathRewardConfig
+from instar.config.rules import NumericRewardConfig as NumericRewardConfig
+from instar.config.rules import RegexRewardConfig as RegexRewardConfig
+from instar.config.rules import SandboxConfig as SandboxConfig
+from instar.config.rules import TestsRewardConfig as TestsRewardConfig
+from instar.config.run import RunConfig as RunConfig
+from instar.config.simulate import DistributionConfig as DistributionConfig
+from instar.config.simulate import SimulateConfig as SimulateConfig
+from instar.config.tasks import BfclTasksConfig as BfclTasksConfig
+from instar.config.tasks import Gsm8kTasksConfig as Gsm8kTasksConfig
+from instar.config.tasks import HumanEvalTasksConfig as HumanEvalTasksConfig
+from instar.config.tasks import JsonlTasksConfig as JsonlTasksConfig
+from instar.config.tasks import PythonTasksConfig as PythonTasksConfig
+from instar.config.tasks import ReasoningGymTasksConfig as ReasoningGymTasksConfig
+from instar.config.tasks import TasksConfig as TasksConfig
+from instar.config.tasks import TextArenaTasksConfig as TextArenaTasksConfig
+from instar.config.tasks import VerifiersTasksConfig as VerifiersTasksConfig
+from instar.config.trainer import AdvantageConfig as AdvantageConfig
+from instar.config.trainer import BaseReferenceConfig as BaseReferenceConfig
+from instar.config.trainer import CompletionsReferenceConfig as CompletionsReferenceConfig
+from instar.config.trainer import EngineReferenceConfig as EngineReferenceConfig
+from instar.config.trainer import OffPolicyConfig as OffPolicyConfig
+from instar.config.trainer import TrainerConfig as TrainerConfig

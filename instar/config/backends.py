@@ -111,7 +111,6 @@ class VerlBackendConfig(Section):
 
 
 CloudConfig = TinkerBackendConfig | MintBackendConfig | WeaverBackendConfig
-"""The training services."""
 
 BackendConfig = Annotated[
     LocalBackendConfig

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 DType = Literal["auto", "bf16", "fp32"]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 
@@ -39,6 +40,6 @@ class PluginConfig(Section):
     name: str
     """Name of the entry point in the group `instar.<kind>`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Settings of the plugin, which receives this whole section."""
+    """Settings of the plugin, which receives this section."""
     python: str | None = None
     """Python interpreter of the plugin's process, if it has one. Default: the running interpreter."""

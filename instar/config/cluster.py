@@ -1,4 +1,4 @@
-"""Where a run's roles are placed, and how weights reach the engines."""
+"""The placement of a run's roles, and the transfer of weights to the engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from instar.config.base import Positive, Seconds, Section, type_shorthand
+from instar.config.base import NonNegativeFloat, Positive, Seconds, Section, type_shorthand
 
 RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout", "rewards"]
 
@@ -20,9 +20,9 @@ class LocalClusterConfig(Section):
 class PlacementConfig(Section):
     """The resources that one process of a role gets."""
 
-    cpus: Annotated[float, Field(ge=0)] = 1.0
+    cpus: NonNegativeFloat = 1.0
     """Number of CPU cores that Ray reserves."""
-    gpus: Annotated[float, Field(ge=0)] = 0.0
+    gpus: NonNegativeFloat = 0.0
     """Number of GPUs that Ray reserves. With fractions below 1, processes share a GPU."""
     resources: dict[str, float] = {}
     """Custom Ray resources that the node must have, for example `{node-a: 0.01}`."""
@@ -57,14 +57,14 @@ RouteName = Literal["auto", "files", "ipc", "nccl", "ray"]
 
 
 class SyncConfig(Section):
-    """How published weights reach the engines."""
+    """The transfer of published weights to the engines."""
 
     route: RouteName = "auto"
-    """`files`: engines read the published files, or receive them if they cannot see the folder. `ipc`:
-    through a buffer in the memory of a shared GPU or of the machine. `nccl`: over NCCL, between GPUs. `ray`:
-    through Ray's object store, to engines on nodes of the cluster. `auto`: `ipc` or `nccl` on GPUs if all
-    weights are replaced, `ray` on a Ray cluster without GPUs if all weights are trained, else `files`. The
-    trainer's log shows the choice."""
+    """Route of the weights. `files`: engines read the published files, or receive the files if they cannot
+    read the folder. `ipc`: through a buffer in the memory of a shared GPU or of the machine. `nccl`: over
+    NCCL, between GPUs. `ray`: through Ray's object store, to engines on nodes of the cluster. `auto`: `ipc`
+    or `nccl` on GPUs if all weights are replaced, `ray` on a Ray cluster without GPUs if all weights are
+    trained, else `files`. The trainer's log shows the choice."""
     chunk_mib: Positive = 256
     """Size of one chunk of weights on the route `ray`, in MiB. At most two chunks are in the object store."""
     deadline: Seconds = 120.0

@@ -27,24 +27,24 @@ class DataConfig(Section):
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the groups in a step. The shares in a list must add up to 1."""
     epochs: Positive | None = None
-    """Number of passes over exported data. After the last pass, its share of a step stays empty. Default: 1,
-    or as many as the run needs if the data is mixed with `live`."""
+    """Number of passes over exported data. After the last pass, the data's share of a step stays empty.
+    Default: 1, or as many as the run needs if the data is mixed with `live`."""
     content: str | None = None
     """Content hash that the exported data must have. Default: the hash at the start of the run, which also
     applies when the run is resumed."""
 
     @field_validator("source")
     @classmethod
-    def _is_named(cls, source: str) -> str:
+    def _source_is_valid(cls, source: str) -> str:
         name, at, version = source.removeprefix(DATASET_PREFIX).partition("@")
         if not name or (source.startswith(DATASET_PREFIX) and at and not version.isdecimal()):
             raise ValueError(f"given {source!r}; use live, dataset:NAME, dataset:NAME@VERSION or a folder")
         return source
 
     @model_validator(mode="after")
-    def _live_is_new(self) -> Self:
+    def _live_has_no_export_settings(self) -> Self:
         if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content apply to exported data only; leave them out for live data")
+            raise ValueError("epochs and content apply only to exported data; leave them out for live data")
         return self
 
     @property
@@ -79,42 +79,42 @@ def normalize_data(value: Any) -> Any:
 
 
 def check_data_sources(sections: Sequence[DataConfig]) -> None:
-    for each in sections:
-        if _exact(each.share).denominator > MAX_SHARE_DENOMINATOR:
-            raise ValueError(f"data: share {each.share} has too many digits; use at most four decimal places")
-    if sum(map(_exact, (each.share for each in sections))) != 1:
-        shares = " + ".join(f"{each.share:g}" for each in sections)
+    for section in sections:
+        if _exact_share(section.share).denominator > MAX_SHARE_DENOMINATOR:
+            raise ValueError(f"data: share {section.share} has too many digits; use at most 4 decimal places")
+    if sum(_exact_share(section.share) for section in sections) != 1:
+        shares = " + ".join(f"{section.share:g}" for section in sections)
         raise ValueError(f"data: the shares must add up to 1, but are {shares or 'empty'}")
-    if len({each.source for each in sections}) < len(sections):
+    if len({section.source for section in sections}) < len(sections):
         raise ValueError("data: a source is listed twice; list it once with the sum of the shares")
 
 
 def count_groups(shares: Sequence[float], groups: int) -> list[int]:
-    """Return how many of the first ``groups`` groups belong to each source. The next group always goes to the
-    source that is furthest behind its share, so the result depends only on the numbers."""
-    order = _order(tuple(shares))
-    rounds, begun = divmod(groups, len(order))
-    per_round, in_last_round = Counter(order), Counter(order[:begun])
+    """Return the number of the first ``groups`` groups that belong to each source. The next group is always
+    taken from the source that is furthest behind its share, so the result depends only on the arguments."""
+    order = _source_order(tuple(shares))
+    rounds, remainder = divmod(groups, len(order))
+    per_round, in_last_round = Counter(order), Counter(order[:remainder])
     return [rounds * per_round[source] + in_last_round[source] for source in range(len(shares))]
 
 
 @lru_cache(maxsize=8)
-def _order(shares: tuple[float, ...]) -> tuple[int, ...]:
+def _source_order(shares: tuple[float, ...]) -> tuple[int, ...]:
     """Return the source of each group in a round. After a round, every source has exactly its share."""
-    exact = [_exact(share) for share in shares]
+    exact_shares = [_exact_share(share) for share in shares]
     length = 1
-    while any((share * length).denominator != 1 for share in exact):
+    while any((share * length).denominator != 1 for share in exact_shares):
         length += 1
     counts = [0] * len(shares)
     order: list[int] = []
     for size in range(1, length + 1):
-        missing = [share * size - count for share, count in zip(exact, counts, strict=True)]
+        missing = [share * size - count for share, count in zip(exact_shares, counts, strict=True)]
         source = missing.index(max(missing))
         counts[source] += 1
         order.append(source)
     return tuple(order)
 
 
-def _exact(share: float) -> Fraction:
+def _exact_share(share: float) -> Fraction:
     """Return the share exactly as the decimal number is written in the config."""
     return Fraction(repr(share))

@@ -9,7 +9,17 @@ from pydantic import Field, model_validator
 from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, type_shorthand
 
 
-class LocalEngineConfig(Section):
+class EngineProcessConfig(Section):
+    """Settings of the processes of an engine."""
+
+    count: Positive = 1
+    """Number of engine processes or vLLM servers to start. The gateway distributes sessions among them."""
+    python: str | None = None
+    """Python interpreter of the engine's process. Default: the running interpreter, or the interpreter of the
+    backend if a cloud service samples."""
+
+
+class LocalEngineConfig(EngineProcessConfig):
     """Samples with torch in a separate process."""
 
     type: Literal["local"] = "local"
@@ -21,13 +31,9 @@ class LocalEngineConfig(Section):
     """Size of the KV cache in tokens, including tokens kept for reuse. Default: fits the free memory."""
     threads: Positive | None = None
     """Number of CPU threads that torch uses. Default: all cores, shared with a local trainer."""
-    count: Positive = 1
-    """Number of engine processes. The gateway distributes the sessions among them."""
-    python: str | None = None
-    """Python interpreter of the engine's process. Default: the running interpreter."""
 
 
-class ScriptedEngineConfig(Section):
+class ScriptedEngineConfig(EngineProcessConfig):
     """Returns fixed replies. Useful for tests and for trying the gateway without a model."""
 
     type: Literal["scripted"] = "scripted"
@@ -37,10 +43,6 @@ class ScriptedEngineConfig(Section):
     """Function `package.module:function` that returns a reply for (prompt text, seed). Replaces `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds to wait before each token."""
-    count: Positive = 1
-    """Number of engine processes. The gateway distributes the sessions among them."""
-    python: str | None = None
-    """Python interpreter of the engine's process. Default: the running interpreter."""
 
 
 class UpstreamEngineConfig(Section):
@@ -67,32 +69,27 @@ class UpstreamEngineConfig(Section):
     """Unused, because an upstream has no process."""
 
 
-class CloudEngineConfig(Section):
+class CloudEngineConfig(EngineProcessConfig):
     """Samples from the training service of `backend`. This is the default engine of such a run."""
 
     type: Literal["cloud"] = "cloud"
     max_in_flight: Positive = 64
     """Maximum number of concurrent requests to the service; further requests wait."""
-    count: Positive = 1
-    """Number of processes. The gateway distributes the sessions among them."""
-    python: str | None = None
-    """Python interpreter of the engine's process. Default: the backend's interpreter."""
 
 
-class VllmEngineConfig(Section):
+class VllmEngineConfig(EngineProcessConfig):
     """Samples with vLLM servers that Instar starts and supervises, or that are already running. vLLM needs a
     separate environment; set `python` to the interpreter of that environment."""
 
     type: Literal["vllm"] = "vllm"
     policy: Literal["auto", "adapter", "merged"] = "auto"
-    """How a policy is served. `adapter`: each version is a separate LoRA adapter, and a request keeps the
+    """Method of serving a policy. `adapter`: each version is a separate LoRA adapter, and a request keeps the
     version that it began with. `merged`: the adapter is merged into the served weights, and requests in
     flight continue with the new weights. `auto`: `merged` on a CPU, where adapters cost more than half of the
     speed, and if all weights are trained; else `adapter`."""
-    count: Positive = 1
-    """Number of servers to start. The gateway distributes the sessions among them."""
     servers: list[str] = []
-    """URLs of running servers, without `/v1`. If set, none is started, and `count` is the number of URLs."""
+    """URLs of running servers, without `/v1`. Instar then starts no server, and `count` is the number of
+    URLs."""
     api_key_env: str | None = None
     """Environment variable with the API key of `servers`. Servers that Instar starts get a generated key."""
     max_batch: Positive = 256
@@ -113,8 +110,6 @@ class VllmEngineConfig(Section):
     """Additional environment variables of the servers."""
     start_timeout: Seconds = 600.0
     """Timeout for a server to start, in seconds."""
-    python: str | None = None
-    """Python interpreter of the environment with vLLM. Default: the running interpreter."""
 
     @model_validator(mode="before")
     @classmethod

@@ -6,9 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from instar.config.base import Positive, Seconds, Section
-
-Price = Annotated[float, Field(ge=0)]
+from instar.config.base import NonNegativeFloat, Positive, Seconds, Section
 
 
 class BudgetConfig(Section):
@@ -65,7 +63,7 @@ class JudgeRewardConfig(Section):
     max_tokens: Positive = 1024
     """Maximum length of an answer, in tokens."""
     structured: Literal["auto", "schema", "text"] = "auto"
-    """How an answer in JSON is requested. `schema`: with `response_format`, or with a tool call for
+    """Method of requesting an answer in JSON. `schema`: with `response_format`, or with a tool call for
     Anthropic. `text`: in the prompt only. `auto`: with a schema, or in the prompt if the endpoint rejects the
     schema."""
     votes: Positive = 1
@@ -84,14 +82,14 @@ class JudgeRewardConfig(Section):
     """Timeout of one answer, in seconds."""
     concurrency: Positive = 32
     """Maximum number of concurrent questions."""
-    input_price: Price = 0.0
+    input_price: NonNegativeFloat = 0.0
     """Price of a million input tokens, in US dollars."""
-    output_price: Price = 0.0
+    output_price: NonNegativeFloat = 0.0
     """Price of a million output tokens, in US dollars."""
     budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _settings_are_consistent(self) -> Self:
         if self.endpoint == "self":
             for field in ("model", "api_key_env"):
                 if (value := getattr(self, field)) is not None:
@@ -99,7 +97,7 @@ class JudgeRewardConfig(Section):
             if self.dialect != "chat":
                 raise ValueError(f"dialect: given {self.dialect!r}; must be chat with `endpoint: self`")
         elif self.model is None:
-            raise ValueError("model: missing; name the model that judges")
+            raise ValueError("model: missing; set the name of the model that judges")
         if self.votes > 1 and self.temperature == 0:
             raise ValueError(
                 f"temperature: given 0 with {self.votes} votes, which would all be equal; use more than 0"
@@ -107,13 +105,9 @@ class JudgeRewardConfig(Section):
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"scale: given {list(self.scale)}; the lowest score must come first")
         if self.budget.dollars is not None and not (self.input_price or self.output_price):
-            raise ValueError("budget.dollars: needs input_price or output_price")
-        return self
-
-    @model_validator(mode="after")
-    def _fits_rubric(self) -> Self:
-        used = {"pairs": ("pairwise",), "signals": ("followup",), "scale": ("outcome", "process")}
-        for field, rubrics in used.items():
+            raise ValueError("budget.dollars: needs a price; set input_price or output_price")
+        rubrics_by_field = {"pairs": ("pairwise",), "signals": ("followup",), "scale": ("outcome", "process")}
+        for field, rubrics in rubrics_by_field.items():
             is_set = getattr(self, field) != type(self).model_fields[field].default
             if is_set and self.rubric not in rubrics:
                 raise ValueError(f"{field}: not used by the rubric {self.rubric!r}; leave it out")

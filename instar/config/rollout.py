@@ -1,59 +1,16 @@
-"""Tasks, agents, rewards and evaluation."""
+"""Agents, rewards, scoring and evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from instar.config.base import NonNegative, PluginConfig, Positive, Seconds, Section
 from instar.config.judge import JudgeRewardConfig
 from instar.config.rules import RuleSection
-from instar.config.tasks import (
-    BfclTasksConfig,
-    Gsm8kTasksConfig,
-    HumanEvalTasksConfig,
-    ReasoningGymTasksConfig,
-    TextArenaTasksConfig,
-    VerifiersTasksConfig,
-)
-
-
-class JsonlTasksConfig(Section):
-    """Tasks from a file with one JSON object per line."""
-
-    type: Literal["jsonl"]
-    path: Path
-    """Path of the file."""
-    id_field: str | None = None
-    """Field with the id of a task. Default: the line number."""
-    limit: Positive | None = None
-    """Maximum number of tasks; the first tasks are used."""
-
-
-class PythonTasksConfig(Section):
-    """Tasks from a Python callable that returns an iterable of dicts."""
-
-    type: Literal["python"]
-    function: str
-    """Function that returns the tasks, as `package.module:function`."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
-
-
-TasksConfig = Annotated[
-    JsonlTasksConfig
-    | PythonTasksConfig
-    | ReasoningGymTasksConfig
-    | Gsm8kTasksConfig
-    | TextArenaTasksConfig
-    | VerifiersTasksConfig
-    | HumanEvalTasksConfig
-    | BfclTasksConfig
-    | PluginConfig,
-    Field(discriminator="type"),
-]
+from instar.config.tasks import TasksConfig
 
 
 class FunctionAgentConfig(Section):
@@ -106,7 +63,8 @@ class RolloutConfig(Section):
     retries: NonNegative = 2
     """Number of retries after a transient error, with exponential backoff and jitter."""
     group_policy: Literal["keep", "refill", "drop"] = "keep"
-    """How a failed session of a group is handled: train on the others, run it again, or drop the group."""
+    """Treatment of a group with a failed session. `keep`: train on the other sessions. `refill`: run the
+    session again. `drop`: drop the group."""
     refills: NonNegative = 2
     """Maximum number of additional sessions for each failed session under `refill`."""
     failed_reward: float | None = None
@@ -132,16 +90,54 @@ class RuleRewardConfig(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
     name: str | None = None
-    """Name under which its rewards are recorded. Default: `function`."""
+    """Name under which the rewards of the rule are recorded. Default: `function`."""
     thread: bool = True
-    """Run a function that is not async in a thread, so that it blocks nothing and `scoring.deadline` applies.
-    `false`: run it in the main thread, for packages that use signals for timeouts."""
+    """Run a function that is not async in a thread, so that it does not block other work and
+    `scoring.deadline` applies. `false`: run the function in the main thread, for packages whose timeouts use
+    signals."""
 
 
 RewardConfig = Annotated[
     AgentRewardConfig | RuleRewardConfig | RuleSection | JudgeRewardConfig | PluginConfig,
     Field(discriminator="type"),
 ]
+
+
+class CombineConfig(Section):
+    """Combines the rewards of a session or a call into one. A reward is identified by its scorer (`math`,
+    `judge:outcome`) or by its source: `human`, `judge`, `rule`, `agent`, `fallback`."""
+
+    how: Literal["prefer", "sum"] = "prefer"
+    """`prefer`: the latest reward under the first name in `prefer` that has one. `sum`: the weighted sum."""
+    prefer: list[str] = ["human", "judge", "rule", "agent", "fallback"]
+    """Names of scorers or sources, in order of precedence."""
+    weights: dict[str, float] = {}
+    """Weights under `sum`, by name; a reward without a weight is ignored."""
+    veto: dict[str, float] = {}
+    """Minimum rewards by name. If a reward is below its minimum, the combined reward is `veto_value`."""
+    veto_value: float = 0.0
+    """Reward of a vetoed session."""
+
+    @model_validator(mode="after")
+    def _sum_needs_weights(self) -> Self:
+        if self.how == "sum" and not self.weights:
+            raise ValueError("weights: missing; `how: sum` ignores rewards without a weight")
+        return self
+
+
+class ScoringConfig(Section):
+    """Settings of the background scoring of ended sessions."""
+
+    concurrency: Positive = 16
+    """Maximum number of concurrent scores per scorer."""
+    deadline: Seconds = 60.0
+    """Timeout of one attempt to score, in seconds."""
+    retries: NonNegative = 3
+    """Number of retries after a failure, with exponential backoff and jitter."""
+    fallback: float | None = None
+    """Reward of a session whose scorer failed on every attempt, recorded with source `fallback`. `null`
+    excludes the session from training."""
+    combine: CombineConfig = CombineConfig()
 
 
 class EvalMode(SamplingConfig):

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from instar.config.base import Positive, Seconds, Section
+
+ScorerName = Annotated[str, Field(description="Name under which the scorer's rewards are recorded.")]
+AnswerMarker = Annotated[
+    str | None,
+    Field(
+        description="Use only the text after the last occurrence of this marker in the final text. An answer "
+        "without the marker is wrong."
+    ),
+]
 
 
 class SandboxConfig(Section):
@@ -37,15 +46,12 @@ class ExactRewardConfig(Section):
     """Rewards 1 if the answer is the expected text, else 0."""
 
     type: Literal["exact"]
-    name: str = "exact"
-    """Name under which its rewards are recorded."""
+    name: ScorerName = "exact"
     expected: str = "answer"
     """Field of the task with the expected answer or a list of answers; `a.b` is field `b` of field `a`."""
     expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
-    after: str | None = None
-    """Use only the text after the last occurrence of this marker in the final text; an answer without the
-    marker is wrong."""
+    """Use only the text after the last occurrence of this marker in `expected`: `####` for GSM8K."""
+    after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_number", "last_block"] = "whole"
     """Part of the final text that is the answer. `last_block`: the last fenced code block."""
     strip: bool = True
@@ -61,15 +67,12 @@ class NumericRewardConfig(Section):
     and `1e-3` are numbers."""
 
     type: Literal["numeric"]
-    name: str = "numeric"
-    """Name under which its rewards are recorded."""
+    name: ScorerName = "numeric"
     expected: str = "answer"
     """Field of the task with the expected number or a list of numbers."""
     expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
-    after: str | None = None
-    """Use only the text after the last occurrence of this marker in the final text; an answer without the
-    marker is wrong."""
+    """Use only the text after the last occurrence of this marker in `expected`: `####` for GSM8K."""
+    after: AnswerMarker = None
     tolerance: float = 1e-6
     """Maximum absolute difference."""
     relative: float = 0.0
@@ -81,15 +84,12 @@ class MathRewardConfig(Section):
     sets, equations), else 0."""
 
     type: Literal["math"]
-    name: str = "math"
-    """Name under which its rewards are recorded."""
+    name: ScorerName = "math"
     expected: str = "answer"
     """Field of the task with the expected answer or a list of answers."""
     expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in that field: `####` for GSM8K."""
-    after: str | None = None
-    """Use only the text after the last occurrence of this marker in the final text; an answer without the
-    marker is wrong."""
+    """Use only the text after the last occurrence of this marker in `expected`: `####` for GSM8K."""
+    after: AnswerMarker = None
     seconds: Seconds = 5.0
     """Timeout for parsing an answer, in seconds. An answer that takes longer is wrong."""
 
@@ -98,15 +98,12 @@ class JsonSchemaRewardConfig(Section):
     """Rewards 1 if the answer is JSON that matches a schema, else 0."""
 
     type: Literal["json_schema"]
-    name: str = "json_schema"
-    """Name under which its rewards are recorded."""
+    name: ScorerName = "json_schema"
     against: dict[str, Any] | None = None
     """The JSON schema. Default: the schema in the task's field `expected`."""
     expected: str = "schema"
     """Field of the task with the schema."""
-    after: str | None = None
-    """Use only the text after the last occurrence of this marker in the final text; an answer without the
-    marker is wrong."""
+    after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "last_block"
     """Part of the final text that is the answer. `last_block`: the last fenced code block, or the whole text
     if there is none."""
@@ -118,8 +115,7 @@ class RegexRewardConfig(Section):
     """Rewards 1 if the answer matches a Python regular expression, else 0."""
 
     type: Literal["regex"]
-    name: str = "regex"
-    """Name under which its rewards are recorded."""
+    name: ScorerName = "regex"
     pattern: str | None = None
     """The regular expression. Default: the regular expression in the task's field `expected`."""
     expected: str = "pattern"
@@ -128,9 +124,7 @@ class RegexRewardConfig(Section):
     """Part of the answer that must match: any part (`search`), or the whole answer (`fullmatch`)."""
     ignore_case: bool = False
     """Ignore the case of letters."""
-    after: str | None = None
-    """Use only the text after the last occurrence of this marker in the final text; an answer without the
-    marker is wrong."""
+    after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "whole"
     """Part of the final text that is the answer."""
     seconds: Seconds = 1.0
@@ -138,11 +132,11 @@ class RegexRewardConfig(Section):
 
 
 class CommandRewardConfig(Section):
-    """Rewards 1 if a command that checks the answer exits with code 0, else 0. It runs in the sandbox."""
+    """Rewards 1 if a command that checks the answer exits with code 0, else 0. The command runs in the
+    sandbox."""
 
     type: Literal["command"]
-    name: str = "command"
-    """Name under which its rewards are recorded."""
+    name: ScorerName = "command"
     command: Annotated[list[str], Field(min_length=1)]
     """Program and arguments. INSTAR_ANSWER is the path of a file with the answer, and INSTAR_TASK is the path
     of a file with the task as JSON."""
@@ -159,17 +153,16 @@ class TestsRewardConfig(Section):
     """Rewards code in the answer that passes unit tests. The tests run in the sandbox."""
 
     type: Literal["tests"]
-    name: str = "tests"
-    """Name under which its rewards are recorded."""
+    name: ScorerName = "tests"
     tests: str = "tests"
     """Field of the task with the tests: one text, or a list with one text per test."""
     part: Literal["whole", "last_block"] = "last_block"
     """Part of the final text that is the code: the last fenced code block, or the whole text."""
     runner: Literal["python", "pytest"] | list[str] = "python"
-    """`python`: the tests run in the namespace of the answer. Each text is a test, or each function `test_*`
-    that it defines. `pytest`: the tests are a file next to `answer.py` and import it. A list is a custom
-    command, run in the folder of `answer.py` and `test_answer.py`; exit code 0 means that all tests
-    passed."""
+    """Runner of the tests. `python`: runs the tests in the namespace of the answer; each text is a test, or
+    defines tests as functions `test_*`. `pytest`: runs a file next to `answer.py` whose tests import
+    `answer`. A list is a custom command, run in the folder of `answer.py` and `test_answer.py`; exit code 0
+    means that all tests passed."""
     reward: Literal["share", "all"] = "all"
     """`share`: the share of the tests that passed. `all`: 1 if all passed, else 0."""
     file: str = "answer.py"
@@ -179,10 +172,11 @@ class TestsRewardConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
-    def _share_needs_test_count(self) -> TestsRewardConfig:
+    def _share_needs_test_count(self) -> Self:
         if self.reward == "share" and isinstance(self.runner, list):
             raise ValueError(
-                "reward: share needs the runner python or pytest; a command has only an exit code"
+                "reward: given 'share' with a custom command as runner, which reports only an exit code; use "
+                "'all', or the runner python or pytest"
             )
         return self
 

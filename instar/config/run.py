@@ -1,4 +1,4 @@
-"""The config of a run: the whole YAML file."""
+"""The config of a run: all sections of the YAML file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from instar.config.base import Section
 from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
 from instar.config.data import DataConfig, check_data_sources, count_groups, normalize_data
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
-from instar.config.gateway import GatewayConfig, ModelRoute
-from instar.config.model import ModelConfig, SqliteStoreConfig, StoreConfig
-from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig
-from instar.config.scoring import ScoringConfig
+from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
+from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig, ScoringConfig
 from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
 
 
-def _listed(value: Any) -> Any:
+def _wrap_in_list(value: Any) -> Any:
     return cast(Any, value) if isinstance(value, list) else [value]
 
 
@@ -53,7 +51,7 @@ class RunConfig(Section):
     serve` does not need it."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """Data to train on: live sessions of this run, exported data, or both."""
-    reward: Annotated[list[RewardConfig], BeforeValidator(_listed)] = [AgentRewardConfig()]
+    reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
     """One reward, or a list of rewards."""
     scoring: ScoringConfig = ScoringConfig()
     eval: EvalConfig | None = None
@@ -66,56 +64,16 @@ class RunConfig(Section):
 
     @property
     def store_path(self) -> Path:
-        """Path of the SQLite store."""
         assert isinstance(self.store, SqliteStoreConfig)
         return self.store.path or self.run_dir / "store.db"
 
     @model_validator(mode="after")
-    def _staleness_fits_mode(self) -> Self:
-        if self.trainer.mode == "sync" and self.trainer.max_staleness:
-            raise ValueError(
-                f"trainer.max_staleness: given {self.trainer.max_staleness}; must be 0 or left out if "
-                "trainer.mode is sync"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _upstreams_are_known(self) -> Self:
+    def _references_are_valid(self) -> Self:
         for name, route in self.models.items():
             if route.upstream is not None and route.upstream not in self.upstreams:
                 known = ", ".join(self.upstreams) or "none"
                 raise ValueError(f"models.{name}.upstream: given {route.upstream!r}; upstreams: {known}")
-        return self
-
-    @model_validator(mode="after")
-    def _data_fits_together(self) -> Self:
         check_data_sources(self.data)
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> Self:
-        estimator = self.trainer.advantage.estimator
-        counts = self.trainer.advantage.weight > 0
-        compares = estimator not in ("running", "reward")
-        if counts and compares and self.rollout is not None and self.rollout.group_size == 1:
-            raise ValueError(
-                f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
-                "sessions of a group, so it needs at least 2. Use 2 or more, or the estimator 'running' or "
-                "'reward'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_training_signal(self) -> Self:
-        if self.trainer.advantage.weight == 0 and self.trainer.reference.weight == 0:
-            raise ValueError(
-                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too; one of them must "
-                "be above 0, or there is no training signal"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _timeouts_fit_deadline(self) -> Self:
         deadline = self.scoring.deadline
         for index, section in enumerate(self.reward):
             timeouts = {
@@ -130,22 +88,44 @@ class RunConfig(Section):
                     )
         return self
 
+    @model_validator(mode="after")
+    def _training_is_possible(self) -> Self:
+        trainer, estimator = self.trainer, self.trainer.advantage.estimator
+        if trainer.mode == "sync" and trainer.max_staleness:
+            raise ValueError(
+                f"trainer.max_staleness: given {trainer.max_staleness}; must be 0 or left out if "
+                "trainer.mode is sync"
+            )
+        compares_sessions = trainer.advantage.weight > 0 and estimator not in ("running", "reward")
+        if compares_sessions and self.rollout is not None and self.rollout.group_size == 1:
+            raise ValueError(
+                f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
+                "sessions of a group, so it needs at least 2. Use 2 or more, or the estimator 'running' or "
+                "'reward'"
+            )
+        if trainer.advantage.weight == 0 and trainer.reference.weight == 0:
+            raise ValueError(
+                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too; one of them must "
+                "be above 0, or there is no training signal"
+            )
+        return self
+
     @property
     def trains_live(self) -> bool:
         """True if the run trains on sessions of its own agents."""
-        return self.rollout is not None and any(each.is_live for each in self.data)
+        return self.rollout is not None and any(source.is_live for source in self.data)
 
     @property
     def trains(self) -> bool:
-        return self.trains_live or any(not each.is_live for each in self.data)
+        return self.trains_live or any(not source.is_live for source in self.data)
 
     def groups_per_source(self, steps: int) -> list[int]:
-        """Return how many groups of each source in `data` the first ``steps`` steps use."""
-        return count_groups([each.share for each in self.data], steps * self.trainer.groups_per_step)
+        """Return the number of groups that the first ``steps`` steps take from each source in `data`."""
+        return count_groups([source.share for source in self.data], steps * self.trainer.groups_per_step)
 
     def count_live_groups(self, steps: int) -> int:
         counts = zip(self.data, self.groups_per_source(steps), strict=True)
-        return sum(count for each, count in counts if each.is_live)
+        return sum(count for source, count in counts if source.is_live)
 
     @property
     def max_staleness(self) -> int:

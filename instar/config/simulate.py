@@ -7,27 +7,25 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from instar.config.base import NonNegative, Positive, Section, Unit
-
-Amount = Annotated[float, Field(ge=0)]
+from instar.config.base import NonNegative, NonNegativeFloat, Positive, Section, Unit
 
 
 class DistributionConfig(Section):
     """The distribution of a quantity: a constant (a bare number), lognormal, or drawn from a list."""
 
-    value: Amount | None = None
+    value: NonNegativeFloat | None = None
     """Constant value."""
     median: Annotated[float, Field(gt=0)] | None = None
     """Median of a lognormal distribution."""
-    sigma: Amount = 0.0
+    sigma: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm. At 1, one value in a hundred exceeds ten times the median."""
     most: Annotated[float, Field(gt=0)] | None = None
     """Maximum of a lognormal value. Default: no maximum."""
-    values: Annotated[list[Amount], Field(min_length=1)] | None = None
+    values: Annotated[list[NonNegativeFloat], Field(min_length=1)] | None = None
     """Values to draw from, all equally likely."""
 
     @model_validator(mode="after")
-    def _is_one_kind(self) -> Self:
+    def _has_one_kind(self) -> Self:
         kinds = [name for name in ("value", "median", "values") if getattr(self, name) is not None]
         if len(kinds) != 1:
             raise ValueError(
@@ -65,7 +63,7 @@ class SimulateConfig(Section):
     """Seconds from the start of a session to its first call."""
     latency: Distribution = DistributionConfig(value=0.05)
     """Seconds from a call to its first token, if the engine is otherwise idle."""
-    crowding: Amount = 0.0
+    crowding: NonNegativeFloat = 0.0
     """Relative increase of the latency for every additional call in progress on the engine."""
     speed: Annotated[dict[Positive, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
         1: 250.0,
@@ -74,21 +72,21 @@ class SimulateConfig(Section):
         256: 20900.0,
     }
     """Tokens per second of one engine, by the number of replies that it generates at once."""
-    train_base: Amount = 0.5
+    train_base: NonNegativeFloat = 0.5
     """Seconds of a training step that do not depend on the number of tokens."""
-    train_per_token: Amount = 2e-5
+    train_per_token: NonNegativeFloat = 2e-5
     """Additional seconds of a training step per token, including prompts."""
     publish: Distribution = DistributionConfig(value=0.3)
     """Seconds from an update until all engines serve it."""
-    pause: Amount = 0.0
+    pause: NonNegativeFloat = 0.0
     """Seconds of `publish` during which the engines are paused."""
     failures: Unit = 0.0
     """Share of sessions that fail."""
     zero_signal: Unit = 0.0
     """Share of groups without a training signal, because all rewards are equal."""
-    crashes_per_hour: Amount = 0.0
+    crashes_per_hour: NonNegativeFloat = 0.0
     """Number of crashes of one engine per hour."""
-    restart: Amount = 60.0
+    restart: NonNegativeFloat = 60.0
     """Seconds until a crashed engine answers again."""
     most_engines: Positive = 64
     """Maximum number of engines that the search for a better number considers."""

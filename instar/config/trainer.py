@@ -1,4 +1,4 @@
-"""The trainer, its advantages and its reference model."""
+"""The trainer, the advantages and the reference model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from instar.config.backends import AdamConfig, LossConfig, LossName
-from instar.config.base import NonNegative, Positive, Seconds, Section, Unit, type_shorthand
+from instar.config.base import NonNegative, NonNegativeFloat, Positive, Seconds, Section, Unit, type_shorthand
 from instar.config.engines import EngineConfig, LocalEngineConfig
 from instar.config.model import ModelConfig
 
 
 class AdvantageConfig(Section):
-    """How the advantages of a group are computed from its rewards."""
+    """The computation of the advantages of a group from the rewards of its sessions."""
 
     estimator: Literal["grpo", "grpo_no_std", "rloo", "running", "reward"] = "grpo"
     """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the other sessions;
@@ -22,7 +22,7 @@ class AdvantageConfig(Section):
     normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
     """Divisor of a step's sum over tokens: all trained tokens of the step, the sessions of the step, the
     tokens of each session and then the sessions, or no divisor."""
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    weight: NonNegativeFloat = 1.0
     """Weight of the rewards. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
     decay: Unit = 0.95
     """Decay of the `running` baseline. A baseline with a decay closer to 1 changes more slowly."""
@@ -33,7 +33,7 @@ class BaseReferenceConfig(Section):
     weights are trained."""
 
     type: Literal["base"] = "base"
-    weight: Annotated[float, Field(ge=0)] = 0.0
+    weight: NonNegativeFloat = 0.0
     """Weight of a token's log-ratio to the reference in the token's advantage; 0 disables the reference."""
 
 
@@ -46,7 +46,7 @@ class CompletionsReferenceConfig(Section):
     """Base URL of the teacher, including `/v1`."""
     model: str
     """Name of the teacher's model on that server."""
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    weight: NonNegativeFloat = 1.0
     """Weight of a token's log-ratio to the teacher in the token's advantage; 0 disables the teacher."""
     api_key_env: str | None = None
     """Environment variable with the API key."""
@@ -65,7 +65,7 @@ class EngineReferenceConfig(Section):
     """Model of the teacher."""
     engine: EngineConfig = LocalEngineConfig()
     """Engine that runs the teacher."""
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    weight: NonNegativeFloat = 1.0
     """Weight of a token's log-ratio to the teacher in the token's advantage; 0 disables the teacher."""
 
 
@@ -92,12 +92,12 @@ class OffPolicyConfig(Section):
     `proximal: recompute`. Default: no tokens are dropped."""
 
     @model_validator(mode="after")
-    def _weights_are_computed(self) -> Self:
+    def _needs_recomputed_logprobs(self) -> Self:
         for name in ("truncate", "drop_above"):
             if (value := getattr(self, name)) is not None and self.proximal != "recompute":
                 raise ValueError(
-                    f"{name}: given {value:g}, but proximal is {self.proximal!r}, which has no weights; "
-                    f"leave {name} out, or set proximal to 'recompute'"
+                    f"{name}: given {value:g}, but proximal is {self.proximal!r}, which has no importance "
+                    f"weights; leave {name} out, or set proximal to 'recompute'"
                 )
         if self.truncate is not None and self.drop_above is not None and self.truncate >= self.drop_above:
             raise ValueError(
@@ -110,7 +110,7 @@ class OffPolicyConfig(Section):
 class CorrectionsConfig(Section):
     """Trains on replies that people corrected."""
 
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    weight: NonNegativeFloat = 1.0
     """Weight of the tokens in a corrected reply, relative to a step's advantages; 0 disables corrections."""
     per_step: Positive = 4
     """Maximum number of corrections in one step, oldest first."""
@@ -132,8 +132,8 @@ class TrainerConfig(Section):
     """Maximum number of versions that a trained token may be behind; `stale` says what happens to older
     tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
     stale: Literal["drop", "mask"] = "drop"
-    """How samples with tokens that are too old are handled. `drop`: they are dropped with that reason.
-    `mask`: only their newer tokens are trained; samples without newer tokens are dropped."""
+    """Treatment of samples with tokens that are too old. `drop`: the samples are dropped with this reason.
+    `mask`: only the newer tokens of the samples are trained; samples without newer tokens are dropped."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     loss: LossConfig = LossConfig()
     loss_fallback: LossName | None = None
@@ -150,14 +150,15 @@ class TrainerConfig(Section):
     """Learning rate after warm-up: constant, or falling linearly towards zero at the end of `steps` or
     `seconds`, whichever comes first."""
     checkpoint_every: Positive = 1
-    """Number of steps between two checkpoints. After a crash, steps since the last one are repeated."""
+    """Number of steps between two checkpoints. After a crash, the steps since the last checkpoint are
+    repeated."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints and published artifacts to keep, newest first."""
     tensorboard: bool | None = None
     """Write TensorBoard event files next to metrics.jsonl. Default: yes, if TensorBoard is installed."""
 
     @model_validator(mode="after")
-    def _loss_fits(self) -> Self:
+    def _loss_is_compatible(self) -> Self:
         for loss in (self.loss.name, self.loss_fallback):
             if loss == "cross_entropy" and self.off_policy.proximal == "recompute":
                 raise ValueError(

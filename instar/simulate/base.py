@@ -30,7 +30,7 @@ class EngineSpeed:
         return self._rates[index - 1] + share * (self._rates[index] - self._rates[index - 1])
 
     def per_reply(self, batch: int) -> float:
-        """Return the tokens per second of each of ``batch`` replies."""
+        """Return the tokens per second of one of ``batch`` concurrent replies."""
         rate = self._per_reply.get(batch)
         if rate is None:
             rate = self._per_reply[batch] = self(batch) / batch
@@ -39,12 +39,12 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The sessions to run, and how long each part of them takes."""
+    """The sessions to run, and the durations of their parts and of training."""
 
     sessions: Sequence[SimulatedSession]
     """The sessions in the order in which they run, repeated when they run out."""
     latency: DistributionConfig
-    """Seconds until the first token of a call, if the engine has no other calls."""
+    """Seconds until the first token of a call if the engine has no other calls."""
     speed: EngineSpeed
     train_base: float
     train_per_token: float
@@ -58,13 +58,12 @@ class Workload:
     restart: float = 60.0
 
     def latency_factor(self, calls: float) -> float:
-        """Return the factor by which the latency grows if an engine has ``calls`` calls in progress."""
         return 1 + self.crowding * max(0.0, calls - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """The engines and the rules of a run."""
+    """The engines and the scheduling rules of a run."""
 
     engines: int
     max_batch: int
@@ -78,17 +77,15 @@ class ClusterSpec:
     refills: int = 2
     retries: int = 2
     timeout: float = 300.0
-    failed_counts: bool = False
-    """True if a failed session has a reward and is trained on."""
+    trains_on_failed: bool = False
     masks_stale: bool = False
-    """True if only the stale tokens of a sample are masked; otherwise the sample is dropped."""
+    """True if the stale tokens of a sample are masked; otherwise the sample is dropped."""
     versions_per_token: bool = True
-    """True if replies in progress continue with a newly loaded policy; otherwise they keep theirs."""
+    """True if replies in progress continue with a newly loaded policy; otherwise they keep their policy."""
     live_groups: Callable[[int], int] | None = None
-    """Returns the number of live groups in the first n steps. None: all groups are live."""
+    """Returns the number of groups in the first n steps for which agents are run. None: all groups."""
 
     def count_live_groups(self, steps: int) -> int:
-        """Return the number of groups in the first ``steps`` steps for which agents are run."""
         return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
 
 
@@ -97,15 +94,13 @@ class SimulationResult:
     seconds: float = 0.0
     steps: int = 0
     samples: int = 0
-    """Number of samples that were trained on."""
     data_samples: int = 0
     """Number of trained samples that come from exported data."""
-    generated: int = 0
-    """Number of generated tokens in all sessions."""
+    generated_tokens: int = 0
     engines_idle: float = 0.0
-    """Share of the engines' time in which they had no reply to generate."""
+    """Share of time in which an engine has no reply to generate, as a mean over the engines."""
     engines_used: float = 0.0
-    """Number of generated tokens as a share of the maximum at the largest batch."""
+    """Number of generated tokens as a share of the maximum, at the largest batch."""
     trainer_idle: float = 0.0
     in_flight: float = 0.0
     """Mean number of concurrent sessions."""
@@ -125,8 +120,8 @@ class SimulationResult:
 
     @property
     def staleness_mean(self) -> float:
-        behind = sum(version * count for version, count in self.staleness.items())
-        return behind / max(1, self.staleness.total())
+        total = sum(versions * count for versions, count in self.staleness.items())
+        return total / max(1, self.staleness.total())
 
     @property
     def dropped_share(self) -> float:

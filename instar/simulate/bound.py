@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 from instar.simulate.base import ClusterSpec, Workload
 from instar.simulate.sessions import SimulatedSession, distribution_mean
 
-Limit = Literal["rollout", "trainer"]
-
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBound:
@@ -26,7 +24,7 @@ class ThroughputBound:
         return min(self.rollout, self.trainer)
 
     @property
-    def limit(self) -> Limit:
+    def limit(self) -> Literal["rollout", "trainer"]:
         return "trainer" if self.trainer <= self.rollout else "rollout"
 
 
@@ -42,82 +40,75 @@ class SessionCost(NamedTuple):
 
 
 class SlotCost(NamedTuple):
-    """The mean cost of a slot of a group that is trained on."""
+    """The mean samples, trained tokens and cost of all sessions of a slot in a group that is trained on."""
 
     samples: float
     tokens: float
     cost: SessionCost
-    """The cost of all sessions that are run for the slot."""
 
 
 def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
     """Return the upper bound on the throughput.
 
     Of C concurrent sessions, those that wait for a tool or a first token generate nothing. At x sessions per
-    second these are x times the mean wait w, so x times the mean tokens is at most the engines' speed at
-    C - x·w replies. This also holds for means, because the speed is concave in the batch size and the latency
-    is linear in the number of calls. The last step is trained after the last session has ended.
+    second, the number of waiting sessions is x times the mean wait w. Therefore x times the mean number of
+    tokens is at most the engines' speed at C - x·w replies. This also holds for means, because the speed is
+    concave in the batch size and the latency is linear in the number of calls. The last step is trained after
+    the end of the last session.
     """
     groups = cluster.count_live_groups(cluster.steps)
-    live = cluster.group_size * groups
-    data = cluster.group_size * (cluster.groups_per_step * cluster.steps - groups)
-    slot, mean = expected_slot(workload, cluster), completed_session_cost(workload.sessions)
+    live_slots = cluster.group_size * groups
+    data_samples = cluster.group_size * (cluster.groups_per_step * cluster.steps - groups)
+    slot = expected_slot(workload, cluster)
     if slot is None:
         return ThroughputBound(rollout=0.0, trainer=0.0)
+    data_tokens = session_cost(workload.sessions, fails=False).tokens * data_samples
     with_signal = 1 - workload.zero_signal
-    samples = with_signal * (slot.samples * live + data)
-    tokens = with_signal * (slot.tokens * live + mean.tokens * data)
+    samples = with_signal * (slot.samples * live_slots + data_samples)
+    tokens = with_signal * (slot.tokens * live_slots + data_tokens)
     train_seconds = workload.train_base + workload.train_per_token * tokens / cluster.steps
-    step = train_seconds + distribution_mean(workload.publish)
-    rollout_seconds = live / _slots_per_second(workload, cluster, slot.cost)
+    step_seconds = train_seconds + distribution_mean(workload.publish)
+    rollout_seconds = live_slots / _slots_per_second(workload, cluster, slot.cost)
     return ThroughputBound(
-        rollout=3600 * samples / (rollout_seconds + step),
-        trainer=3600 * samples / (cluster.steps * step) if step else float("inf"),
+        rollout=3600 * samples / (rollout_seconds + step_seconds),
+        trainer=3600 * samples / (cluster.steps * step_seconds) if step_seconds else float("inf"),
     )
 
 
 def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
     """Return the mean cost of a slot, or None if every group has a failure and is dropped."""
-    fails = workload.failures
+    failure_rate = workload.failures
     if cluster.group_policy == "drop":
-        good = (1 - fails) ** cluster.group_size
-        if not good:
+        group_success_rate = (1 - failure_rate) ** cluster.group_size
+        if not group_success_rate:
             return None
-        completed, failed = (1 - fails) / good, fails / good
-        kept, counted = 1.0, 0.0
+        completed_sessions = (1 - failure_rate) / group_success_rate
+        failed_sessions = failure_rate / group_success_rate
+        completed_samples, failed_samples = 1.0, 0.0
     else:
         refills = cluster.refills if cluster.group_policy == "refill" else 0
-        lost = fails ** (refills + 1)
-        completed, failed = 1 - lost, sum(fails**attempt for attempt in range(1, refills + 2))
-        kept, counted = completed, lost if cluster.failed_counts else 0.0
-    ended, cut = completed_session_cost(workload.sessions), failed_session_cost(workload.sessions)
+        slot_failure_rate = failure_rate ** (refills + 1)
+        completed_sessions = completed_samples = 1 - slot_failure_rate
+        failed_sessions = sum(failure_rate**attempt for attempt in range(1, refills + 2))
+        failed_samples = slot_failure_rate if cluster.trains_on_failed else 0.0
+    completed = session_cost(workload.sessions, fails=False)
+    failed = session_cost(workload.sessions, fails=True)
+    costs = zip(completed, failed, strict=True)
     return SlotCost(
-        samples=kept + counted,
-        tokens=kept * ended.tokens + counted * cut.tokens,
-        cost=SessionCost(*(completed * one + failed * other for one, other in zip(ended, cut, strict=True))),
+        samples=completed_samples + failed_samples,
+        tokens=completed_samples * completed.tokens + failed_samples * failed.tokens,
+        cost=SessionCost(*(completed_sessions * one + failed_sessions * other for one, other in costs)),
     )
 
 
-def completed_session_cost(sessions: Sequence[SimulatedSession]) -> SessionCost:
-    """Return the mean cost of a session that does not fail."""
-    turns = [turn for session in sessions for turn in session.turns]
-    count = len(sessions)
-    return SessionCost(
-        sum(turn.tokens_after_first for turn in turns) / count,
-        len(turns) / count,
-        sum(session.wait_seconds for session in sessions) / count,
-        sum(turn.tokens for turn in turns) / count,
-    )
-
-
-def failed_session_cost(sessions: Sequence[SimulatedSession]) -> SessionCost:
-    """Return the mean cost of a session that fails after one of its turns. All turns are equally likely."""
+def session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> SessionCost:
+    """Return the mean cost of a session that completes, or that fails after one of its turns. All turns are
+    equally likely to be the last turn of a failed session."""
     generated = calls = waits = tokens = 0.0
     for session in sessions:
-        turns = session.turns
         waits += session.start
-        for index, turn in enumerate(turns):
-            probability = 1 - index / len(turns)
+        for index, turn in enumerate(session.turns):
+            probability = 1 - index / len(session.turns) if fails else 1.0
             generated += probability * turn.tokens_after_first
             calls += probability
             waits += probability * turn.tool_seconds
@@ -130,12 +121,13 @@ def _slots_per_second(workload: Workload, cluster: ClusterSpec, cost: SessionCos
     tokens, latency = max(1e-9, cost.generated), cost.calls * distribution_mean(workload.latency)
     low, high = 0.0, workload.speed(cluster.max_batch) * cluster.engines / tokens
     for _ in range(60):
-        middle = (low + high) / 2
-        calling = cluster.concurrency - middle * cost.waits
-        generating = calling - middle * latency * workload.latency_factor(calling / cluster.engines)
-        batch = min(cluster.max_batch, max(0.0, generating) / cluster.engines)
-        if middle * tokens <= cluster.engines * workload.speed(batch):
-            low = middle
+        rate = (low + high) / 2
+        calling_sessions = cluster.concurrency - rate * cost.waits
+        latency_factor = workload.latency_factor(calling_sessions / cluster.engines)
+        generating_sessions = max(0.0, calling_sessions - rate * latency * latency_factor)
+        batch = min(cluster.max_batch, generating_sessions / cluster.engines)
+        if rate * tokens <= cluster.engines * workload.speed(batch):
+            low = rate
         else:
-            high = middle
+            high = rate
     return low

@@ -1,4 +1,4 @@
-"""Engines on a virtual clock. The more replies share an engine, the slower each reply is."""
+"""Engines on a virtual clock. Replies that share an engine slow each other down."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from instar.simulate.base import EngineSpeed
 
 Event = Callable[[], None]
 
-BUSIER, SLACK = 2, 8
-"""The thresholds of `engines/pool` for moving a session from its engine to the least busy one."""
+LOAD_FACTOR, LOAD_SLACK = 2, 8
+"""The thresholds of `engines/pool` for moving a session from its engine to the least busy engine."""
 
 
 class VirtualClock:
-    """A clock that runs events in the order of their times, or in the order added if times are equal."""
+    """A clock that runs events in the order of their times. Events at the same time run in the order in which
+    they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -52,8 +53,9 @@ class SimulatedRequest:
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """A simulated engine. ``work`` is the number of tokens that a reply running since the start would have
-    now. A reply that begins at work w ends at w + its tokens, however many replies share the engine."""
+    """A simulated engine. ``progress`` is the number of tokens that a reply running since the start would
+    have now. A reply of n tokens that begins at progress p ends at p + n, however many replies share the
+    engine."""
 
     index: int
     running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list[Any])
@@ -62,7 +64,7 @@ class SimulatedEngine:
     load: int = 0
     served: int = 0
     is_up: bool = True
-    work: float = 0.0
+    progress: float = 0.0
     updated_at: float = 0.0
     paused_until: float = 0.0
     busy_seconds: float = 0.0
@@ -73,7 +75,7 @@ class SimulatedEngine:
 
 class SimulatedPool:
     """All engines, with the gateway's rules: a session stays with its engine unless that engine is far busier
-    than others; any other request goes to the least busy engine."""
+    than the least busy engine, which gets all other requests."""
 
     def __init__(self, clock: VirtualClock, engines: int, max_batch: int, speed: EngineSpeed) -> None:
         self.clock = clock
@@ -85,9 +87,9 @@ class SimulatedPool:
         self._unassigned: deque[SimulatedRequest] = deque()
         """Requests that wait for an engine to come up."""
 
-    def send(self, request: SimulatedRequest, last: SimulatedEngine | None) -> None:
-        """Send a request to an engine; if none is up, the request waits."""
-        engine = request.engine = self._pick(last)
+    def send(self, request: SimulatedRequest, previous: SimulatedEngine | None) -> None:
+        """Send a request to an engine. The request waits if no engine is up."""
+        engine = request.engine = self._pick(previous)
         if engine is None:
             self._unassigned.append(request)
             return
@@ -103,27 +105,27 @@ class SimulatedPool:
         engine = request.engine
         if engine is None:
             return
-        kept = [entry for entry in engine.running if entry[2] is not request]
-        if len(kept) < len(engine.running):
-            self._update(engine)
-            heapq.heapify(kept)
-            engine.running = kept
+        remaining = [entry for entry in engine.running if entry[2] is not request]
+        if len(remaining) < len(engine.running):
+            self.update(engine)
+            heapq.heapify(remaining)
+            engine.running = remaining
             self._remove(engine)
 
     def pause(self, seconds: float) -> None:
         for engine in self.engines:
             if engine.is_up:
-                self._update(engine)
+                self.update(engine)
                 engine.paused_until = self.clock.now + seconds
                 self._schedule_end(engine)
 
     def crash(self, engine: SimulatedEngine, restart: float) -> None:
-        """Stop the engine until its restart: fail requests that have begun, and resend waiting ones."""
+        """Stop the engine for ``restart`` seconds. Running requests fail; waiting requests are sent again."""
         if not engine.is_up:
             return
-        self._update(engine)
+        self.update(engine)
         engine.is_up = False
-        lost = [request for _, _, request in engine.running]
+        running = [request for _, _, request in engine.running]
         waiting = list(engine.waiting)
         engine.running, engine.active, engine.next_event = [], 0, engine.next_event + 1
         engine.waiting.clear()
@@ -132,14 +134,8 @@ class SimulatedPool:
         for request in waiting:
             if not request.cancelled:
                 self.send(request, None)
-        for request in lost:
+        for request in running:
             request.on_crash()
-
-    def update_all(self) -> None:
-        for engine in self.engines:
-            self._update(engine)
-
-    # --- one engine -------------------------------------------------------------------------------
 
     def _restart(self, engine: SimulatedEngine) -> None:
         engine.is_up, engine.updated_at = True, self.clock.now
@@ -150,21 +146,21 @@ class SimulatedPool:
                 self.send(request, None)
 
     def _begin(self, engine: SimulatedEngine, request: SimulatedRequest) -> None:
-        self._update(engine)
+        self.update(engine)
         self._count += 1
-        heapq.heappush(engine.running, (engine.work + request.tokens, self._count, request))
+        heapq.heappush(engine.running, (engine.progress + request.tokens, self._count, request))
         engine.active += 1
         request.on_begin()
         self._schedule_end(engine)
 
-    def _update(self, engine: SimulatedEngine) -> None:
-        """Add the work that the engine has done since the last update."""
+    def update(self, engine: SimulatedEngine) -> None:
+        """Add the tokens that the engine has generated since the last update."""
         now = self.clock.now
         since = max(engine.updated_at, min(engine.paused_until, now))
         if engine.active and now > since:
-            work = (now - since) * self.speed.per_reply(engine.active)
-            engine.work += work
-            engine.tokens += work * engine.active
+            progress = (now - since) * self.speed.per_reply(engine.active)
+            engine.progress += progress
+            engine.tokens += progress * engine.active
         if engine.active:
             engine.busy_seconds += now - engine.updated_at
         engine.updated_at = now
@@ -172,15 +168,16 @@ class SimulatedPool:
     def _schedule_end(self, engine: SimulatedEngine) -> None:
         engine.next_event += 1
         if engine.running:
-            left = max(0.0, engine.running[0][0] - engine.work) / self.speed.per_reply(engine.active)
-            start = max(0.0, engine.paused_until - self.clock.now)
+            remaining_tokens = max(0.0, engine.running[0][0] - engine.progress)
+            pause = max(0.0, engine.paused_until - self.clock.now)
+            seconds = pause + remaining_tokens / self.speed.per_reply(engine.active)
             number = engine.next_event
-            self.clock.after(start + left, lambda: self._end_next(engine, number))
+            self.clock.after(seconds, lambda: self._end_next(engine, number))
 
     def _end_next(self, engine: SimulatedEngine, number: int) -> None:
         if number != engine.next_event:
             return
-        self._update(engine)
+        self.update(engine)
         _, _, request = heapq.heappop(engine.running)
         self._remove(engine)
         request.on_done()
@@ -196,22 +193,20 @@ class SimulatedPool:
                 self._begin(engine, request)
         self._schedule_end(engine)
 
-    # --- choice of an engine ----------------------------------------------------------------------
+    def _pick(self, previous: SimulatedEngine | None) -> SimulatedEngine | None:
+        least_busy = self._find_least_busy()
+        if least_busy is None or previous is None or not previous.is_up:
+            return least_busy
+        return previous if previous.load <= LOAD_FACTOR * least_busy.load + LOAD_SLACK else least_busy
 
-    def _pick(self, last: SimulatedEngine | None) -> SimulatedEngine | None:
-        idlest = self._least_busy()
-        if idlest is None or last is None or not last.is_up:
-            return idlest
-        return last if last.load <= BUSIER * idlest.load + SLACK else idlest
-
-    def _least_busy(self) -> SimulatedEngine | None:
-        """Return the least busy engine, or None if none is up. Outdated heap entries are removed."""
+    def _find_least_busy(self) -> SimulatedEngine | None:
+        """Return the least busy engine, or None if no engine is up."""
         while self._by_load:
             load, served, index = self._by_load[0]
             engine = self.engines[index]
             if engine.is_up and (engine.load, engine.served) == (load, served):
                 return engine
-            heapq.heappop(self._by_load)
+            heapq.heappop(self._by_load)  # the entry is outdated
         return None
 
     def _change_load(self, engine: SimulatedEngine, change: int) -> None:

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from instar.simulate.base import ClusterSpec, SimulationResult, Workload
 from instar.simulate.pipeline import simulate
 
-GOOD_ENOUGH = 0.95
+GOOD_ENOUGH_SHARE = 0.95
 """Share of the best throughput that is enough to prefer fewer engines or less staleness."""
-MAX_DROPPED = 0.02
+MAX_DROPPED_SHARE = 0.02
 """Maximum share of samples that may be dropped as stale. These samples come from the long sessions."""
-MIN_THROUGHPUT = 0.5
+MIN_THROUGHPUT_SHARE = 0.5
 """Share of the best throughput below which more samples may be dropped."""
-STEPS = 24
-"""Number of steps in each simulation."""
+STEPS_PER_TRIAL = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,82 +42,78 @@ def recommend(
     seed: int = 0,
     on_trial: Callable[[str], None] = lambda _: None,
 ) -> Recommendation | None:
-    """Return the recommended number of engines and staleness, or None if no choice trains anything. The
-    search chooses the staleness for the most engines, then the engines for that staleness, then the staleness
-    for those engines. In ``sync`` mode the staleness is 0."""
-    brief = replace(cluster, steps=min(cluster.steps, max(STEPS, 3 * (most_staleness + 1))))
+    """Return the recommended number of engines and staleness, or None if no trial trains on any sample. The
+    search chooses the staleness for the most engines, then the number of engines for that staleness, and
+    finally the staleness for that number of engines. The staleness is 0 in ``sync`` mode."""
+    steps = min(cluster.steps, max(STEPS_PER_TRIAL, 3 * (most_staleness + 1)))
     trials: dict[tuple[int, int], SimulationTrial] = {}
 
-    def attempt(engines: int, staleness: int) -> SimulationTrial:
+    def run_trial(engines: int, staleness: int) -> SimulationTrial:
         trial = trials.get((engines, staleness))
         if trial is None:
             on_trial(f"{engines} engines, max_staleness {staleness}")
-            outcome = simulate(workload, replace(brief, engines=engines, max_staleness=staleness), seed=seed)
-            trial = trials[engines, staleness] = SimulationTrial(engines, staleness, outcome)
+            trial_cluster = replace(cluster, steps=steps, engines=engines, max_staleness=staleness)
+            result = simulate(workload, trial_cluster, seed=seed)
+            trial = trials[engines, staleness] = SimulationTrial(engines, staleness, result)
         return trial
 
-    def staleness_for(engines: int) -> SimulationTrial:
-        if sync:
-            return attempt(engines, 0)
-        return _choose_smallest([attempt(engines, k) for k in _doubling(0, most_staleness)], "max_staleness")
+    def choose_staleness(engines: int) -> SimulationTrial:
+        candidates = [0] if sync else _doubling(0, most_staleness)
+        return _choose_smallest([run_trial(engines, value) for value in candidates], "max_staleness")
 
     counts = sorted({*_doubling(1, most_engines), cluster.engines})
-    staleness = staleness_for(counts[-1]).max_staleness
-    fitting = _choose_smallest([attempt(count, staleness) for count in counts], "engines")
-    chosen = staleness_for(fitting.engines)
-    attempt(cluster.engines, cluster.max_staleness)
-    if not _best(list(trials.values())):
+    staleness = choose_staleness(counts[-1]).max_staleness
+    engines = _choose_smallest([run_trial(count, staleness) for count in counts], "engines").engines
+    chosen = choose_staleness(engines)
+    run_trial(cluster.engines, cluster.max_staleness)
+    if not _best_throughput(list(trials.values())):
         return None
     return Recommendation(
         engines=chosen.engines,
         max_staleness=chosen.max_staleness,
         reason=_explain(chosen, cluster, list(trials.values())),
-        trials=tuple(sorted(trials.values(), key=lambda one: (one.engines, one.max_staleness))),
+        trials=tuple(sorted(trials.values(), key=lambda trial: (trial.engines, trial.max_staleness))),
     )
 
 
-def _doubling(first: int, most: int) -> list[int]:
-    values = [first] if first else [0]
-    size = max(1, first)
-    while size <= most:
-        values.append(size)
-        size *= 2
-    return sorted({*values, most})
+def _doubling(first: int, last: int) -> list[int]:
+    """Return the first and the last value, and the powers of two between them."""
+    powers = [2**exponent for exponent in range(last.bit_length())]
+    return sorted({first, *powers, last})
 
 
-def _choose_smallest(trials: Sequence[SimulationTrial], by: str) -> SimulationTrial:
-    """Return the smallest trial that is near the best throughput and drops few stale samples. More samples
-    may be dropped if few drops would cost over half of the throughput."""
-    best = _best(trials)
-    fresh = [one for one in trials if one.result.dropped_share <= MAX_DROPPED]
-    if fresh and _best(fresh) >= MIN_THROUGHPUT * best:
-        trials, best = fresh, _best(fresh)
-    good = [one for one in trials if one.result.samples_per_hour >= GOOD_ENOUGH * best]
-    return min(good, key=lambda one: getattr(one, by))
+def _choose_smallest(trials: Sequence[SimulationTrial], field: str) -> SimulationTrial:
+    """Return the trial with the smallest value of ``field`` that is near the best throughput and drops few
+    stale samples. More samples may be dropped if few drops would cost over half of the throughput."""
+    best = _best_throughput(trials)
+    fresh = [trial for trial in trials if trial.result.dropped_share <= MAX_DROPPED_SHARE]
+    if fresh and _best_throughput(fresh) >= MIN_THROUGHPUT_SHARE * best:
+        trials, best = fresh, _best_throughput(fresh)
+    candidates = [trial for trial in trials if trial.result.samples_per_hour >= GOOD_ENOUGH_SHARE * best]
+    return min(candidates, key=lambda trial: getattr(trial, field))
 
 
-def _best(trials: Sequence[SimulationTrial]) -> float:
-    return max((one.result.samples_per_hour for one in trials), default=0.0)
+def _best_throughput(trials: Sequence[SimulationTrial]) -> float:
+    return max((trial.result.samples_per_hour for trial in trials), default=0.0)
 
 
 def _explain(chosen: SimulationTrial, cluster: ClusterSpec, trials: Sequence[SimulationTrial]) -> str:
-    outcome = chosen.result
-    best = _best(trials)
+    result = chosen.result
+    throughput = result.samples_per_hour
     parts = [
-        f"{outcome.samples_per_hour / best:.0%} of the best found, "
-        f"{outcome.dropped_share:.1%} of samples dropped as stale"
+        f"{throughput / _best_throughput(trials):.0%} of the best throughput, "
+        f"{result.dropped_share:.1%} of samples dropped as stale"
     ]
-    now = next(
-        (o for o in trials if (o.engines, o.max_staleness) == (cluster.engines, cluster.max_staleness)), None
-    )
-    if now is not None and now is not chosen and now.result.samples_per_hour:
-        change = outcome.samples_per_hour / now.result.samples_per_hour
+    settings = (cluster.engines, cluster.max_staleness)
+    current = next((trial for trial in trials if (trial.engines, trial.max_staleness) == settings), None)
+    if current is not None and current is not chosen and current.result.samples_per_hour:
+        change = throughput / current.result.samples_per_hour
         parts.append(f"{change:.2f} times the throughput of the current settings")
-    if outcome.trainer_idle < 0.1:
+    if result.trainer_idle < 0.1:
         parts.append("the trainer is the limit: it is always busy, so more engines would not help")
-    elif outcome.in_flight > 0.9 * cluster.concurrency:
+    elif result.in_flight > 0.9 * cluster.concurrency:
         parts.append("rollout.concurrency is the limit: that many sessions always run")
-    elif outcome.engines_used > 0.8:
+    elif result.engines_used > 0.8:
         parts.append("the engines are the limit")
     else:
         parts.append("the longest sessions are the limit: engines and trainer wait for them")

@@ -1,4 +1,4 @@
-"""Simulated sessions: calls with given lengths, and the waits between them."""
+"""Simulated sessions: the lengths of their calls, and the waits between the calls."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DrawValue = Callable[[], float]
 
 class SimulatedTurn(NamedTuple):
     prompt: int
-    """Number of tokens that the prompt adds to the trained samples. If the session branches, this is the
-    whole prompt, because both samples contain the preceding tokens."""
+    """Number of tokens that the prompt adds to the trained samples. Where the session branches, this is the
+    length of the complete prompt, because both samples contain the preceding tokens."""
     generated: int
     tool_seconds: float
     """Seconds until the next call or the end of the session."""
 
     @property
     def tokens_after_first(self) -> int:
-        """The number of tokens after the first token, whose time is the call's latency."""
+        """The number of tokens after the first token. The time of the first token is the call's latency."""
         return max(0, self.generated - 1)
 
     @property
@@ -46,12 +46,7 @@ class SimulatedSession:
         return sum(turn.generated for turn in self.turns)
 
     @property
-    def wait_seconds(self) -> float:
-        return self.start + sum(turn.tool_seconds for turn in self.turns)
-
-    @property
     def tokens(self) -> int:
-        """The number of tokens in the session's samples: prompts and replies."""
         return self.count_tokens(len(self.turns))
 
     def count_tokens(self, replies: int) -> int:
@@ -60,7 +55,6 @@ class SimulatedSession:
 
 
 def make_draw(config: DistributionConfig, rng: random.Random) -> DrawValue:
-    """Return a function that draws values from the distribution."""
     if config.value is not None:
         value = config.value
         return lambda: value
@@ -84,13 +78,12 @@ def distribution_mean(config: DistributionConfig) -> float:
     mean = config.median * math.exp(sigma**2 / 2)
     if most == math.inf:
         return mean
-    below = NormalDist(mu, sigma).cdf
+    cdf = NormalDist(mu, sigma).cdf
     # The mean of the values below the maximum, plus the maximum for all values above it.
-    return mean * below(math.log(most) - sigma**2) + most * (1 - below(math.log(most)))
+    return mean * cdf(math.log(most) - sigma**2) + most * (1 - cdf(math.log(most)))
 
 
 def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[SimulatedSession]:
-    """Return sessions whose turns are drawn independently."""
     turns, prompt, generated, tool, start = (
         make_draw(distribution, rng)
         for distribution in (config.turns, config.prompt, config.generated, config.tool, config.start)
@@ -108,20 +101,19 @@ def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> lis
 
 
 def read_workload(path: Path) -> list[SimulatedSession]:
-    """Return the sessions of a workload file. Raises ConfigError for an invalid line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     sessions = [
-        _parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
+        _parse_session(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not sessions:
-        raise ConfigError(f"{path} contains no session")
+        raise ConfigError(f"{path} contains no session; write one JSON object per line")
     return sessions
 
 
-def _parse(line: str, where: str) -> SimulatedSession:
+def _parse_session(line: str, location: str) -> SimulatedSession:
     try:
         fields: Any = json.loads(line)
         turns = cast(Sequence[Sequence[float]], fields["turns"])
@@ -132,10 +124,11 @@ def _parse(line: str, where: str) -> SimulatedSession:
             float(fields.get("start", 0.0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f'{where}: expected {{"turns": [[prompt, generated, tool], ...]}}') from error
-    if not session.turns or any(t.prompt < 0 or t.generated < 1 or t.tool_seconds < 0 for t in session.turns):
+        raise ConfigError(f'{location}: expected {{"turns": [[prompt, generated, tool], ...]}}') from error
+    is_valid = [turn.prompt >= 0 and turn.generated >= 1 and turn.tool_seconds >= 0 for turn in session.turns]
+    if not is_valid or not all(is_valid):
         raise ConfigError(
-            f"{where}: a session needs a turn, a turn generates at least 1 token, and no number is negative"
+            f"{location}: a session needs a turn, a turn at least 1 token, and no number may be negative"
         )
     return session
 

@@ -178,7 +178,7 @@ def test_run_stops_if_all_sessions_fail(policy: Any) -> None:
     assert outcome.given_up
     assert not outcome.finished
     assert outcome.samples == 0
-    rewarded = simulate(work([session(10)], failures=1.0), plant(failed_counts=True))
+    rewarded = simulate(work([session(10)], failures=1.0), plant(trains_on_failed=True))
     assert (rewarded.finished, rewarded.samples) == (True, 40)
 
 
@@ -198,7 +198,7 @@ def test_failed_session_is_trained_up_to_its_failure() -> None:
         train_base=0.0,
         publish=DistributionConfig(value=0),
     )
-    outcome = simulate(sent, plant(failed_counts=True, steps=40, max_staleness=8))
+    outcome = simulate(sent, plant(trains_on_failed=True, steps=40, max_staleness=8))
     assert (1 - outcome.trainer_idle) * outcome.seconds == pytest.approx(160 * 1.5 * 50 * 0.1, rel=0.1)
 
 
@@ -288,9 +288,11 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
-@pytest.mark.parametrize("failed_counts", [False, True])
+@pytest.mark.parametrize("trains_on_failed", [False, True])
 @pytest.mark.parametrize("limit", ["trainer", "rollout"])
-def test_simulation_with_failures_stays_below_the_bound(policy: Any, failed_counts: bool, limit: str) -> None:
+def test_simulation_with_failures_stays_below_the_bound(
+    policy: Any, trains_on_failed: bool, limit: str
+) -> None:
     """Nor is the bound far away. What a run gets is partly luck, so it is the mean of some."""
     cut = DistributionConfig(median=1.0, sigma=1.5, most=1.5)
     sent = work(
@@ -302,7 +304,7 @@ def test_simulation_with_failures_stays_below_the_bound(policy: Any, failed_coun
         train_per_token=1e-3,
     )
     site = plant(
-        max_staleness=1000, steps=100, concurrency=16, group_policy=policy, failed_counts=failed_counts
+        max_staleness=1000, steps=100, concurrency=16, group_policy=policy, trains_on_failed=trains_on_failed
     )
     most = upper_bound(sent, site)
     assert most.limit == limit
@@ -352,7 +354,7 @@ def test_recommendation_stops_where_more_engines_do_not_help() -> None:
     sync = recommend(sent, plant(steps=20), most_engines=4, most_staleness=8, sync=True)
     assert sync is not None
     assert sync.max_staleness == 0
-    assert "best found" in advice.reason
+    assert "of the best throughput" in advice.reason
 
 
 def test_requests_spread_over_thousands_of_engines() -> None:
