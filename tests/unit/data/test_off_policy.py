@@ -133,8 +133,8 @@ def test_decouple_with_missing_proximal_logprob_raises() -> None:
     [
         (
             {"truncate": 3},
-            "trainer.off_policy: truncate: given 3, but proximal is 'behavior', which has no importance weights; "
-            "leave truncate out, or set proximal to 'recompute'",
+            "trainer.off_policy: truncate: given 3, but proximal is 'behavior', which has no importance "
+            "weights; leave truncate out, or set proximal to 'recompute'",
         ),
         ({"drop_above": 3, "proximal": "behavior"}, "drop_above: given 3, but proximal is 'behavior'"),
         (

@@ -290,7 +290,7 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
 @pytest.mark.parametrize("trains_on_failed", [False, True])
 @pytest.mark.parametrize("limit", ["trainer", "rollout"])
-def test_simulation_with_failures_stays_below_the_bound(
+def test_throughput_with_failures_stays_below_the_bound(
     policy: Any, trains_on_failed: bool, limit: str
 ) -> None:
     """Nor is the bound far away. What a run gets is partly luck, so it is the mean of some."""
