@@ -1,14 +1,35 @@
-"""Run user code that may neither return nor react to cancellation."""
+"""Runs calls concurrently, and user code that may neither return nor react to cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+async def map_concurrently(
+    function: Callable[[S], Awaitable[T]], items: Iterable[S], max_concurrent: int | None = None
+) -> list[T]:
+    """Return the result of ``function`` for each item. At most ``max_concurrent`` calls run at the same time.
+    The first error cancels the other calls."""
+    slots = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+
+    async def call(item: S) -> T:
+        async with slots:
+            return await function(item)
+
+    tasks = [asyncio.ensure_future(call(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def run_in_daemon_thread(work: Callable[[], T]) -> T:

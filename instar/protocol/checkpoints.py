@@ -1,13 +1,13 @@
-"""Checkpoints: folders on the server's disk that are written atomically and survive a restart.
+"""Stores checkpoints in folders that are written atomically and survive a restart of the server.
 
     <folder>/<model>/weights/<name>/           a state
     <folder>/<model>/sampler_weights/<name>/   a sampler
         checkpoint.json                        the owner and the CheckpointInfo
         adapter/                               the weights to sample from
-        state/                                 the state to train further; not in a sampler
+        state/                                 the training state (only in a state)
 
-Clients use the path `tinker://<model>/weights/<name>`; the scheme is ignored, because each protocol has its
-own.
+Clients use the path `tinker://<model>/weights/<name>`. The scheme is ignored, because it differs between
+protocols.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from instar.backends.folders import write_folder
 from instar.errors import ConfigError
 from instar.protocol.base import CheckpointInfo, ProtocolError
 
-META = "checkpoint.json"
+METADATA_FILE = "checkpoint.json"
 ADAPTER = "adapter"
 STATE = "state"
 SUBFOLDERS: dict[Literal["state", "sampler"], str] = {"state": "weights", "sampler": "sampler_weights"}
@@ -49,8 +49,8 @@ class _CheckpointMetadata(msgspec.Struct, frozen=True):
 
 
 class CheckpointStore:
-    """The checkpoints in a folder. The folder is locked against other servers until `close`. Expired
-    checkpoints and those of other owners are treated as missing."""
+    """The checkpoints in a folder, which is locked against other servers until `close`. Expired checkpoints
+    and checkpoints of other owners are treated as missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -60,12 +60,12 @@ class CheckpointStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
-            raise ConfigError(f"{folder} is in use by another server: choose another folder") from error
-        # Left behind by a server that was killed while writing.
+            raise ConfigError(f"{folder} is in use by another server; choose another folder") from error
+        # A server that was killed while it was writing leaves scratch files behind.
         shutil.rmtree(folder / SCRATCH, ignore_errors=True)
         self._rename_lock = threading.Lock()
         self._metadata: dict[str, _CheckpointMetadata] = {}
-        for file in folder.glob(f"*/*/*/{META}"):
+        for file in folder.glob(f"*/*/*/{METADATA_FILE}"):
             meta = msgspec.json.decode(file.read_bytes(), type=_CheckpointMetadata)
             self._metadata[meta.info.path] = meta
 
@@ -81,11 +81,15 @@ class CheckpointStore:
         *,
         ttl: float | None,
     ) -> CheckpointInfo:
-        """Store the checkpoint that ``fill`` writes to a folder, and return ``info`` with its path, size and
-        times set. ``fill`` is called before anything is awaited."""
-        check_name(name)
+        """Store the checkpoint that ``fill`` writes to a folder. Return ``info`` with the checkpoint's path,
+        size and times. ``fill`` is called before anything is awaited."""
+        if _NAME.fullmatch(name) is None:
+            raise ProtocolError(
+                f"checkpoint name: received {name!r}; use at most 128 letters, digits, '.', '_' and '-', and "
+                "do not begin with '.'"
+            )
         if ttl is not None and not ttl > 0:
-            raise ProtocolError(f"ttl: received {ttl:g}; a checkpoint must be kept for more than 0 seconds")
+            raise ProtocolError(f"ttl: received {ttl:g}; it must be more than 0 seconds")
         (self._folder / SCRATCH).mkdir(exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH))
         try:
@@ -112,14 +116,20 @@ class CheckpointStore:
         def fill(folder: Path) -> None:
             for part in scratch.iterdir():
                 part.rename(folder / part.name)
-            (folder / META).write_bytes(msgspec.json.encode(meta))
+            (folder / METADATA_FILE).write_bytes(msgspec.json.encode(meta))
 
         with self._rename_lock:
             write_folder(self.folder(info), fill)
         return meta
 
     def find(self, path: str, owner: str) -> CheckpointInfo:
-        meta = self._metadata.get(_normalize_path(path))
+        """Return the checkpoint at a path. Raises ProtocolError 404 if the checkpoint is missing."""
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise ProtocolError(
+                f"checkpoint path: received {path!r}; expected tinker://<model>/weights/<name>"
+            )
+        meta = self._metadata.get("tinker://{}/{}/{}".format(*match.groups()))
         if meta is None or meta.owner != owner or _is_expired(meta):
             raise ProtocolError(f"there is no checkpoint {path}", 404)
         return meta.info
@@ -144,26 +154,11 @@ class CheckpointStore:
             self._remove(meta.info)
 
     def _remove(self, info: CheckpointInfo) -> None:
-        """Delete a checkpoint. Its folder is renamed first, so that a partial checkpoint is never visible."""
+        # The folder is renamed before it is deleted, so that a partial checkpoint is never visible.
         (self._folder / SCRATCH).mkdir(exist_ok=True)
         with self._rename_lock, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH) as scratch:
             self.folder(info).rename(Path(scratch) / "removed")
         del self._metadata[info.path]
-
-
-def check_name(name: str) -> None:
-    if _NAME.fullmatch(name) is None:
-        raise ProtocolError(
-            f"{name!r} cannot name a checkpoint: use at most 128 letters, digits, '.', '_' and '-'; it must "
-            "not begin with '.'"
-        )
-
-
-def _normalize_path(path: str) -> str:
-    match = _PATH.fullmatch(path)
-    if match is None:
-        raise ProtocolError(f"{path!r} names no checkpoint: expected tinker://<model>/weights/<name>")
-    return "tinker://{}/{}/{}".format(*match.groups())
 
 
 def _is_expired(meta: _CheckpointMetadata) -> bool:

@@ -1,8 +1,9 @@
 """Divides the machine's cores between training and sampling.
 
 Two computations whose threads run on the same cores take far more than twice as long, because the threads
-wait for each other in every operation. So each gets half of the cores while both run. A client that trains
-and samples in turn always gets all of them, because the number of threads can change the last bits of a sum.
+wait for each other in every operation. Therefore training and sampling each get half of the cores while both
+run. A client that alternates between them always gets all cores, because the number of threads can change the
+last bits of a sum.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 
 class CoreSharing:
-    """Divides cores between training and sampling. ``set_sampler_cores`` is called when the number of cores
-    for sampling changes. ``count`` is the number of cores to divide, by default torch's number of threads."""
+    """Divides ``count`` cores, by default torch's number of threads, between training and sampling.
+    ``set_sampler_cores`` is called when the number of cores for sampling changes."""
 
     def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
         self._count = count or torch.get_num_threads()
@@ -24,8 +25,7 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
-        """Reserve cores while a model computes. ``set_cores`` is called with the number of cores that the
-        model may use."""
+        """Reserve cores for a model during the block. ``set_cores`` receives the number of cores."""
         set_cores(self._share(others=self._sampling))
         self._count_training(+1)
         try:
@@ -35,8 +35,7 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_sampling(self) -> Generator[None]:
-        """Reserve cores while something is sampled or scored. A training pass that is already running keeps
-        its cores."""
+        """Reserve cores for sampling during the block. A running training pass keeps its cores."""
         self._sampling += 1
         try:
             yield

@@ -1,18 +1,20 @@
-"""HTTP code that both protocols share: API keys, request bodies, JSON and unknown routes."""
+"""HTTP code that both protocols share: routes, API keys, request bodies and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import orjson
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from instar.http.auth import find_key_hash, hash_key
-from instar.protocol.base import ProtocolError
+from instar.protocol.base import ProtocolError, to_protocol_error
 
 T = TypeVar("T")
 
@@ -26,22 +28,60 @@ class KeyStore:
         self._hashes = [hash_key(key) for key in keys]
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the owner that the request's key belongs to. Raises ProtocolError 401 if the key is missing
-        or unknown."""
+        """Return the owner of the request's key. Raises ProtocolError 401 if the key is missing or
+        unknown."""
         key = headers.get(self._header, "").strip()
         if not key:
-            raise ProtocolError(f"no API key: send it in the {self._header} header", 401)
+            raise ProtocolError(f"the API key is missing; send it in the {self._header} header", 401)
         owner = self._find_owner(key)
         if owner is None:
-            raise ProtocolError("this API key is not one of this server's", 401)
+            raise ProtocolError("this server does not accept the API key of the request", 401)
         return owner
 
     def _find_owner(self, key: str) -> str | None:
         return find_key_hash(key, self._hashes)
 
 
+class ProtocolRouter(Generic[T]):
+    """Registers routes under ``/api/v1`` that require an API key. ``parse_request`` receives the HTTP request
+    and its owner, and returns the request that handlers receive."""
+
+    def __init__(
+        self,
+        keys: KeyStore,
+        parse_request: Callable[[Request, str], Awaitable[T]],
+        error_response: Callable[[ProtocolError], Response],
+    ) -> None:
+        self._keys = keys
+        self._parse_request = parse_request
+        self._error_response = error_response
+        self._routes: list[Route] = []
+
+    def add(self, method: str, path: str, handler: Callable[[T], Awaitable[Response]]) -> None:
+        async def endpoint(http: Request) -> Response:
+            try:
+                owner = self._keys.authenticate(http.headers)
+                return await handler(await self._parse_request(http, owner))
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:  # noqa: BLE001 - every error becomes a response to the client
+                return self._error_response(to_protocol_error(error))
+
+        self._routes.append(Route(f"/api/v1/{path}", endpoint, methods=[method]))
+
+    def create_app(self, *public_routes: Route) -> Starlette:
+        routes = [*public_routes, *self._routes]
+        return Starlette(routes=routes, exception_handlers={HTTPException: self._respond_unknown_route})
+
+    async def _respond_unknown_route(self, http: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        return self._error_response(
+            ProtocolError(f"this server does not offer {http.method} {http.url.path}", status)
+        )
+
+
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body. Raises ProtocolError 413 if it is larger than ``max_bytes``."""
+    """Return the request's body. Raises ProtocolError 413 if the body is larger than ``max_bytes``."""
     too_large = ProtocolError(f"the request body is larger than the {max_bytes} bytes allowed", 413)
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise too_large
@@ -55,10 +95,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_json(body: bytes | memoryview | msgspec.Raw, shape: type[T]) -> T:
-    """Return the JSON decoded into ``shape``. Raises ProtocolError, naming the invalid field."""
+def parse_json(body: bytes | memoryview | msgspec.Raw, message_type: type[T]) -> T:
+    """Return the JSON decoded into ``message_type``. Raises ProtocolError, naming the invalid field."""
     try:
-        return msgspec.json.decode(body, type=shape)
+        return msgspec.json.decode(body, type=message_type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"the request cannot be parsed: {error}") from None
 
@@ -68,8 +108,3 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(
         orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json"
     )
-
-
-def unknown_route_error(request: Request, error: Exception) -> ProtocolError:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    return ProtocolError(f"this server does not offer {request.method} {request.url.path}", status)

@@ -1,12 +1,11 @@
-"""Models in training. Each is a local backend with its own adapter, and all share one copy of the base
-weights."""
+"""Models in training: local backends with separate adapters that share one copy of the base weights."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,23 +17,19 @@ from transformers import PreTrainedModel
 from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local import state
 from instar.backends.local.backend import RNG_LOCK, LocalBackend
-from instar.backends.local.model import load_base
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
-from instar.errors import BackendError
-from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, TrainingModel
+from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, convert_errors
 from instar.protocol.checkpoints import ADAPTER, STATE, CheckpointStore
 from instar.protocol.cores import CoreSharing
-from instar.protocol.errors import convert_errors
 from instar.types import Floats, Sample, new_id
 
-ALPHA = 32.0
-"""The alpha of every adapter, whatever its rank, as on the services."""
+LORA_ALPHA = 32.0
+"""The alpha of every adapter. The services use the same value for every rank."""
 
 
 class ServedLocalBackend(LocalBackend):
-    """A local backend that treats a step without a gradient as a step with a gradient of zero, as the
-    services do: the moments decay and are applied. A batch without any signal is therefore not an error for
-    the client."""
+    """A local backend that treats a step without a gradient as a step with a gradient of zero. The services
+    do the same, so a batch without a training signal is not an error for the client."""
 
     def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         for parameter in self._parameters.values():
@@ -44,12 +39,13 @@ class ServedLocalBackend(LocalBackend):
 
     async def save_weights(self, path: Path) -> None:
         """Save the state without the optimizer's moments."""
-        await self._run(lambda: self._save_weights(path))
 
-    def _save_weights(self, path: Path) -> None:
-        fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
-        with RNG_LOCK:
-            state.save_training(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
+        def save() -> None:
+            fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
+            with RNG_LOCK:
+                state.save_training(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
+
+        await self._run(save)
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +55,9 @@ class ClientSession:
     last_seen: float
 
 
-class LocalTrainingModel(TrainingModel):
+class TrainingModel:
+    """An adapter in training. Calls take effect in the order in which they are made."""
+
     def __init__(
         self,
         backend: ServedLocalBackend,
@@ -80,49 +78,47 @@ class LocalTrainingModel(TrainingModel):
         self._base_model = base_model
         self._max_context = max_context
         self._cores = cores
-        self._ended = False
+        self._has_ended = False
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        self._check(samples)
-        with convert_errors(), self._computing():
+        """Return the logprob of every token of each sample (NaN at index 0)."""
+        with self._compute(samples):
             return await self._backend.forward(samples)
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        self._check(samples)
-        with convert_errors(), self._computing():
+        with self._compute(samples):
             return await self._backend.forward_backward(samples, loss)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        self._check()
-        with convert_errors(), self._computing():
+        with self._compute():
             return await self._backend.optim_step(adam)
 
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
+        """Save the model to the server's disk atomically and replace an existing checkpoint with this
+        name."""
+
         async def fill(folder: Path) -> None:
             save = self._backend.save_state if optimizer else self._backend.save_weights
             # Both calls are made before either is awaited, so that no step can run between them.
             await asyncio.gather(save(folder / STATE), self._backend.publish(folder / ADAPTER))
 
-        self._check()
-        info = replace(self._info("state"), has_optimizer=optimizer)
-        with convert_errors():
-            return await self._checkpoints.write(self.owner, name, info, fill, ttl=ttl)
+        return await self._write_checkpoint("state", name, fill, ttl, has_optimizer=optimizer)
 
     async def export(self, name: str, *, ttl: float | None = None) -> CheckpointInfo:
-        async def fill(folder: Path) -> None:
-            await self._backend.publish(folder / ADAPTER)
-
-        self._check()
-        with convert_errors():
-            return await self._checkpoints.write(self.owner, name, self._info("sampler"), fill, ttl=ttl)
+        """Save the current weights as a sampler."""
+        return await self._write_checkpoint(
+            "sampler", name, lambda folder: self._backend.publish(folder / ADAPTER), ttl
+        )
 
     async def load(self, path: str, *, optimizer: bool) -> None:
-        self._check()
+        self._check_not_ended()
         info = self._checkpoints.find(path, self.owner)
         if info.kind != "state":
-            raise ProtocolError(f"{path} cannot be loaded: it is a sampler and was not saved as a state")
+            raise ProtocolError(
+                f"{path} cannot be loaded, because it was saved as a sampler and not as a state"
+            )
         if optimizer and not info.has_optimizer:
-            raise ProtocolError(f"{path} was saved without its optimizer; load only the weights")
+            raise ProtocolError(f"{path} was saved without its optimizer; load it without the optimizer")
         folder = self._checkpoints.folder(info) / STATE
         try:
             with convert_errors():
@@ -134,23 +130,35 @@ class LocalTrainingModel(TrainingModel):
 
     async def end(self) -> None:
         """End the model after all calls that were already made."""
-        self._ended = True
+        self._has_ended = True
         await self._backend.close()
 
-    def _computing(self) -> AbstractContextManager[None]:
-        return self._cores.reserve_for_training(self._backend.use_cores)
-
-    def _check(self, samples: Sequence[Sample] = ()) -> None:
-        if self._ended:
-            raise ProtocolError(f"the model {self.model_id} was ended", 404)
+    @contextmanager
+    def _compute(self, samples: Sequence[Sample] = ()) -> Generator[None]:
+        self._check_not_ended()
         for sample in samples:
             if len(sample) > self._max_context:
                 raise ProtocolError(
                     f"{sample.sample_key} has {len(sample)} tokens; at most {self._max_context} are allowed"
                 )
+        with convert_errors(), self._cores.reserve_for_training(self._backend.use_cores):
+            yield
 
-    def _info(self, kind: Literal["state", "sampler"]) -> CheckpointInfo:
-        return CheckpointInfo(
+    def _check_not_ended(self) -> None:
+        if self._has_ended:
+            raise ProtocolError(f"the model {self.model_id} has ended", 404)
+
+    async def _write_checkpoint(
+        self,
+        kind: Literal["state", "sampler"],
+        name: str,
+        fill: Callable[[Path], Awaitable[object]],
+        ttl: float | None,
+        *,
+        has_optimizer: bool = False,
+    ) -> CheckpointInfo:
+        self._check_not_ended()
+        info = CheckpointInfo(
             path="",
             kind=kind,
             model_id=self.model_id,
@@ -158,37 +166,30 @@ class LocalTrainingModel(TrainingModel):
             rank=self.adapter.rank,
             created_at=0.0,
             size_bytes=0,
+            has_optimizer=has_optimizer,
             extra={
                 "train_attn": self.adapter.train_attn,
                 "train_mlp": self.adapter.train_mlp,
                 "train_unembed": self.adapter.train_unembed,
             },
         )
+        with convert_errors():
+            return await self._checkpoints.write(self.owner, name, info, fill, ttl=ttl)
 
 
-class TrainingModelFactory:
-    """Loads the base model and creates backends that share it. Both block, so use it in a thread."""
-
-    def __init__(self, model: ModelConfig, threads: int | None) -> None:
-        self._model = model
-        self._threads = threads
-        self.base: PreTrainedModel = load_base(model)
-
-    def create_backend(self, adapter: AdapterSpec) -> tuple[ServedLocalBackend, AdapterSpec]:
-        """Return a new backend, and the adapter's settings with the seed that was used."""
-        seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
-        lora = LoraConfig(rank=adapter.rank, alpha=ALPHA, targets=lora_targets(self.base, adapter))
-        config = LocalBackendConfig(lora=lora, threads=self._threads)
-        try:
-            backend = ServedLocalBackend(self._model, config, seed=seed, weights=self.base)
-        except BackendError as error:
-            raise ProtocolError(str(error)) from error
-        return backend, replace(adapter, seed=seed)
+def create_backend(
+    base: PreTrainedModel, model: ModelConfig, adapter: AdapterSpec, threads: int | None
+) -> tuple[ServedLocalBackend, AdapterSpec]:
+    """Return a backend that shares the weights of ``base``, and the adapter's settings with the seed that was
+    used."""
+    seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
+    lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=lora_targets(base, adapter))
+    config = LocalBackendConfig(lora=lora, threads=threads)
+    return ServedLocalBackend(model, config, seed=seed, weights=base), replace(adapter, seed=seed)
 
 
 def lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
-    """Return the name suffixes of the linear layers to adapt. In PEFT, all-linear means all linear layers
-    except the output layer."""
+    """Return the name suffixes of the linear layers to adapt. PEFT's all-linear excludes the output layer."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
         return "all-linear"
     head = base.get_output_embeddings()

@@ -1,5 +1,4 @@
-"""Schedules operations in memory. Each operation runs once, in sequence per queue, and its result is kept for
-some time."""
+"""Schedules the operations that clients submit, and keeps their results in memory for some time."""
 
 from __future__ import annotations
 
@@ -9,14 +8,22 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from instar.protocol.base import OperationResult, OperationScheduler, ProtocolError, ServiceLimits
-from instar.protocol.errors import to_protocol_error
+from instar.protocol.base import ProtocolError, ServiceLimits, to_protocol_error
 from instar.types import new_id
 
-SWEEP_EVERY = 5.0
-"""Seconds between two searches for expired results."""
-KEPT_AFTER_DELIVERY = 300.0
-"""Seconds that a result is kept after its delivery, for a client that lost the response."""
+SWEEP_INTERVAL_SECONDS = 5.0
+DELIVERED_RESULT_TTL_SECONDS = 300.0
+"""The time that a result is kept after its delivery, for a client that did not receive the response."""
+
+OperationFunction = Callable[[], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationResult:
+    """The value or the error of a finished operation."""
+
+    value: Any = None
+    error: ProtocolError | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -24,23 +31,22 @@ class _Operation:
     operation_id: str
     kind: str
     owner: str
-    work: Callable[[], Awaitable[Any]] | None
-    """None once the operation is done, to free what the work refers to."""
+    function: OperationFunction | None
+    """None after the operation is done, so that the objects that the function refers to are freed."""
     result: asyncio.Future[OperationResult]
     queue: _SequenceQueue | None
     seq: int | None
     key: str | None
-    kept_until: float = float("inf")
+    expires_at: float = float("inf")
 
 
 @dataclass(eq=False, slots=True)
 class _SequenceQueue:
     name: str
-    next: int = 1
-    """The sequence id that runs next."""
-    running: bool = False
+    next_seq: int = 1
+    is_running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
-    """The operations by sequence id: those that wait or run, and finished ones whose result is still kept."""
+    """The operations by sequence id, including finished operations whose result is still kept."""
     gap_timer: asyncio.TimerHandle | None = None
 
     def cancel_gap_timer(self) -> None:
@@ -49,12 +55,13 @@ class _SequenceQueue:
             self.gap_timer = None
 
 
-class LocalOperationScheduler(OperationScheduler):
-    """Runs operations in this process. After a failed operation, the next one in its queue runs: clients
-    decide what a failure means.
+class OperationScheduler:
+    """Runs operations in this process. Clients retrieve the results later.
 
-    If a sequence id does not arrive in time, the operations that wait for it fail and stay failed; the queue
-    continues when it arrives.
+    The operations of a queue, which belongs to a model, run in the order of their sequence ids. The first
+    sequence id is 1. If a sequence id does not arrive in time, the operations that wait for it fail, and the
+    queue continues when the sequence id arrives. An operation without a sequence id runs immediately. After a
+    failed operation, the next operation of its queue runs, because clients decide what a failure means.
     """
 
     def __init__(self, limits: ServiceLimits | None = None) -> None:
@@ -63,7 +70,7 @@ class LocalOperationScheduler(OperationScheduler):
         self._keys: dict[tuple[str, str], _Operation] = {}
         self._queues: dict[str, _SequenceQueue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._open = 0
+        self._open_count = 0
         self._swept_at = time.monotonic()
         self._closed = False
 
@@ -71,29 +78,35 @@ class LocalOperationScheduler(OperationScheduler):
         self,
         kind: str,
         owner: str,
-        work: Callable[[], Awaitable[Any]],
+        function: OperationFunction,
         *,
         queue: str | None = None,
         seq: int | None = None,
         key: str | None = None,
     ) -> str:
+        """Return the id of the new operation. A repeated submission returns the id of the first operation:
+        one with the same ``key`` and owner, or with the same queue and sequence id. Raises ProtocolError 429
+        if there are too many operations, and 409 if the repeated operation is of a different kind."""
         self._sweep()
         repeated = self._find_repeated(kind, owner, queue, seq, key)
         if repeated is not None:
             return repeated.operation_id
         if self._closed:
             raise ProtocolError("the server is closing", 503, "server")
-        if self._open >= self._limits.max_operations:
-            raise ProtocolError(f"{self._open} operations wait or run already: try again later", 429)
+        if self._open_count >= self._limits.max_operations:
+            raise ProtocolError(
+                f"{self._open_count} operations are waiting or running, which is the limit; try again later",
+                429,
+            )
         sequence = None
         if queue is not None and seq is not None:
             sequence = self._queues.setdefault(queue, _SequenceQueue(queue))
         future = asyncio.get_running_loop().create_future()
-        operation = _Operation(new_id("op"), kind, owner, work, future, sequence, seq, key)
+        operation = _Operation(new_id("op"), kind, owner, function, future, sequence, seq, key)
         self._operations[operation.operation_id] = operation
         if key is not None:
             self._keys[owner, key] = operation
-        self._open += 1
+        self._open_count += 1
         if sequence is None or seq is None:
             self._start(operation)
         else:
@@ -102,6 +115,8 @@ class LocalOperationScheduler(OperationScheduler):
         return operation.operation_id
 
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
+        """Return the result of the operation, or None if the operation is not done after ``timeout`` seconds.
+        Raises ProtocolError 404 if the operation is unknown."""
         self._sweep()
         operation = self._operations.get(operation_id)
         if operation is None or operation.owner != owner:
@@ -110,14 +125,15 @@ class LocalOperationScheduler(OperationScheduler):
             await asyncio.wait([operation.result], timeout=timeout)
         if not operation.result.done():
             return None
-        operation.kept_until = min(operation.kept_until, time.monotonic() + KEPT_AFTER_DELIVERY)
+        operation.expires_at = min(operation.expires_at, time.monotonic() + DELIVERED_RESULT_TTL_SECONDS)
         return operation.result.result()
 
     def close_queue(self, queue: str) -> None:
+        """Fail the operations that are waiting in the queue."""
         closed = self._queues.pop(queue, None)
         if closed is not None:
             closed.cancel_gap_timer()
-            self._fail_waiting(closed, ProtocolError(f"{queue} was ended before this operation ran", 404))
+            self._fail_waiting(closed, ProtocolError(f"{queue} ended before this operation ran", 404))
 
     async def close(self) -> None:
         self._closed = True
@@ -134,39 +150,40 @@ class LocalOperationScheduler(OperationScheduler):
     def _find_repeated(
         self, kind: str, owner: str, queue: str | None, seq: int | None, key: str | None
     ) -> _Operation | None:
-        """Return the operation that this submission repeats, or None."""
         operation = self._keys.get((owner, key)) if key is not None else None
         if operation is None and queue is not None and seq is not None:
             operation = self._find_in_queue(queue, seq)
         if operation is not None and (operation.kind != kind or operation.owner != owner):
-            what = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue}"
-            raise ProtocolError(f"{what} belongs to another operation ({operation.kind})", 409)
+            field_name = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue}"
+            raise ProtocolError(f"{field_name} belongs to another operation ({operation.kind})", 409)
         return operation
 
     def _find_in_queue(self, queue: str, seq: int) -> _Operation | None:
         if seq < 1:
-            raise ProtocolError(f"sequence ids begin with 1; received {seq}")
+            raise ProtocolError(f"sequence id: received {seq}; sequence ids begin with 1")
         sequence = self._queues.get(queue)
         if sequence is None:
             return None
         operation = sequence.operations.get(seq)
-        if operation is None and seq < sequence.next:
-            raise ProtocolError(f"sequence id {seq} of {queue} was run already; its result has expired", 409)
+        if operation is None and seq < sequence.next_seq:
+            raise ProtocolError(
+                f"sequence id {seq} of {queue} was run already, and its result has expired", 409
+            )
         return operation
 
     # --- running ---
 
     def _advance(self, queue: _SequenceQueue) -> None:
-        """Start the next operation of a queue. If its sequence id has not arrived, start the timer."""
-        if queue.running or self._closed:
+        """Start the next operation of a queue, or the gap timer if its sequence id has not arrived."""
+        if queue.is_running or self._closed:
             return
-        while (operation := queue.operations.get(queue.next)) is not None and operation.result.done():
+        while (operation := queue.operations.get(queue.next_seq)) is not None and operation.result.done():
             if operation.operation_id not in self._operations:
-                del queue.operations[queue.next]
-            queue.next += 1
+                del queue.operations[queue.next_seq]
+            queue.next_seq += 1
         if operation is not None:
             queue.cancel_gap_timer()
-            queue.running = True
+            queue.is_running = True
             self._start(operation)
         elif queue.gap_timer is None and any(not o.result.done() for o in queue.operations.values()):
             loop = asyncio.get_running_loop()
@@ -177,14 +194,14 @@ class LocalOperationScheduler(OperationScheduler):
         self._fail_waiting(
             queue,
             ProtocolError(
-                f"not run: sequence id {queue.next} of {queue.name}, which must run first, did not arrive "
-                f"within {self._limits.sequence_gap_timeout:g} s"
+                f"the operation was not run, because sequence id {queue.next_seq} of {queue.name} did not "
+                f"arrive within {self._limits.sequence_gap_timeout:g} s"
             ),
         )
 
     def _fail_waiting(self, queue: _SequenceQueue, error: ProtocolError) -> None:
         for seq, operation in queue.operations.items():
-            if not (queue.running and seq == queue.next):
+            if not (queue.is_running and seq == queue.next_seq):
                 self._finish(operation, OperationResult(error=error))
 
     def _start(self, operation: _Operation) -> None:
@@ -193,34 +210,34 @@ class LocalOperationScheduler(OperationScheduler):
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, operation: _Operation) -> None:
-        assert operation.work is not None
+        assert operation.function is not None
         try:
-            result = OperationResult(await operation.work())
+            result = OperationResult(await operation.function())
         except Exception as error:  # noqa: BLE001 - every error is the result that the client receives
             result = OperationResult(error=to_protocol_error(error))
         self._finish(operation, result)
         if operation.queue is not None:
-            operation.queue.running = False
+            operation.queue.is_running = False
             self._advance(operation.queue)
 
     def _finish(self, operation: _Operation, result: OperationResult) -> None:
         if operation.result.done():
             return
-        operation.work = None
+        operation.function = None
         operation.result.set_result(result)
-        operation.kept_until = time.monotonic() + self._limits.result_ttl
-        self._open -= 1
+        operation.expires_at = time.monotonic() + self._limits.result_ttl
+        self._open_count -= 1
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        if now < self._swept_at + min(SWEEP_EVERY, self._limits.result_ttl):
+        if now < self._swept_at + min(SWEEP_INTERVAL_SECONDS, self._limits.result_ttl):
             return
         self._swept_at = now
-        for operation in [o for o in self._operations.values() if o.kept_until < now]:
+        for operation in [o for o in self._operations.values() if o.expires_at < now]:
             del self._operations[operation.operation_id]
             if operation.key is not None:
                 self._keys.pop((operation.owner, operation.key), None)
             queue, seq = operation.queue, operation.seq
             # An operation that failed because of a gap is kept until the queue has passed its sequence id.
-            if queue is not None and seq is not None and seq < queue.next:
+            if queue is not None and seq is not None and seq < queue.next_seq:
                 queue.operations.pop(seq, None)

@@ -1,4 +1,4 @@
-"""A pool of local engines over one copy of the base weights, each with one adapter at a time."""
+"""A pool of local engines that share one copy of the base weights. Each engine has one adapter at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from instar.async_utils import map_concurrently
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import EngineInfo
 from instar.engines.checks import check_request, check_score_request, to_ids
@@ -24,22 +25,21 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
 ENGINE_WAIT_SECONDS = 600.0
-"""Seconds to wait for an engine while all engines sample from other policies."""
-BASE = ""
-"""The key that stands for the base model."""
+"""The time to wait for an engine while all engines sample from other policies."""
+BASE_MODEL_KEY = ""
 
 
 @dataclass(eq=False, slots=True)
 class _PooledEngine:
     engine: LocalEngine
     users: int = 0
-    broken: bool = False
+    has_failed: bool = False
 
 
 class SamplerPool:
     """A pool of at most ``max_engines`` engines. A policy that no engine has loaded replaces the least
-    recently used one, at the cost of reading an adapter. The engines in use share the KV memory; an unused
-    engine keeps its share until another one starts."""
+    recently used policy. The engines in use share the KV memory, and an unused engine keeps its share until
+    another engine starts."""
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
         self._model = model
@@ -69,19 +69,12 @@ class SamplerPool:
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
         """Return ``count`` sampled replies. ``key`` identifies the weights in ``adapter``. The replies to a
-        seeded request have different seeds; the first is the reply that a request for a single reply would
-        get."""
+        seeded request have different seeds, and the first reply has the seed of the request."""
         ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
         async with self._borrow_engine(key, adapter) as engine:
-            replies = [
-                asyncio.create_task(self._reply(engine, ids, _derive_seed(params, index)))
-                for index in range(count)
-            ]
-            try:
-                return await asyncio.gather(*replies)
-            finally:
-                for reply in replies:
-                    reply.cancel()
+            return await map_concurrently(
+                lambda index: self._reply(engine, ids, _derive_seed(params, index)), range(count)
+            )
 
     async def logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
         ids = self._to_ids(tokens, lambda ids: check_score_request(self.info, ids))
@@ -89,7 +82,7 @@ class SamplerPool:
             return await engine.logprobs(ids)
 
     def _to_ids(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
-        """Return the checked tokens as ids. An error here is the user's; later errors are the server's."""
+        # An error of these checks is a user error. Later errors are server errors.
         try:
             ids = to_ids(tokens)
             check(ids)
@@ -120,13 +113,12 @@ class SamplerPool:
 
     @asynccontextmanager
     async def _borrow_engine(self, key: str, adapter: Path | None) -> AsyncGenerator[LocalEngine]:
-        """Provide an engine with this policy. No other policy is loaded into the engine while the block
-        runs."""
+        """Provide an engine with this policy. No other policy is loaded into the engine during the block."""
         pooled = await self._acquire(key, adapter)
         try:
             yield pooled.engine
         except EngineError:
-            pooled.broken = True
+            pooled.has_failed = True
             raise
         finally:
             await self._release(key, pooled)
@@ -137,21 +129,16 @@ class SamplerPool:
                 if key not in self._engines:
                     await self._load_policy(key, adapter)
         except TimeoutError as error:
-            raise ProtocolError("all samplers are in use: try again later", 503, "server") from error
-        # Nothing else runs until the next await, so the engine cannot be taken for a different policy.
+            raise ProtocolError("all samplers are in use; try again later", 503, "server") from error
+        # Nothing else runs until the next await, so no other policy can be loaded into the engine.
         pooled = self._engines[key]
         self._engines.move_to_end(key)
         pooled.users += 1
         if pooled.users == 1:
-            self._rebalance_memory()
+            for unused in [other for other in self._engines.values() if other.users == 0]:
+                unused.engine.release_memory()
+            self._divide_memory()
         return pooled
-
-    def _rebalance_memory(self) -> None:
-        """Free the memory of unused engines for an engine that starts."""
-        for pooled in self._engines.values():
-            if pooled.users == 0:
-                pooled.engine.release_memory()
-        self._divide_memory()
 
     def _divide_memory(self) -> None:
         in_use = [pooled.engine for pooled in self._engines.values() if pooled.users]
@@ -159,11 +146,14 @@ class SamplerPool:
             engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(in_use)))
 
     async def _load_policy(self, key: str, adapter: Path | None) -> None:
-        """Load a policy into an engine. A lock serves the requests in order."""
-        async with self._loading:
+        async with self._loading:  # the lock serves the requests in order
             while key not in self._engines:
-                if self._has_free_engine():
-                    self._engines[key] = await self._prepare_engine(adapter)
+                unused = next((name for name, pooled in self._engines.items() if pooled.users == 0), None)
+                if len(self._engines) < self._max_engines:
+                    engine = await asyncio.to_thread(self._new_engine)
+                    self._engines[key] = await self._load_adapter(_PooledEngine(engine), adapter)
+                elif unused is not None:
+                    self._engines[key] = await self._load_adapter(self._engines.pop(unused), adapter)
                 else:
                     self._released.clear()
                     await self._released.wait()
@@ -171,7 +161,7 @@ class SamplerPool:
     async def _release(self, key: str, pooled: _PooledEngine) -> None:
         pooled.users -= 1
         self._released.set()
-        if pooled.broken:
+        if pooled.has_failed:
             if self._engines.get(key) is pooled:
                 del self._engines[key]
             if pooled.users == 0:
@@ -179,19 +169,7 @@ class SamplerPool:
         if pooled.users == 0:
             self._divide_memory()
 
-    def _has_free_engine(self) -> bool:
-        return len(self._engines) < self._max_engines or any(
-            pooled.users == 0 for pooled in self._engines.values()
-        )
-
-    async def _prepare_engine(self, adapter: Path | None) -> _PooledEngine:
-        """Return an engine with the policy loaded: a new one, or the least recently used one."""
-        if len(self._engines) < self._max_engines:
-            pooled = _PooledEngine(await asyncio.to_thread(self._new_engine))
-        else:
-            pooled = self._engines.pop(
-                next(key for key, pooled in self._engines.items() if pooled.users == 0)
-            )
+    async def _load_adapter(self, pooled: _PooledEngine, adapter: Path | None) -> _PooledEngine:
         self._loads += 1
         artifact = Artifact("base") if adapter is None else Artifact("adapter", str(adapter))
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from instar.config import ModelConfig
 from instar.errors import ConfigError
 from instar.gateway.serve import bind, serve
 from instar.protocol.base import ServiceLimits
-from instar.protocol.operations import LocalOperationScheduler
+from instar.protocol.operations import OperationScheduler
 from instar.registry import load_object
 
 ProtocolName = Literal["tinker", "weaver"]
@@ -20,7 +20,7 @@ APPS: dict[ProtocolName, str] = {
     "weaver": "instar.protocol.weaver.app:create_app",
 }
 GRACE_SECONDS = 2.0
-"""Seconds that requests in flight have to finish after the last operation has stopped."""
+"""The time that requests in flight have to finish after the last operation has stopped."""
 
 
 async def serve_protocol(
@@ -39,18 +39,23 @@ async def serve_protocol(
 ) -> None:
     """Serve a protocol until ``stop`` is set. ``ready`` is called with the server's address. ``folder``
     contains the checkpoints, including those of an earlier run. ``base_model`` is the model's name for
-    clients. Raises ConfigError for an unknown protocol or an address that cannot be bound."""
-    create_app = _load_app(protocol)
+    clients. Raises ConfigError if the protocol is unknown or the address cannot be bound."""
+    from instar.protocol.service import TrainingService  # imports torch
+
+    if protocol not in APPS:
+        raise ConfigError(f"protocol: received {protocol!r}; supported: {', '.join(APPS)}")
+    create_app = load_object(APPS[protocol])
+    service = TrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)
     try:
         listener = bind(host, port)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     try:
-        service = await _start_service(model, folder, base_model, limits, threads)
+        await service.start()
     except BaseException:  # also when cancelled: the socket must not stay open
         listener.close()
         raise
-    operations = LocalOperationScheduler(service.limits)
+    operations = OperationScheduler(service.limits)
     closed = asyncio.Event()
     app = create_app(service, operations, keys)
     server = asyncio.create_task(serve(app, listener, stop=closed, grace=GRACE_SECONDS))
@@ -60,32 +65,11 @@ async def serve_protocol(
             ready(f"http://{address}:{listener.getsockname()[1]}")
         await _wait_until_stopped(server, stop or asyncio.Event())
     finally:
-        # Ends the requests that wait for a result; they would keep the server open.
+        # Requests that wait for a result would keep the server open, so the operations are closed first.
         await operations.close()
         closed.set()
         await server
         await service.close()
-
-
-def _load_app(protocol: str) -> Any:
-    if protocol not in APPS:
-        raise ConfigError(f"unknown protocol {protocol!r}; supported: {', '.join(APPS)}")
-    return load_object(APPS[protocol])
-
-
-async def _start_service(
-    model: ModelConfig,
-    folder: Path,
-    base_model: str | None,
-    limits: ServiceLimits | None,
-    threads: int | None,
-) -> Any:
-    # Imported here because this module imports torch.
-    from instar.protocol.service import LocalTrainingService
-
-    service = LocalTrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)
-    await service.start()
-    return service
 
 
 async def _wait_until_stopped(server: asyncio.Task[None], stop: asyncio.Event) -> None:

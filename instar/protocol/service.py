@@ -1,4 +1,4 @@
-"""A training service on this machine: sessions with models and samplers that share one base model."""
+"""A training service in this process: sessions with models and samplers that share one base model."""
 
 from __future__ import annotations
 
@@ -9,33 +9,30 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from instar.backends.local.model import load_base
 from instar.config import ModelConfig
-from instar.protocol.base import (
-    AdapterSpec,
-    CheckpointInfo,
-    ProtocolError,
-    SampledSequence,
-    ServiceLimits,
-    TrainingModel,
-    TrainingService,
-)
+from instar.protocol.base import AdapterSpec, ProtocolError, SampledSequence, ServiceLimits, convert_errors
 from instar.protocol.checkpoints import ADAPTER, CheckpointStore
 from instar.protocol.cores import CoreSharing
-from instar.protocol.errors import convert_errors
-from instar.protocol.models import ClientSession, LocalTrainingModel, TrainingModelFactory
-from instar.protocol.samplers import BASE, SamplerPool
+from instar.protocol.models import ClientSession, TrainingModel, create_backend
+from instar.protocol.samplers import BASE_MODEL_KEY, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
 EXPIRY_CHECK_SECONDS = 15.0
-"""The longest time between two searches for expired sessions and checkpoints."""
+"""The maximum time between two searches for expired sessions and checkpoints."""
 
 logger = logging.getLogger(__name__)
 
 
-class LocalTrainingService(TrainingService):
-    """Runs models and samplers in this process. Call `start` first. ``base_model`` is the name that clients
-    use, by default the model's name. ``folder`` contains the checkpoints. ``threads`` is torch's number of
-    threads in each model and each sampler."""
+class TrainingService:
+    """Runs models and samplers in this process after `start`. ``base_model`` is the name that clients use, by
+    default the model's name. ``folder`` contains the checkpoints. ``threads`` is torch's number of threads in
+    each model and each sampler. An ``owner`` is the hash of a client's key."""
+
+    max_context: int
+    vocab_size: int
+    tokenizer_path: str
+    checkpoints: CheckpointStore
 
     def __init__(
         self,
@@ -52,33 +49,30 @@ class LocalTrainingService(TrainingService):
         self._threads = threads
         self._folder = folder
         self._sessions: dict[str, ClientSession] = {}
-        self._models: dict[str, LocalTrainingModel] = {}
+        self._models: dict[str, TrainingModel] = {}
         self._models_in_creation = 0
         self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load the base model. Raises ConfigError if the folder is in use or the model cannot be loaded."""
-        self._checkpoints = CheckpointStore(self._folder)
+        self.checkpoints = CheckpointStore(self._folder)
         try:
-            await self._load()
+            self._base = await asyncio.to_thread(load_base, self._config)
+            self._samplers = await asyncio.to_thread(
+                SamplerPool,
+                self._config,
+                self._base,
+                max_engines=self.limits.max_samplers,
+                threads=self._threads,
+            )
         except BaseException:  # also when cancelled: the folder must not stay locked
-            self._checkpoints.close()
+            self.checkpoints.close()
             raise
-        self._expiry_task = asyncio.create_task(self._remove_expired())
-
-    async def _load(self) -> None:
-        self._factory = await asyncio.to_thread(TrainingModelFactory, self._config, self._threads)
-        self._samplers = await asyncio.to_thread(
-            SamplerPool,
-            self._config,
-            self._factory.base,
-            max_engines=self.limits.max_samplers,
-            threads=self._threads,
-        )
         self._cores = CoreSharing(self._samplers.set_cores)
         self.max_context = self._samplers.info.max_context
         self.vocab_size = self._samplers.info.vocab_size
         self.tokenizer_path = str(self._samplers.folder)
+        self._expiry_task = asyncio.create_task(self._remove_expired())
 
     # --- sessions ---
 
@@ -87,10 +81,9 @@ class LocalTrainingService(TrainingService):
         self._sessions[session_id] = ClientSession(session_id, owner, time.monotonic())
         return session_id
 
-    def heartbeat(self, session_id: str, owner: str) -> None:
-        self._find_session(session_id, owner)
-
-    def _find_session(self, session_id: str, owner: str) -> ClientSession:
+    def heartbeat(self, session_id: str, owner: str) -> ClientSession:
+        """Record that the session is alive and return the session. Raises ProtocolError 404 if the session is
+        unknown, has ended or belongs to a different owner."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise ProtocolError(f"there is no session {session_id}, or it has ended", 404)
@@ -103,30 +96,31 @@ class LocalTrainingService(TrainingService):
 
     async def _end_session(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
-        ending = [model for model in self._models.values() if model.session_id == session_id]
-        await asyncio.gather(*(self._end(model) for model in ending))
-
-    async def _end(self, model: LocalTrainingModel) -> None:
-        self._models.pop(model.model_id, None)
-        await model.end()
+        models = [model for model in self._models.values() if model.session_id == session_id]
+        for model in models:
+            del self._models[model.model_id]
+        await asyncio.gather(*(model.end() for model in models))
 
     # --- models ---
 
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        session = self._find_session(session_id, owner)
+        """Return a new model. Raises ProtocolError if the base model is not served or a limit is reached."""
+        session = self.heartbeat(session_id, owner)
         self._check_new_model(base_model, adapter)
         await self._evict_idle_sessions()
         self._models_in_creation += 1
         try:
             with convert_errors():
-                backend, adapter = await asyncio.to_thread(self._factory.create_backend, adapter)
+                backend, adapter = await asyncio.to_thread(
+                    create_backend, self._base, self._config, adapter, self._threads
+                )
         finally:
             self._models_in_creation -= 1
-        model = LocalTrainingModel(
+        model = TrainingModel(
             backend,
-            self._checkpoints,
+            self.checkpoints,
             session=session,
             base_model=self.base_model,
             adapter=adapter,
@@ -135,37 +129,32 @@ class LocalTrainingService(TrainingService):
         )
         if session_id not in self._sessions:
             await model.end()
-            raise ProtocolError(f"the session {session_id} ended while the model was created", 404)
+            raise ProtocolError(f"session {session_id} ended while the model was being created", 404)
         self._models[model.model_id] = model
         return model
 
     def _check_new_model(self, base_model: str, adapter: AdapterSpec) -> None:
-        limits = self.limits
         if base_model not in (self.base_model, self._config.name):
-            raise ProtocolError(f"base_model: {base_model!r} is not served here; {self.base_model!r} is")
-        if not 1 <= adapter.rank <= limits.max_rank:
-            raise ProtocolError(f"rank: received {adapter.rank}; allowed: 1 to {limits.max_rank}")
+            raise ProtocolError(
+                f"base_model: received {base_model!r}; this server serves {self.base_model!r}"
+            )
+        if not 1 <= adapter.rank <= self.limits.max_rank:
+            raise ProtocolError(f"rank: received {adapter.rank}; allowed: 1 to {self.limits.max_rank}")
         if adapter.seed is not None and not -(2**63) <= adapter.seed < 2**63:
-            raise ProtocolError(f"seed: {adapter.seed} does not fit 64 bits")
+            raise ProtocolError(f"seed: received {adapter.seed}; it must be a signed 64-bit integer")
 
     async def _evict_idle_sessions(self) -> None:
-        """End sessions without a heartbeat until there is room for a model. Raises ProtocolError 429 if all
-        sessions are alive."""
-        most = self.limits.max_models
-        while len(self._models) + self._models_in_creation >= most:
-            holding = {model.session_id for model in self._models.values()}
-            quiet = min(holding, key=lambda each: self._sessions[each].last_seen, default=None)
-            if (
-                quiet is None
-                or time.monotonic() - self._sessions[quiet].last_seen < self.limits.idle_before_eviction
-            ):
-                raise ProtocolError(f"{most} models are in training, which is the limit: end one first", 429)
-            await self._end_session(quiet)
+        """End idle sessions until another model fits. Raises ProtocolError 429 if no session is idle."""
+        limit = self.limits.max_models
+        while len(self._models) + self._models_in_creation >= limit:
+            sessions = [self._sessions[model.session_id] for model in self._models.values()]
+            oldest = min(sessions, key=lambda session: session.last_seen, default=None)
+            if oldest is None or time.monotonic() - oldest.last_seen < self.limits.idle_before_eviction:
+                raise ProtocolError(f"{limit} models are in training, which is the limit; end one first", 429)
+            await self._end_session(oldest.session_id)
 
-    def model(self, model_id: str, owner: str) -> TrainingModel:
-        return self._model(model_id, owner)
-
-    def _model(self, model_id: str, owner: str) -> LocalTrainingModel:
+    def find_model(self, model_id: str, owner: str) -> TrainingModel:
+        """Return the model with this id. Raises ProtocolError 404 if the model is unknown or has ended."""
         model = self._models.get(model_id)
         if model is None or model.owner != owner:
             raise ProtocolError(f"there is no model {model_id}, or it has ended", 404)
@@ -173,58 +162,49 @@ class LocalTrainingService(TrainingService):
         return model
 
     async def end_model(self, model_id: str, owner: str) -> None:
-        await self._end(self._model(model_id, owner))
+        model = self.find_model(model_id, owner)
+        del self._models[model_id]
+        await model.end()
 
     # --- sampling ---
 
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
+        """Return ``count`` sequences sampled from the checkpoint at the path ``sampler``, or from the base
+        model if ``sampler`` is None."""
         if not 1 <= count <= self.limits.max_operations:
-            raise ProtocolError(
-                f"number of samples: received {count}; allowed: 1 to {self.limits.max_operations}"
-            )
+            raise ProtocolError(f"num_samples: received {count}; allowed: 1 to {self.limits.max_operations}")
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
             return await self._samplers.sample(key, adapter, prompt, params, count)
 
     async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
+        """Return the logprob of every token (NaN at index 0)."""
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
             return await self._samplers.logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """Return the key and the folder of a sampler's weights. Both refer to the base model if there is no
-        sampler."""
+        """Return the key and the adapter folder of a sampler, or those of the base model."""
         if sampler is None:
-            return BASE, None
-        info = self._checkpoints.find(sampler, owner)
-        # A checkpoint that replaces another at the same path is a different policy.
-        return f"{info.path} {info.created_at}", self._checkpoints.folder(info) / ADAPTER
-
-    # --- checkpoints ---
-
-    def checkpoint(self, path: str, owner: str) -> CheckpointInfo:
-        return self._checkpoints.find(path, owner)
-
-    def checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        return self._checkpoints.list_checkpoints(owner, model_id)
-
-    def delete_checkpoint(self, path: str, owner: str) -> None:
-        self._checkpoints.delete(path, owner)
+            return BASE_MODEL_KEY, None
+        info = self.checkpoints.find(sampler, owner)
+        # A checkpoint that replaces another checkpoint at the same path is a different policy.
+        return f"{info.path} {info.created_at}", self.checkpoints.folder(info) / ADAPTER
 
     # --- expiry ---
 
     async def _remove_expired(self) -> None:
         while True:
             await asyncio.sleep(min(EXPIRY_CHECK_SECONDS, self.limits.session_ttl / 4))
-            oldest = time.monotonic() - self.limits.session_ttl
-            for session_id in [i for i, session in self._sessions.items() if session.last_seen < oldest]:
+            cutoff = time.monotonic() - self.limits.session_ttl
+            for session_id in [i for i, session in self._sessions.items() if session.last_seen < cutoff]:
                 logger.info("ended session %s: no heartbeat for %g s", session_id, self.limits.session_ttl)
                 await self._end_session(session_id)
             try:
-                self._checkpoints.remove_expired()
-            except OSError as error:  # expired ones are already hidden, and the next round tries again
+                self.checkpoints.remove_expired()
+            except OSError as error:  # expired checkpoints are hidden already, and the next round tries again
                 logger.warning("cannot remove expired checkpoints: %s", error)
 
     async def close(self) -> None:
@@ -238,4 +218,4 @@ class LocalTrainingService(TrainingService):
         for session_id in list(self._sessions):
             await self._end_session(session_id)
         await self._samplers.close()
-        self._checkpoints.close()
+        self.checkpoints.close()

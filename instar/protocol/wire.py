@@ -1,15 +1,22 @@
-"""Request fields that both protocols share."""
+"""Request fields that both protocols share, and their conversion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from instar.config import AdamConfig
+from instar.config import AdamConfig, LossConfig
 from instar.protocol.base import AdapterSpec, ProtocolError
-from instar.types import SamplingParams
+from instar.types import Floats, SamplingParams
+
+LOSS_OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
+"""The option names in `loss_fn_config`, with the names of the fields of `LossConfig`."""
+_REQUEST_NAMES = {field: option for option, field in LOSS_OPTIONS.items()} | {"lr": "learning_rate"}
 
 
 class LoraFields(Struct, kw_only=True):
@@ -32,10 +39,9 @@ class AdamFields(Struct, kw_only=True):
     grad_clip_norm: float
 
     def to_config(self) -> AdamConfig:
-        """Return the optimizer's settings. Raises ProtocolError for a value out of range."""
         try:
             adam = AdamConfig(
-                # Schedules begin or end with a learning rate of 0, which a run's config rejects.
+                # A learning rate of 0 is allowed in a schedule, but `AdamConfig` rejects it.
                 lr=self.learning_rate or 1.0,
                 beta1=self.beta1,
                 beta2=self.beta2,
@@ -44,8 +50,7 @@ class AdamFields(Struct, kw_only=True):
                 grad_clip_norm=self.grad_clip_norm,
             )
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ProtocolError(f"adam_params: {first['loc'][0]}: {first['msg']}") from None
+            raise _invalid_value("adam_params", error) from None
         return adam.model_copy(update={"lr": self.learning_rate})
 
 
@@ -59,7 +64,7 @@ class SamplingFields(Struct, kw_only=True):
     def to_params(
         self, *, max_tokens: int, seed: int | None, stop: Iterable[str], stop_token_ids: Iterable[int]
     ) -> SamplingParams:
-        """Return the sampling parameters. ``max_tokens`` is used if the request does not set a limit."""
+        """Return the sampling parameters, with ``max_tokens`` as the default of the request."""
         return SamplingParams(
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             temperature=self.temperature,
@@ -69,3 +74,26 @@ class SamplingFields(Struct, kw_only=True):
             stop=tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
         )
+
+
+def build_loss_config(loss: str, options: Mapping[str, Any]) -> LossConfig:
+    """Return the settings of a loss. The keys of ``options`` are keys of `LOSS_OPTIONS`."""
+    fields = {LOSS_OPTIONS[name]: value for name, value in options.items()}
+    try:
+        return LossConfig.model_validate({"name": loss, **fields})
+    except ValidationError as error:
+        raise _invalid_value("loss_fn_config", error) from None
+
+
+def _invalid_value(section: str, error: ValidationError) -> ProtocolError:
+    first = error.errors()[0]
+    field = str(first["loc"][0])
+    return ProtocolError(f"{section}.{_REQUEST_NAMES.get(field, field)}: {first['msg']}")
+
+
+def align_with_tokens(target_values: NDArray[Any], token_count: int, *, first: float) -> Floats:
+    """Return the values of the targets shifted by one, so that index i describes token i of the sample."""
+    aligned = np.empty(token_count, np.float32)
+    aligned[:1] = first
+    aligned[1:] = target_values[: max(token_count - 1, 0)]
+    return aligned

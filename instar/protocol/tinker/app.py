@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Generator, Iterable
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from instar.protocol.base import OperationScheduler, ProtocolError, TrainingService
+from instar.protocol.base import ProtocolError
 from instar.protocol.http import json_response
+from instar.protocol.operations import OperationScheduler
+from instar.protocol.service import TrainingService
 from instar.protocol.tinker.auth import TinkerKeyStore, has_tinker_key
-from instar.protocol.tinker.http import TinkerRequest, TinkerRouter, unknown_route
+from instar.protocol.tinker.http import TinkerRequest, TinkerRouter, create_router
 from instar.protocol.tinker.listing import TinkerListingRoutes
 from instar.protocol.tinker.requests import TinkerRetrieveFuture, TinkerSessionRef
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, TinkerSampleResult
@@ -20,23 +21,22 @@ from instar.protocol.tinker.sampling import TinkerSamplingRoutes, TinkerSampling
 from instar.protocol.tinker.training import TinkerTrainingRoutes
 
 HOLD_SECONDS = 30.0
-"""Seconds that a request for a result is held open. Clients give up after 45 s."""
+"""The time that a request for a result is held open. Clients give up after 45 s."""
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
     key_store = TinkerKeyStore(keys)
     sessions = TinkerSamplingSessions()
-    router = TinkerRouter(key_store, service.limits.max_body)
+    router = create_router(key_store, service.limits.max_body)
     TinkerSessionRoutes(service, operations, key_store, sessions).register(router)
     TinkerTrainingRoutes(service, operations, sessions).register(router)
     TinkerSamplingRoutes(service, operations, sessions).register(router)
     TinkerListingRoutes(service).register(router)
-    return Starlette(routes=router.routes, exception_handlers={HTTPException: unknown_route})
+    return router.create_app()
 
 
 class TinkerSessionRoutes:
-    """The routes for sessions, the results of operations, and general requests that clients send to any
-    server."""
+    """The routes for sessions, results of operations, client settings and telemetry."""
 
     def __init__(
         self,
@@ -51,25 +51,24 @@ class TinkerSessionRoutes:
         self._sessions = sessions
 
     def register(self, router: TinkerRouter) -> None:
-        router.get("healthz", self.health)
-        router.post("client/config", self.config)
-        router.post("client/dynamic_config", self.dynamic_config)
-        router.post("auth/token", self.token)
-        router.post("telemetry", self.telemetry)
-        router.post("create_session", self.create_session)
-        router.post("session_heartbeat", self.heartbeat)
-        router.post("sessions/{session_id}/finish", self.finish)
-        router.post("retrieve_future", self.retrieve)
+        router.add("GET", "healthz", self.health)
+        router.add("POST", "client/config", self.config)
+        router.add("POST", "client/dynamic_config", self.dynamic_config)
+        router.add("POST", "auth/token", self.token)
+        router.add("POST", "telemetry", self.telemetry)
+        router.add("POST", "create_session", self.create_session)
+        router.add("POST", "session_heartbeat", self.heartbeat)
+        router.add("POST", "sessions/{session_id}/finish", self.finish)
+        router.add("POST", "retrieve_future", self.retrieve)
 
     async def health(self, request: TinkerRequest) -> Response:
         return json_response({"status": "ok"})
 
     async def config(self, request: TinkerRequest) -> Response:
-        """Return the settings that differ from a client's defaults. Older clients send JSON unless
-        ``proto_write_fwdbwd`` is set."""
+        # Older clients send JSON unless ``proto_write_fwdbwd`` is set.
         settings = {"pjwt_auth_enabled": not has_tinker_key(request.http.headers), "proto_write_fwdbwd": True}
         response = json_response(settings)
-        # Clients open a separate connection for this request and leave it to their garbage collector.
+        # Clients open a separate connection for this request and never close it themselves.
         response.headers["connection"] = "close"
         return response
 
@@ -80,7 +79,7 @@ class TinkerSessionRoutes:
         return json_response({"jwt": self._keys.issue_token(request.owner)})
 
     async def telemetry(self, request: TinkerRequest) -> Response:
-        """Accept the client's telemetry and discard it."""
+        """Discard the client's telemetry."""
         return json_response({"status": "accepted"})
 
     async def create_session(self, request: TinkerRequest) -> Response:
@@ -100,12 +99,12 @@ class TinkerSessionRoutes:
             self._operations.close_queue(model_id)
         for path in paths:
             with contextlib.suppress(ProtocolError):  # the checkpoint may have expired
-                self._service.delete_checkpoint(path, request.owner)
+                self._service.checkpoints.delete(path, request.owner)
         return Response(status_code=204)
 
     async def retrieve(self, request: TinkerRequest) -> Response:
         request_id = request.parse(TinkerRetrieveFuture).request_id
-        # An unknown operation was started before this server was restarted. On a 410, clients submit sampling
+        # An unknown operation was started before a restart of this server. On a 410, clients submit sampling
         # requests again and report training requests as lost.
         with _not_found_as_gone():
             result = await self._operations.wait(request_id, request.owner, HOLD_SECONDS)

@@ -1,7 +1,7 @@
 """Authenticates clients by an API key of this server, or by a token that the server issued for a key.
 
-Clients whose keys do not have Tinker's form (MinT's `sk-`) exchange them for a token and send that. A token
-is signed with the key that it stands for, so it survives restarts and nothing has to be stored.
+Clients whose keys do not have Tinker's form, such as MinT's `sk-`, exchange the key for a token. A token is
+signed with its key, so it remains valid after a restart and the server does not store it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from instar.types import Json
 KEY_HEADER = "X-API-Key"
 KEY_PREFIX = "tml-"
 """The prefix that Tinker's own clients require of a key."""
-TOKEN_SECONDS = 3600.0
-_TOKEN_PREFIX = "eyJ"
-"""The prefix of every JWT."""
+TOKEN_TTL_SECONDS = 3600.0
+_JWT_PREFIX = "eyJ"
 
 
 class TinkerKeyStore(KeyStore):
@@ -33,20 +32,20 @@ class TinkerKeyStore(KeyStore):
         self._secrets = {hash_key(key): key.encode("utf-8", "surrogatepass") for key in keys}
 
     def issue_token(self, owner: str) -> str:
-        """Return a JWT that stands for the owner's key until it expires."""
+        """Return a JWT that is accepted instead of the owner's key until the JWT expires."""
         claims = {
             "iss": "instar",
             "sub": f"tml:user:{owner[:16]}",
             "org_id": "instar",
             "owner": owner,
-            "exp": time.time() + TOKEN_SECONDS,
+            "exp": time.time() + TOKEN_TTL_SECONDS,
         }
         signed = f"{_encode({'alg': 'HS256', 'typ': 'JWT'})}.{_encode(claims)}"
         return f"{signed}.{self._sign(owner, signed)}"
 
     def _find_owner(self, key: str) -> str | None:
         owner = super()._find_owner(key)
-        if owner is None and key.startswith(_TOKEN_PREFIX):
+        if owner is None and key.startswith(_JWT_PREFIX):
             return self._verify_token(key)
         return owner
 
@@ -67,9 +66,8 @@ class TinkerKeyStore(KeyStore):
 
 
 def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """Return True if the request's key or token has a form that Tinker's clients send without exchanging it
-    first."""
-    return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _TOKEN_PREFIX))
+    """Return True if Tinker's clients send the request's key or token without exchanging it first."""
+    return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
 
 
 def _encode(value: Json) -> str:
@@ -77,7 +75,7 @@ def _encode(value: Json) -> str:
 
 
 def _decode(text: str) -> Json:
-    """Return the decoded JSON object; empty if the text is not part of a token."""
+    """Return the decoded JSON object, or an empty object if the text is not part of a token."""
     try:
         value = orjson.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
     except ValueError:

@@ -1,13 +1,13 @@
 """Converts Tinker's datums to samples.
 
-A datum has inputs ``x[0..n)`` and a target for each of them. We compute next-token logprobs, so a target must
-be the input that follows: ``target[i] == x[i+1]``; only the last one is free. The sample is then
-``x + [target[n-1]]``, and entry ``i`` of a datum's tensors applies to the sample's token ``i + 1``. Every
-token is trained, so that every logprob is returned; one whose weight or advantage is 0 adds nothing.
+A datum has inputs ``x[0..n)`` and one target for each input. The server computes next-token logprobs, so each
+target except the last must be the next input: ``target[i] == x[i+1]``. The sample is ``x + [target[n-1]]``,
+and entry ``i`` of a datum's tensors applies to token ``i + 1`` of the sample. Every token is trained, so that
+every logprob is returned; a token with weight or advantage 0 does not contribute to the gradient.
 
-Two kinds of tokens are masked, and their logprob is returned as NaN: tokens of weight or advantage 0 whose
-target is not the next input (programs put fillers there), and tokens of advantage 0 whose old logprob is NaN.
-`dro` pulls towards the old logprobs whatever the advantage is, so it accepts no filler targets.
+Two kinds of tokens are masked, and their logprob is returned as NaN: tokens with weight or advantage 0 whose
+target is a filler instead of the next input, and tokens with advantage 0 whose old logprob is NaN. `dro`
+rejects filler targets, because its regularization does not depend on the advantage.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.protocol.base import ProtocolError
+from instar.protocol.wire import align_with_tokens
 from instar.types import NOT_SAMPLED, Floats, Ids, Sample
 
 Array = NDArray[Any]
 
-_POLICY_GRADIENT = ("target_tokens", "logprobs", "advantages")
+_POLICY_GRADIENT_TENSORS = ("target_tokens", "logprobs", "advantages")
 LOSSES: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("target_tokens", "weights"),
-    "importance_sampling": _POLICY_GRADIENT,
-    "ppo": _POLICY_GRADIENT,
-    "cispo": _POLICY_GRADIENT,
-    "dro": _POLICY_GRADIENT,
+    "importance_sampling": _POLICY_GRADIENT_TENSORS,
+    "ppo": _POLICY_GRADIENT_TENSORS,
+    "cispo": _POLICY_GRADIENT_TENSORS,
+    "dro": _POLICY_GRADIENT_TENSORS,
 }
-"""The losses and the tensors that each accepts."""
-_OPTIONAL = frozenset({"weights"})
+"""The tensors that each loss accepts. All of them except ``weights`` are required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class TinkerDatum:
 
 
 def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
-    """Return one sample per datum. Raises ProtocolError, naming the invalid datum."""
+    """Return one sample for each datum. Raises ProtocolError, naming the invalid datum."""
     if loss not in LOSSES:
-        raise ProtocolError(f"unknown loss {loss!r}; supported: {', '.join(LOSSES)}")
+        raise ProtocolError(f"loss_fn: received {loss!r}; supported: {', '.join(LOSSES)}")
     if not datums:
         raise ProtocolError("data is empty; send at least one datum")
     return [_to_sample(f"datum {index}", datum, loss) for index, datum in enumerate(datums)]
@@ -56,24 +56,26 @@ def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
     if count == 0:
         raise ProtocolError(f"{name}: model_input has no tokens")
     _check_tensors(name, datum, loss)
-    targets = datum.tensors["target_tokens"]
+    last_target = int(datum.tensors["target_tokens"][-1])
+    # The last target is checked here, because no input confirms it and a larger number would be truncated.
+    if not 0 <= last_target < 1 << 31:
+        raise ProtocolError(f"{name}: target_tokens[{count - 1}] is {last_target}, which is not a token id")
     coefficients = datum.tensors.get("weights" if loss == "cross_entropy" else "advantages")
     mask = np.ones(count + 1, np.float32)
     mask[0] = 0
     _mask_fillers(name, datum, loss, coefficients, mask)
-    token_ids = np.empty(count + 1, np.int32)
-    token_ids[:-1] = datum.tokens
-    token_ids[-1] = _last_target(name, targets)
-    old_logprobs = datum.tensors.get("logprobs")
-    if old_logprobs is not None and coefficients is not None:
+    old_logprobs = datum.tensors.get("logprobs", np.full(count, np.nan, np.float32))
+    if loss != "cross_entropy" and coefficients is not None:
         mask[1:][np.isnan(old_logprobs) & (coefficients == 0)] = 0
     return Sample(
         sample_key=name,
         session_id="",
-        token_ids=token_ids,
+        token_ids=np.append(datum.tokens, last_target).astype(np.int32),
         mask=mask,
-        logprobs=_shift(old_logprobs, count, first=np.nan, default=np.nan),
-        advantages=_shift(coefficients, count, first=0.0, default=1.0),
+        logprobs=align_with_tokens(old_logprobs, count + 1, first=np.nan),
+        advantages=align_with_tokens(
+            np.ones(count) if coefficients is None else coefficients, count + 1, first=0.0
+        ),
         versions=np.full(count + 1, NOT_SAMPLED, np.int32),
     )
 
@@ -82,50 +84,33 @@ def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
     accepted = LOSSES[loss]
     if unknown := sorted(datum.tensors.keys() - accepted):
         raise ProtocolError(
-            f"{name}: {loss} takes {', '.join(accepted)} in loss_fn_inputs, but not {', '.join(unknown)}"
+            f"{name}: loss_fn_inputs has {', '.join(unknown)}; {loss} supports {', '.join(accepted)}"
         )
     for key in accepted:
         tensor = datum.tensors.get(key)
         if tensor is None:
-            if key in _OPTIONAL:
+            if key == "weights":
                 continue
             raise ProtocolError(f"{name}: loss_fn_inputs.{key} is missing; {loss} requires it")
         if len(tensor) != len(datum.tokens):
             raise ProtocolError(f"{name}: {key} has {len(tensor)} entries for {len(datum.tokens)} tokens")
         if (key == "target_tokens") != (tensor.dtype.kind == "i"):
             expected = "integers" if key == "target_tokens" else "floats"
-            raise ProtocolError(f"{name}: {key} has dtype {tensor.dtype}; it must hold {expected}")
+            raise ProtocolError(f"{name}: {key} has dtype {tensor.dtype}; it must contain {expected}")
 
 
 def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array | None, mask: Floats) -> None:
     targets = datum.tensors["target_tokens"]
-    differing = np.flatnonzero(targets[:-1] != datum.tokens[1:])
-    if len(differing) == 0:
+    fillers = np.flatnonzero(targets[:-1] != datum.tokens[1:])
+    if len(fillers) == 0:
         return
-    invalid = differing
+    invalid = fillers
     if loss != "dro" and coefficients is not None:
-        invalid = differing[coefficients[differing] != 0]
+        invalid = fillers[coefficients[fillers] != 0]
     if len(invalid):
         index = int(invalid[0])
         raise ProtocolError(
             f"{name}: target_tokens[{index}] is {int(targets[index])}, but the next input token is "
             f"{int(datum.tokens[index + 1])}; each target must be the next input token"
         )
-    mask[differing + 1] = 0
-
-
-def _last_target(name: str, targets: Array) -> int:
-    """Return the last target. It is not confirmed by any input, and would be truncated to 32 bits, so it is
-    checked here."""
-    last = int(targets[-1])
-    if not 0 <= last < 1 << 31:
-        raise ProtocolError(f"{name}: target_tokens[{len(targets) - 1}] is {last}, which is not a token id")
-    return last
-
-
-def _shift(values: Array | None, count: int, *, first: float, default: float) -> Floats:
-    """Return the values shifted by one, so that index i describes token i of the sample."""
-    shifted = np.empty(count + 1, np.float32)
-    shifted[0] = first
-    shifted[1:] = default if values is None else values
-    return shifted
+    mask[fillers + 1] = 0

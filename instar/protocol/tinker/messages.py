@@ -1,8 +1,8 @@
-"""The protobuf messages of Tinker's protocol that we read or write.
+"""The protobuf messages of Tinker's protocol that the server reads or writes.
 
-They are declared here instead of imported from the `tinker` package, so that a server does not need the SDK
-and works with every version of it. Fields that we do not support are declared as bytes, to be rejected by
-name. A map is declared as a repeated message with a key and a value, which is the same on the wire.
+The messages are declared here, so that a server does not need the `tinker` package and works with every
+version of it. Unsupported fields are declared as bytes, so that the server can reject them by name. A map is
+declared as a repeated message with a key and a value, which has the same wire format.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
+# Tensor dtypes.
 FLOAT32, INT64, INT32 = 1, 2, 3
-"""Tensor dtypes."""
+# Stop reasons.
 STOP, LENGTH = 0, 1
-"""Stop reasons."""
 
 _PACKAGE = "instar.tinker"
 _SCALARS = {
@@ -28,7 +28,7 @@ _SCALARS = {
     "bytes": FieldDescriptorProto.TYPE_BYTES,
 }
 
-# name → field → (number, type); a type with `*` is repeated.
+# The number and the type of each field by message and field name. A type with `*` is repeated.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Text": {"tokens": (1, "bytes")},
     "Chunk": {"encoded_text": (1, "Text"), "image": (2, "bytes"), "dmel": (3, "bytes")},
@@ -85,7 +85,7 @@ def _build_file() -> FileDescriptorProto:
     return file
 
 
-# A separate pool, because the SDK in the same process registers its messages in the default one.
+# This pool is separate, because the SDK in the same process registers its messages in the default pool.
 _pool = DescriptorPool()
 _pool.AddSerializedFile(_build_file().SerializeToString())
 

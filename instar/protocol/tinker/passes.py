@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from pydantic import ValidationError
 
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
@@ -19,18 +18,18 @@ from instar.protocol.tinker.requests import (
     TinkerChunk,
     TinkerForward,
     TinkerForwardBackward,
-    TinkerJsonDatum,
     TinkerPassInput,
     TinkerTensor,
 )
+from instar.protocol.wire import build_loss_config
 from instar.types import Ids, Sample
 
 _LOSS_OPTIONS = {
-    "ppo": {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    "cispo": {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"},
-    "dro": {"beta": "beta"},
+    "ppo": ("clip_low_threshold", "clip_high_threshold"),
+    "cispo": ("clip_low_threshold", "clip_high_threshold"),
+    "dro": ("beta",),
 }
-"""The options that each loss accepts, with Instar's names for them."""
+_DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT32: np.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class TinkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class TinkerPass:
-    """A request for a pass. Invalid data is reported when the pass runs, because its sequence id is used up
-    either way."""
+    """A request for a pass. An error in the data is raised when the pass runs, because later requests wait
+    for its sequence id."""
 
     model_id: str
     seq: int | None
@@ -61,9 +60,11 @@ def parse_protobuf_pass(body: bytes) -> TinkerPass:
         message.ParseFromString(body)
     except DecodeError as error:
         raise ProtocolError(f"the request cannot be parsed: {error}") from error
-    return TinkerPass(
-        message.model_id, message.seq_id or None, message.forward_only, _protobuf_batch(message)
-    )
+    options: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
+    options |= {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
+    datums = (_protobuf_datum(index, datum) for index, datum in enumerate(message.data))
+    batch = _build_batch(datums, message.loss_fn, options)
+    return TinkerPass(message.model_id, message.seq_id or None, message.forward_only, batch)
 
 
 def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
@@ -74,37 +75,21 @@ def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
     return TinkerPass(both.model_id, both.seq_id, False, _json_batch(both.forward_backward_input))
 
 
-def _protobuf_batch(message: Any) -> TinkerBatch | ProtocolError:
-    options: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
-    options |= {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
+def _build_batch(
+    datums: Iterable[TinkerDatum], loss: str, options: Mapping[str, float | str]
+) -> TinkerBatch | ProtocolError:
+    """Return the batch, or the error that the datums or the options raise."""
     try:
-        datums = [_protobuf_datum(index, datum) for index, datum in enumerate(message.data)]
-        return _to_batch(datums, message.loss_fn, options)
+        samples = to_samples(list(datums), loss)
+        supported = _LOSS_OPTIONS.get(loss, ())
+        if unknown := sorted(options.keys() - supported):
+            raise ProtocolError(
+                f"loss_fn_config: received {', '.join(unknown)}; {loss} supports "
+                f"{', '.join(supported) or 'no options'}"
+            )
+        return TinkerBatch(samples, build_loss_config(loss, options))
     except ProtocolError as error:
         return error
-
-
-def _json_batch(pass_input: TinkerPassInput) -> TinkerBatch | ProtocolError:
-    try:
-        datums = [_json_datum(index, datum) for index, datum in enumerate(pass_input.data)]
-        return _to_batch(datums, pass_input.loss_fn, pass_input.loss_fn_config or {})
-    except ProtocolError as error:
-        return error
-
-
-def _to_batch(datums: Sequence[TinkerDatum], loss: str, options: Mapping[str, float | str]) -> TinkerBatch:
-    samples = to_samples(datums, loss)
-    known = _LOSS_OPTIONS.get(loss, {})
-    if unknown := sorted(options.keys() - known.keys()):
-        accepted = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise ProtocolError(f"loss_fn_config: {loss} does not take {', '.join(unknown)}; {accepted}")
-    try:
-        config = LossConfig.model_validate(
-            {"name": loss, **{known[key]: value for key, value in options.items()}}
-        )
-    except ValidationError as error:
-        raise ProtocolError(f"loss_fn_config: {error.errors()[0]['msg']}") from error
-    return TinkerBatch(samples, config)
 
 
 # --- protobuf ---
@@ -114,13 +99,10 @@ def _protobuf_datum(index: int, datum: Any) -> TinkerDatum:
     parts: list[Array] = []
     for chunk in datum.model_input:
         if chunk.image or chunk.dmel:
-            raise ProtocolError(f"datum {index}: only text is supported, not images or audio")
-        parts.append(_elements(index, "model_input", chunk.encoded_text.tokens, np.int32))
+            raise ProtocolError(f"datum {index}: received an image or audio; only text is supported")
+        parts.append(_decode_elements(index, "model_input", chunk.encoded_text.tokens, np.int32))
     tensors = {entry.key: _protobuf_tensor(index, entry.key, entry.value) for entry in datum.loss_fn_inputs}
     return TinkerDatum(_concatenate(parts), tensors)
-
-
-_DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT32: np.int32}
 
 
 def _protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
@@ -128,24 +110,31 @@ def _protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
         raise ProtocolError(f"datum {index}: {name} must be a dense one-dimensional tensor")
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise ProtocolError(f"datum {index}: {name} has an unsupported dtype; supported: float32, int64")
-    return _elements(index, name, tensor.dense, dtype)
+        raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype}; supported: float32, int64")
+    return _decode_elements(index, name, tensor.dense, dtype)
 
 
-def _elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
+def _decode_elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
     try:
         return np.frombuffer(data, dtype)
     except ValueError as error:
-        raise ProtocolError(f"datum {index}: {name} has an incomplete last element") from error
+        raise ProtocolError(
+            f"datum {index}: {name} has {len(data)} bytes, which is not a multiple of its dtype"
+        ) from error
 
 
 # --- JSON ---
 
 
-def _json_datum(index: int, datum: TinkerJsonDatum) -> TinkerDatum:
-    tokens = concatenate_chunks(datum.model_input.chunks, f"datum {index}")
-    tensors = {name: _json_tensor(index, name, t) for name, t in datum.loss_fn_inputs.items()}
-    return TinkerDatum(tokens, tensors)
+def _json_batch(pass_input: TinkerPassInput) -> TinkerBatch | ProtocolError:
+    datums = (
+        TinkerDatum(
+            concatenate_chunks(datum.model_input.chunks, f"datum {index}"),
+            {name: _json_tensor(index, name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
+        )
+        for index, datum in enumerate(pass_input.data)
+    )
+    return _build_batch(datums, pass_input.loss_fn, pass_input.loss_fn_config or {})
 
 
 def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
@@ -156,7 +145,7 @@ def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
         try:
             parts.append(np.asarray(chunk.tokens, np.int32))
         except OverflowError as error:
-            raise ProtocolError(f"{name}: a token id does not fit 32 bits") from error
+            raise ProtocolError(f"{name}: a token id does not fit into 32 bits") from error
     return _concatenate(parts)
 
 

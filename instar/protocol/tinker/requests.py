@@ -1,4 +1,4 @@
-"""The request fields of Tinker's clients that we read. Other fields are ignored, as the service does."""
+"""The request fields of Tinker's clients that the server reads. Other fields are ignored."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ class TinkerSessionRef(Struct):
 
 
 class TinkerModelRequest(Struct):
-    """A request for a model. ``seq_id`` is the position of the request in the order of the model's calls."""
-
     model_id: str
     seq_id: int | None = None
 
@@ -46,8 +44,7 @@ class TinkerSaveWeights(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
-    """True if an existing checkpoint may be replaced. Older clients do not send this field and expect to
-    overwrite."""
+    """False if an existing checkpoint must not be replaced. Older clients do not send this field."""
 
 
 class TinkerSaveForSampler(TinkerModelRequest):

@@ -22,25 +22,22 @@ _REDUCTIONS = {
     "micro_batches": "sum",
     "ratio_max": "max",
 }
-"""How clients combine each metric over the parts of a batch. The default is the mean."""
+"""The function with which clients combine a metric over the parts of a batch. The default is the mean."""
 _OUTPUT_TYPE = "ArrayRecord"
 
 
 @dataclass(frozen=True, slots=True)
 class TinkerPassResult:
-    """The result of a forward or forward-backward pass."""
-
     logprobs: Sequence[Floats]
-    """The logprobs of the targets, one array per datum; NaN where no logprob was computed."""
+    """One array for each datum with the logprobs of its targets. The logprob of a masked target is NaN."""
     metrics: Mapping[str, float]
-    """The metrics. Each name ends in its reduction over the parts of a batch: ``loss:sum``."""
+    """The metrics by a name with the reduction over the parts of a batch, such as ``loss:sum``."""
 
     @classmethod
     def from_logprobs(
         cls, loss: float, metrics: Mapping[str, float], logprobs: Sequence[Floats]
     ) -> TinkerPassResult:
-        """Return a result with the samples' logprobs, without the first token of each sample, which has
-        none."""
+        """Return a result without the first token of each sample, which has no logprob."""
         all_metrics = {"loss": loss, **metrics}
         named = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in all_metrics.items()}
         return cls([values[1:] for values in logprobs], named)
@@ -70,7 +67,7 @@ class TinkerPassResult:
 class TinkerSampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
-    """The logprobs of the prompt; NaN where no logprob was computed or requested."""
+    """The logprobs of the prompt. A logprob that was not requested is NaN."""
 
     def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()
@@ -102,7 +99,7 @@ class TinkerSampleResult:
 
 
 def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are finite, because JSON has no NaN or infinity."""
+    """Return the finite metrics. JSON has no NaN and no infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

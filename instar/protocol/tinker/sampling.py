@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 from starlette.responses import Response
 
-from instar.protocol.base import OperationScheduler, ProtocolError, SampledSequence, TrainingService
+from instar.protocol.base import ProtocolError, SampledSequence
 from instar.protocol.http import json_response
+from instar.protocol.operations import OperationScheduler
+from instar.protocol.service import TrainingService
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import concatenate_chunks
 from instar.protocol.tinker.requests import TinkerCreateSampling, TinkerSampleRequest, TinkerSamplingParams
@@ -18,10 +20,9 @@ from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
 MAX_SESSIONS = 10_000
-"""The number of sampling sessions that are remembered, over all owners. Beyond that, the oldest is
-dropped."""
-MAX_SAMPLES = 1024
-"""The largest number of samples per request."""
+"""The number of sampling sessions in memory, over all owners. The oldest sampling session is dropped
+first."""
+MAX_SAMPLES_PER_REQUEST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +31,23 @@ class TinkerSamplingSession:
     owner: str
     path: str | None
     """The sampler's path; None for the base model."""
-    ephemeral: bool = False
+    is_ephemeral: bool = False
     """True if the weights have no name and are deleted when the session ends."""
 
 
 class TinkerSamplingSessions:
-    """Remembers the weights that each sampling session uses, and the models of each session."""
+    """The sampling sessions of all owners, and the models of each session."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, TinkerSamplingSession] = OrderedDict()
-        self._models: dict[str, list[str]] = {}
+        self.model_ids: defaultdict[str, list[str]] = defaultdict(list)
 
     def open(
-        self, session_id: str, number: int, owner: str, path: str | None, *, ephemeral: bool = False
+        self, session_id: str, number: int, owner: str, path: str | None, *, is_ephemeral: bool = False
     ) -> str:
-        """Return the sampling session's id. Opening a session again with the same number returns the same
-        id."""
+        """Return the sampling session's id, which is the same for the same session and number."""
         sampling_id = f"{session_id}:sample:{number}"
-        self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, ephemeral)
+        self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, is_ephemeral)
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return sampling_id
@@ -56,20 +56,16 @@ class TinkerSamplingSessions:
         session = self._sessions.get(sampling_id)
         if session is None or session.owner != owner:
             raise ProtocolError(
-                f"there is no sampling session {sampling_id}: it has ended, or the server was restarted", 404
+                f"there is no sampling session {sampling_id}; it has ended, or the server was restarted", 404
             )
         return session
 
-    def add_model(self, session_id: str, model_id: str) -> None:
-        self._models.setdefault(session_id, []).append(model_id)
-
     def end(self, session_id: str) -> tuple[list[str], list[str]]:
-        """Forget a session. Returns its models and the paths of its ephemeral weights."""
-        ended = {name: s for name, s in self._sessions.items() if s.session_id == session_id}
-        for name in ended:
-            del self._sessions[name]
-        paths = [s.path for s in ended.values() if s.ephemeral and s.path is not None]
-        return self._models.pop(session_id, []), paths
+        """Remove a session and return the ids of its models and the paths of its ephemeral weights."""
+        sampling_ids = [name for name, s in self._sessions.items() if s.session_id == session_id]
+        ended = [self._sessions.pop(name) for name in sampling_ids]
+        paths = [session.path for session in ended if session.is_ephemeral and session.path is not None]
+        return self.model_ids.pop(session_id, []), paths
 
 
 class TinkerSamplingRoutes:
@@ -81,9 +77,9 @@ class TinkerSamplingRoutes:
         self._sessions = sessions
 
     def register(self, router: TinkerRouter) -> None:
-        router.post("create_sampling_session", self.create)
-        router.post("asample", self.sample)
-        router.get("samplers/{sampler_id}", self.info)
+        router.add("POST", "create_sampling_session", self.create)
+        router.add("POST", "asample", self.sample)
+        router.add("GET", "samplers/{sampler_id}", self.info)
 
     async def create(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerCreateSampling)
@@ -112,17 +108,17 @@ class TinkerSamplingRoutes:
         request_id = self._operations.submit(
             "sample", request.owner, lambda: self._sample(body, path, request.owner), key=key
         )
-        count = max(0, min(body.num_samples, MAX_SAMPLES))
+        count = max(0, min(body.num_samples, MAX_SAMPLES_PER_REQUEST))
         return json_response(
             {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(count)]}
         )
 
     def _find_sampler(self, path: str | None, base_model: str | None, owner: str) -> str | None:
         if path is not None:
-            return self._service.checkpoint(path, owner).path
+            return self._service.checkpoints.find(path, owner).path
         if base_model != self._service.base_model:
             raise ProtocolError(
-                f"base_model: no model {base_model!r} is served here, only {self._service.base_model!r}"
+                f"base_model: received {base_model!r}; this server serves {self._service.base_model!r}"
             )
         return None
 
@@ -142,14 +138,16 @@ class TinkerSamplingRoutes:
         self, body: TinkerSampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
     ) -> list[SampledSequence]:
         if body.prompt_logprobs and len(prompt) == self._service.max_context:
-            # To get a prompt's logprobs, clients also request one token. It may not fit into the context.
+            # A client that wants a prompt's logprobs also requests one token, which does not fit here.
             return [SampledSequence([], [], "length", "") for _ in range(body.num_samples)]
         return await self._service.sample(path, owner, prompt.tolist(), params, body.num_samples)
 
 
 def _check_supported(body: TinkerSampleRequest) -> None:
-    if not 1 <= body.num_samples <= MAX_SAMPLES:
-        raise ProtocolError(f"num_samples: received {body.num_samples}; allowed: 1 to {MAX_SAMPLES}")
+    if not 1 <= body.num_samples <= MAX_SAMPLES_PER_REQUEST:
+        raise ProtocolError(
+            f"num_samples: received {body.num_samples}; allowed: 1 to {MAX_SAMPLES_PER_REQUEST}"
+        )
     unsupported = {
         "topk_prompt_logprobs": body.topk_prompt_logprobs > 0,
         "topk_sample_logprobs": body.topk_sample_logprobs > 0,
@@ -158,12 +156,14 @@ def _check_supported(body: TinkerSampleRequest) -> None:
         "record_stability_info": bool(body.record_stability_info),
     }
     if names := [name for name, is_set in unsupported.items() if is_set]:
-        raise ProtocolError(f"this server does not offer {', '.join(names)}")
+        raise ProtocolError(f"this server does not support {', '.join(names)}; remove them from the request")
 
 
 def _to_params(fields: TinkerSamplingParams, max_context: int) -> SamplingParams:
     if fields.stop == []:
-        raise ProtocolError("stop=[] is not supported: generation always stops at the end-of-text token")
+        raise ProtocolError(
+            "stop: received []; an empty list is not supported, because generation stops at end-of-text"
+        )
     stop: list[str | int] = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return fields.to_params(
         max_tokens=max_context,
@@ -177,9 +177,7 @@ def _keep_last(logprobs: Floats, count: int | None) -> Floats:
     if count is None:
         return logprobs
     if not 1 <= count < len(logprobs):
-        raise ProtocolError(
-            f"prompt_logprobs_last_n: received {count}; the prompt has {len(logprobs)} tokens"
-        )
-    kept = logprobs.copy()
-    kept[:-count] = np.nan
-    return kept
+        raise ProtocolError(f"prompt_logprobs_last_n: received {count}; allowed: 1 to {len(logprobs) - 1}")
+    last_logprobs = logprobs.copy()
+    last_logprobs[:-count] = np.nan
+    return last_logprobs

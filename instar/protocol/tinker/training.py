@@ -11,8 +11,11 @@ from typing import Any
 from starlette.responses import Response
 
 from instar.backends.loss_values import compute_loss
-from instar.protocol.base import OperationScheduler, ProtocolError, TrainingModel, TrainingService
+from instar.protocol.base import ProtocolError
 from instar.protocol.http import json_response
+from instar.protocol.models import TrainingModel
+from instar.protocol.operations import OperationScheduler
+from instar.protocol.service import TrainingService
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import TinkerBatch, TinkerPass, parse_json_pass, parse_protobuf_pass
 from instar.protocol.tinker.requests import (
@@ -27,8 +30,8 @@ from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, drop_non_
 from instar.protocol.tinker.sampling import TinkerSamplingSessions
 from instar.types import Json
 
-EPHEMERAL_SECONDS = 7 * 86400.0
-"""Seconds that unnamed weights saved for a sampling client are kept, unless their session ends earlier."""
+EPHEMERAL_TTL_SECONDS = 7 * 86400.0
+"""The time that unnamed weights are kept, unless their session ends earlier."""
 OPTIMIZER = "adamw"
 
 
@@ -41,53 +44,53 @@ class TinkerTrainingRoutes:
         self._sessions = sessions
 
     def register(self, router: TinkerRouter) -> None:
-        router.post("create_model", self.create_model)
-        router.post("unload_model", self.unload_model)
-        router.post("get_info", self.get_info)
-        router.post("forward_backward", self.forward_backward)
-        router.post("forward", self.forward)
-        router.post("optim_step", self.optim_step)
-        router.post("save_weights", self.save_weights)
-        router.post("save_weights_for_sampler", self.save_for_sampler)
-        router.post("load_weights", self.load_weights)
+        router.add("POST", "create_model", self.create_model)
+        router.add("POST", "unload_model", self.unload_model)
+        router.add("POST", "get_info", self.get_info)
+        router.add("POST", "forward_backward", self.forward_backward)
+        router.add("POST", "forward", self.forward)
+        router.add("POST", "optim_step", self.optim_step)
+        router.add("POST", "save_weights", self.save_weights)
+        router.add("POST", "save_weights_for_sampler", self.save_for_sampler)
+        router.add("POST", "load_weights", self.load_weights)
 
     async def create_model(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerCreateModel)
 
-        async def work() -> Json:
+        async def run() -> Json:
             optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
             if optimizer != OPTIMIZER:
                 raise ProtocolError(
                     f"optimizer_config.type: received {optimizer!r}; supported: {OPTIMIZER!r}"
                 )
             if body.lora_config is None:
-                raise ProtocolError("lora_config is missing: only LoRA adapters can be trained here")
+                raise ProtocolError("lora_config is missing; this server trains only LoRA adapters")
             adapter = body.lora_config.to_adapter_spec()
             model = await self._service.create_model(body.session_id, request.owner, body.base_model, adapter)
-            self._sessions.add_model(body.session_id, model.model_id)
+            self._sessions.model_ids[body.session_id].append(model.model_id)
             return {"type": "create_model", "model_id": model.model_id}
 
-        # Checked now, so that a client whose session has ended gets the error at once.
+        # This check reports an ended session in the response instead of in the operation's result.
         self._service.heartbeat(body.session_id, request.owner)
         key = f"create_model:{body.session_id}:{body.model_seq_id}"
-        request_id = self._operations.submit("create_model", request.owner, work, key=key)
+        request_id = self._operations.submit("create_model", request.owner, run, key=key)
         return json_response({"request_id": request_id})
 
     async def unload_model(self, request: TinkerRequest) -> Response:
         model_id = request.parse(TinkerModelRequest).model_id
-        self._service.model(model_id, request.owner)
+        self._service.find_model(model_id, request.owner)
 
-        async def work() -> Json:
+        async def run() -> Json:
             await self._service.end_model(model_id, request.owner)
             self._operations.close_queue(model_id)
             return {"type": "unload_model", "model_id": model_id}
 
         key = request.idempotency_key
-        request_id = self._operations.submit("unload_model", request.owner, work, key=key)
+        request_id = self._operations.submit("unload_model", request.owner, run, key=key)
         return json_response({"request_id": request_id})
 
     async def get_info(self, request: TinkerRequest) -> Response:
-        model = self._service.model(request.parse(TinkerModelRequest).model_id, request.owner)
+        model = self._service.find_model(request.parse(TinkerModelRequest).model_id, request.owner)
         name = self._service.base_model
         return json_response(
             {
@@ -111,81 +114,82 @@ class TinkerTrainingRoutes:
     async def optim_step(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerOptimStep)
 
-        async def work(model: TrainingModel) -> Json:
+        async def run(model: TrainingModel) -> Json:
             if body.adam_params is None:
-                raise ProtocolError(f"adam_params is missing: the only optimizer here is {OPTIMIZER!r}")
+                raise ProtocolError(f"adam_params is missing; this server supports only {OPTIMIZER!r}")
             step = await model.optim_step(body.adam_params.to_config())
             return {"metrics": drop_non_finite({"grad_norm": step.grad_norm, **step.metrics})}
 
-        return self._submit(request, "optim_step", body, work)
+        return self._submit(request, "optim_step", body, run)
 
     async def save_weights(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerSaveWeights)
 
-        async def work(model: TrainingModel) -> Json:
+        async def run(model: TrainingModel) -> Json:
             name = _require_name(body.path)
-            if body.overwrite is False and self._has_state(model.model_id, name, request.owner):
-                raise ProtocolError(f"{model.model_id} has a checkpoint {name!r} already; overwrite is false")
+            if body.overwrite is False and any(
+                info.kind == "state" and info.path.endswith(f"/{name}")
+                for info in self._service.checkpoints.list_checkpoints(request.owner, model.model_id)
+            ):
+                raise ProtocolError(
+                    f"the checkpoint {name!r} already exists; choose another name or set overwrite"
+                )
             saved = await model.save(name, optimizer=True, ttl=body.ttl_seconds)
             return {"type": "save_weights", "path": saved.path}
 
-        return self._submit(request, "save_weights", body, work)
+        return self._submit(request, "save_weights", body, run)
 
     async def save_for_sampler(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerSaveForSampler)
         number = body.sampling_session_seq_id
 
-        async def work(model: TrainingModel) -> Json:
+        async def run(model: TrainingModel) -> Json:
             if body.path is not None:
                 saved = await model.export(_require_name(body.path), ttl=body.ttl_seconds)
                 return {"type": "save_weights_for_sampler", "path": saved.path}
             if number is None:
-                raise ProtocolError("path or sampling_session_seq_id is required; both are missing")
+                raise ProtocolError("path and sampling_session_seq_id are missing; send one of them")
             name = f"ephemeral-{number}"
-            saved = await model.export(name, ttl=body.ttl_seconds or EPHEMERAL_SECONDS)
-            session = self._sessions.open(model.session_id, number, request.owner, saved.path, ephemeral=True)
+            saved = await model.export(name, ttl=body.ttl_seconds or EPHEMERAL_TTL_SECONDS)
+            session = self._sessions.open(
+                model.session_id, number, request.owner, saved.path, is_ephemeral=True
+            )
             return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
-        return self._submit(request, "save_weights_for_sampler", body, work)
+        return self._submit(request, "save_weights_for_sampler", body, run)
 
     async def load_weights(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerLoadWeights)
 
-        async def work(model: TrainingModel) -> Json:
+        async def run(model: TrainingModel) -> Json:
             await model.load(body.path, optimizer=body.optimizer)
             return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 
-        return self._submit(request, "load_weights", body, work)
-
-    def _has_state(self, model_id: str, name: str, owner: str) -> bool:
-        return any(
-            info.kind == "state" and info.path.endswith(f"/{name}")
-            for info in self._service.checkpoints(owner, model_id)
-        )
+        return self._submit(request, "load_weights", body, run)
 
     def _submit_pass(self, request: TinkerRequest, training_pass: TinkerPass) -> Response:
-        async def work(model: TrainingModel) -> TinkerPassResult:
-            run = _forward if training_pass.forward_only else _forward_backward
-            return await run(model, training_pass.require_batch())
+        async def run(model: TrainingModel) -> TinkerPassResult:
+            compute = _forward if training_pass.forward_only else _forward_backward
+            return await compute(model, training_pass.require_batch())
 
         body = TinkerModelRequest(training_pass.model_id, training_pass.seq)
         kind = "forward" if training_pass.forward_only else "forward_backward"
-        return self._submit(request, kind, body, work)
+        return self._submit(request, kind, body, run)
 
     def _submit(
         self,
         request: TinkerRequest,
         kind: str,
         body: TinkerModelRequest,
-        work: Callable[[TrainingModel], Awaitable[Any]],
+        run: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
-        """Submit an operation with the request's sequence id and return the response. Raises ProtocolError
-        404 if the model has ended."""
-        model = self._service.model(body.model_id, request.owner)
+        """Submit an operation with the request's sequence id. Raises ProtocolError 404 if the model has
+        ended."""
+        model = self._service.find_model(body.model_id, request.owner)
         request_id = self._operations.submit(
             kind,
             request.owner,
-            lambda: work(model),
+            lambda: run(model),
             queue=model.model_id,
             seq=body.seq_id,
             key=request.idempotency_key,
@@ -208,5 +212,5 @@ async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult
 
 def _require_name(path: str | None) -> str:
     if not path:
-        raise ProtocolError("path is missing: a checkpoint needs a name")
+        raise ProtocolError("path is missing; send the name of the checkpoint")
     return path

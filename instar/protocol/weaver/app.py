@@ -1,7 +1,7 @@
-"""The app that serves the training and sampling routes of Weaver's protocol, under `/api/v1`.
+"""The app that serves the training and sampling routes of Weaver's protocol.
 
-Organisations and quotas, managed datasets, weight downloads and deployments are not offered; a request for
-them gets a 404 that says so.
+Organisations, quotas, managed datasets, weight downloads and deployments are not supported. A request for
+them gets a 404.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from instar.protocol.base import OperationScheduler, TrainingService
 from instar.protocol.http import KeyStore, json_response
-from instar.protocol.weaver.http import KEY_HEADER, WeaverHandler, WeaverRequest, make_endpoint, unknown_route
-from instar.protocol.weaver.operations import WeaverOperationRoutes
+from instar.protocol.operations import OperationScheduler
+from instar.protocol.service import TrainingService
+from instar.protocol.weaver.http import KEY_HEADER, WeaverOperationRoutes, WeaverRequest, create_router
 from instar.protocol.weaver.sampling import WeaverSamplingRoutes
 from instar.protocol.weaver.tensors import TRANSPORTS
 from instar.protocol.weaver.training import TRAINING_MODE, WeaverTrainingRoutes
 
 logger = logging.getLogger(__name__)
-PRICED = (
+PRICED_RESOURCES = (
     "training_tokens",
     "sampling_prefill_tokens",
     "sampling_cached_prefill_tokens",
@@ -47,45 +46,35 @@ class WeaverMetrics(msgspec.Struct):
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
     """Return the app. Every route except `/healthz` requires one of the keys. Clients with different keys
-    cannot see each other's sessions and models."""
-    operation_routes = WeaverOperationRoutes(operations)
+    have no access to each other's sessions and models."""
+    results = WeaverOperationRoutes(operations)
     sessions = WeaverSessionRoutes(service)
-    training = WeaverTrainingRoutes(service, operations, operation_routes)
-    sampling = WeaverSamplingRoutes(service, operation_routes)
-    key_store = KeyStore(keys, KEY_HEADER)
-
-    def route(method: str, path: str, handler: WeaverHandler) -> Route:
-        endpoint = make_endpoint(handler, key_store, service.limits.max_body)
-        return Route(f"/api/v1{path}", endpoint, methods=[method])
-
-    return Starlette(
-        routes=[
-            Route("/healthz", _health),
-            route("GET", "/supported-models", sessions.models),
-            route("GET", "/model-catalog", sessions.models),
-            route("POST", "/sessions", sessions.create_session),
-            route("GET", "/sessions/{session}", sessions.show_session),
-            route("POST", "/sessions/{session}/heartbeat", sessions.show_session),
-            route("POST", "/sessions/{session}/metrics", sessions.log_metrics),
-            route("POST", "/sessions/{session}/models", training.create),
-            route("GET", "/models/{model}", training.show),
-            route("POST", "/models/{model}/forward-passes", training.forward),
-            route("POST", "/models/{model}/forward-backward-passes", training.forward_backward),
-            route("POST", "/models/{model}/optimizer-steps", training.optim_step),
-            route("POST", "/models/{model}/export-sampler", training.export),
-            route("GET", "/models/{model}/checkpoints", training.checkpoints),
-            route("POST", "/models/{model}/checkpoints", training.save),
-            route("POST", "/models/{model}/load", training.load),
-            route("POST", "/models/{model}/terminate", training.terminate),
-            route("POST", "/sessions/{session}/sampling-sessions", sampling.create),
-            route("GET", "/sampling-sessions/{sampling}", sampling.show),
-            route("DELETE", "/sampling-sessions/{sampling}", sampling.delete),
-            route("POST", "/sampling-sessions/{sampling}/samples", sampling.sample),
-            route("POST", "/sampling-sessions/{sampling}/logprobs", sampling.logprobs),
-            route("GET", "/operations/{operation}", operation_routes.show),
-        ],
-        exception_handlers={HTTPException: unknown_route},
-    )
+    training = WeaverTrainingRoutes(service, operations, results)
+    sampling = WeaverSamplingRoutes(service, results)
+    router = create_router(KeyStore(keys, KEY_HEADER), service.limits.max_body)
+    router.add("GET", "supported-models", sessions.models)
+    router.add("GET", "model-catalog", sessions.models)
+    router.add("POST", "sessions", sessions.create_session)
+    router.add("GET", "sessions/{session}", sessions.show_session)
+    router.add("POST", "sessions/{session}/heartbeat", sessions.show_session)
+    router.add("POST", "sessions/{session}/metrics", sessions.log_metrics)
+    router.add("POST", "sessions/{session}/models", training.create)
+    router.add("GET", "models/{model}", training.show)
+    router.add("POST", "models/{model}/forward-passes", training.forward)
+    router.add("POST", "models/{model}/forward-backward-passes", training.forward_backward)
+    router.add("POST", "models/{model}/optimizer-steps", training.optim_step)
+    router.add("POST", "models/{model}/export-sampler", training.export)
+    router.add("GET", "models/{model}/checkpoints", training.checkpoints)
+    router.add("POST", "models/{model}/checkpoints", training.save)
+    router.add("POST", "models/{model}/load", training.load)
+    router.add("POST", "models/{model}/terminate", training.terminate)
+    router.add("POST", "sessions/{session}/sampling-sessions", sampling.create)
+    router.add("GET", "sampling-sessions/{sampling}", sampling.show)
+    router.add("DELETE", "sampling-sessions/{sampling}", sampling.delete)
+    router.add("POST", "sampling-sessions/{sampling}/samples", sampling.sample)
+    router.add("POST", "sampling-sessions/{sampling}/logprobs", sampling.logprobs)
+    router.add("GET", "operations/{operation}", results.show)
+    return router.create_app(Route("/healthz", _health))
 
 
 async def _health(request: Request) -> Response:
@@ -93,13 +82,13 @@ async def _health(request: Request) -> Response:
 
 
 class WeaverSessionRoutes:
-    """The routes for sessions and the list of base models."""
-
     def __init__(self, service: TrainingService) -> None:
         self._service = service
 
     async def models(self, request: WeaverRequest) -> Response:
-        prices = {f"{kind}:{TRAINING_MODE}": {"unit": "token", "unit_price_micros": 0} for kind in PRICED}
+        prices = {
+            f"{kind}:{TRAINING_MODE}": {"unit": "token", "unit_price_micros": 0} for kind in PRICED_RESOURCES
+        }
         item: dict[str, Any] = {
             "id": self._service.base_model,
             "name": self._service.base_model,
@@ -115,7 +104,7 @@ class WeaverSessionRoutes:
         return json_response(_session_fields(await self._service.create_session(request.owner)), 201)
 
     async def show_session(self, request: WeaverRequest) -> Response:
-        """Return the session; the request also counts as a heartbeat."""
+        """Return the session and record a heartbeat."""
         self._service.heartbeat(request.path_params["session"], request.owner)
         return json_response(_session_fields(request.path_params["session"]))
 
@@ -128,5 +117,5 @@ class WeaverSessionRoutes:
 
 
 def _session_fields(session_id: str) -> dict[str, Any]:
-    """Return a session's fields. ``tensor_transports`` is read by `WeaverClient`, not by the SDK."""
+    # `WeaverClient` reads ``tensor_transports``. The SDK ignores it.
     return {"id": session_id, "tensor_transports": TRANSPORTS}

@@ -11,21 +11,20 @@ from instar.protocol.base import CheckpointInfo, ProtocolError
 SCHEME = "weaver://"
 FOLDERS = {"state": "checkpoints", "sampler": "samplers"}
 SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
-"""The folder names in Weaver's paths, with those in the paths of `TrainingService`."""
+"""The folder names in Weaver's paths, with the folder names of `CheckpointStore`."""
 
 
 def weaver_path(info: CheckpointInfo) -> str:
-    """Return `weaver://<model>/checkpoints/<name>`, with `samplers` instead for a checkpoint that can only be
-    sampled from."""
+    """Return `weaver://<model>/checkpoints/<name>` for a state or `weaver://<model>/samplers/<name>`."""
     return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_checkpoint_name(info)}"
 
 
 def to_service_path(path: str) -> str:
-    """Return the path of `TrainingService` for a client's path. `TrainingService` accepts any scheme."""
+    """Return the path of `CheckpointStore` for a client's path."""
     parts = path.removeprefix(SCHEME).split("/", 2)
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SERVICE_FOLDERS:
         raise ProtocolError(
-            f"{path!r} names no checkpoint: expected {SCHEME}<model>/checkpoints/<name> or "
+            f"checkpoint path: received {path!r}; expected {SCHEME}<model>/checkpoints/<name> or "
             f"{SCHEME}<model>/samplers/<name>"
         )
     model_id, folder, name = parts
@@ -33,12 +32,11 @@ def to_service_path(path: str) -> str:
 
 
 def checkpoint_fields(info: CheckpointInfo) -> dict[str, Any]:
-    """Return the fields of the SDK's `Checkpoint`."""
     path = weaver_path(info)
     ttl = None if info.expires_at is None else round(info.expires_at - info.created_at)
     weights = "weight_and_optimizer" if info.has_optimizer else "weight"
     return {
-        # The SDK puts ids into URLs and accepts only UUIDs. Equal paths have equal ids.
+        # The SDK accepts only UUIDs as ids.
         "id": str(uuid.uuid5(uuid.NAMESPACE_URL, path)),
         "path": path,
         "name": _checkpoint_name(info),

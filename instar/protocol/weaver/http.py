@@ -1,24 +1,24 @@
-"""Requests, responses and errors of Weaver's protocol.
+"""Requests and responses of Weaver's protocol, including the results of operations.
 
-The body of an error is ``{"error": <code>, "message", "retryable"}``.
+A request that starts an operation or polls its state is held open for up to `HOLD_SECONDS` until the
+operation is done. The SDK would poll again only after half a second, then one, two, and up to ten seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.errors import to_protocol_error
-from instar.protocol.http import KeyStore, json_response, parse_json, read_body, unknown_route_error
+from instar.protocol.http import KeyStore, ProtocolRouter, json_response, parse_json, read_body
+from instar.protocol.operations import OperationFunction, OperationScheduler
 
 KEY_HEADER = "X-WEAVER-API-KEY"
 JSON, MULTIPART = "application/json", "multipart/form-data"
-CODES = {
+ERROR_CODES = {
     400: "invalid_request",
     401: "unauthorized",
     404: "not_found",
@@ -30,71 +30,103 @@ CODES = {
     501: "not_offered",
     503: "unavailable",
 }
-RETRYABLE = frozenset({429, 503})
+RETRYABLE_STATUSES = frozenset({429, 503})
+HOLD_SECONDS = 25.0
+"""The time that a request is held open: less than half of the 60 s after which the SDK gives up."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class WeaverRequest:
-    """An authenticated request. ``path_params`` are the parts of the path that matched the route's
-    pattern."""
-
     owner: str
     path_params: dict[str, str]
     content_type: str
     body: bytes
     call_id: str | None
-    """The trace context. The SDK repeats it when it retries a call, and never uses it for a different
-    call."""
+    """The trace context, which the SDK keeps when it retries a call and changes for every other call."""
 
     @property
     def media_type(self) -> str:
         return self.content_type.partition(";")[0].strip().lower()
 
-    def parse(self, shape: type[T]) -> T:
+    def parse(self, message_type: type[T]) -> T:
         if self.media_type != JSON:
-            raise ProtocolError(f"only training passes may be sent as {self.media_type}; send {JSON}", 415)
-        return parse_json(self.body or b"{}", shape)
-
-
-WeaverHandler = Callable[[WeaverRequest], Awaitable[Response]]
-
-
-def make_endpoint(
-    handler: WeaverHandler, keys: KeyStore, max_body: int
-) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(http: Request) -> Response:
-        try:
-            request = WeaverRequest(
-                owner=keys.authenticate(http.headers),
-                path_params=http.path_params,
-                content_type=http.headers.get("content-type", JSON),
-                body=await read_body(http, max_body),
-                call_id=http.headers.get("traceparent"),
+            raise ProtocolError(
+                f"content-type: received {self.media_type!r}; this route supports {JSON}", 415
             )
-            if request.media_type not in (JSON, MULTIPART):
-                raise ProtocolError(
-                    f"content-type: received {request.media_type!r}; supported: {JSON}, {MULTIPART}", 415
-                )
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=400)
-        except Exception as error:  # noqa: BLE001 - every error becomes a response to the client
-            return error_response(to_protocol_error(error))
-
-    return handle
+        return parse_json(self.body or b"{}", message_type)
 
 
-def error_fields(error: ProtocolError) -> tuple[str, str, bool]:
-    """Return the error's code and text, and True if a retry may help."""
-    code = CODES.get(error.status, "invalid_request" if error.category == "user" else "internal_error")
-    return code, str(error), error.status in RETRYABLE
+def create_router(keys: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest]:
+    async def parse_request(http: Request, owner: str) -> WeaverRequest:
+        request = WeaverRequest(
+            owner=owner,
+            path_params=http.path_params,
+            content_type=http.headers.get("content-type", JSON),
+            body=await read_body(http, max_body),
+            call_id=http.headers.get("traceparent"),
+        )
+        if request.media_type not in (JSON, MULTIPART):
+            raise ProtocolError(
+                f"content-type: received {request.media_type!r}; supported: {JSON}, {MULTIPART}", 415
+            )
+        return request
+
+    return ProtocolRouter[WeaverRequest](keys, parse_request, _error_response)
 
 
-def error_response(error: ProtocolError) -> Response:
-    code, message, retryable = error_fields(error)
-    return json_response({"error": code, "message": message, "retryable": retryable}, error.status)
+def _error_response(error: ProtocolError) -> Response:
+    fields = {"error": _error_code(error), "message": str(error), "retryable": _is_retryable(error)}
+    return json_response(fields, error.status)
 
 
-async def unknown_route(http: Request, error: Exception) -> Response:
-    return error_response(unknown_route_error(http, error))
+def _error_code(error: ProtocolError) -> str:
+    return ERROR_CODES.get(error.status, "invalid_request" if error.category == "user" else "internal_error")
+
+
+def _is_retryable(error: ProtocolError) -> bool:
+    return error.status in RETRYABLE_STATUSES
+
+
+class WeaverOperationRoutes:
+    def __init__(self, operations: OperationScheduler) -> None:
+        self._operations = operations
+
+    async def submit(self, kind: str, request: WeaverRequest, function: OperationFunction) -> Response:
+        return await self.respond(self._operations.submit(kind, request.owner, function), request)
+
+    async def run(
+        self,
+        kind: str,
+        request: WeaverRequest,
+        function: OperationFunction,
+        *,
+        key: str | None,
+        deadline: float,
+    ) -> Any:
+        """Run an operation and return its value, for requests whose result the SDK expects in the response. A
+        request that repeats the ``key`` gets the result of the same operation."""
+        operation_id = self._operations.submit(kind, request.owner, function, key=key)
+        result = await self._operations.wait(operation_id, request.owner, deadline)
+        if result is None:
+            raise ProtocolError(f"{kind} is not done after {deadline:g} s; send it again", 503, "server")
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    async def show(self, request: WeaverRequest) -> Response:
+        return await self.respond(request.path_params["operation"], request)
+
+    async def respond(self, operation_id: str, request: WeaverRequest) -> Response:
+        result = await self._operations.wait(operation_id, request.owner, HOLD_SECONDS)
+        fields: dict[str, Any] = {"id": operation_id, "status": "running"}
+        if result is not None and result.error is None:
+            fields |= {"status": "done", "response": result.value}
+        elif result is not None and result.error is not None:
+            fields |= {
+                "status": "error",
+                "error_code": _error_code(result.error),
+                "error_message": str(result.error),
+                "retryable": _is_retryable(result.error),
+            }
+        return json_response(fields)

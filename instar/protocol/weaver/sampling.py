@@ -1,7 +1,7 @@
 """The routes for sampling sessions.
 
-The id of a sampling session encodes the path of its sampler, so the server keeps no state for it and the id
-stays valid after a restart.
+The id of a sampling session encodes the path of its sampler. Therefore the server does not store sampling
+sessions, and the id remains valid after a restart.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from instar.protocol.base import ProtocolError, TrainingService
+from instar.protocol.base import ProtocolError
 from instar.protocol.http import json_response
+from instar.protocol.service import TrainingService
 from instar.protocol.weaver.checkpoints import to_service_path
 from instar.protocol.weaver.datums import WeaverModelInput
-from instar.protocol.weaver.http import WeaverRequest
-from instar.protocol.weaver.operations import WeaverOperationRoutes
+from instar.protocol.weaver.http import WeaverOperationRoutes, WeaverRequest
 from instar.protocol.wire import SamplingFields
-from instar.types import SamplingParams
 
-PREFIX = "sampling-"
+ID_PREFIX = "sampling-"
 
 
 class WeaverCreateSampling(msgspec.Struct):
@@ -48,7 +47,7 @@ class WeaverSampleRequest(msgspec.Struct):
     score_centering: dict[str, Any] = {}
 
 
-UNSUPPORTED = (
+UNSUPPORTED_FIELDS = (
     "topk_prompt_logprobs",
     "return_sampling_mask",
     "return_old_logprob",
@@ -72,10 +71,11 @@ class WeaverSamplingRoutes:
         body = request.parse(WeaverCreateSampling)
         self._service.heartbeat(request.path_params["session"], request.owner)
         if body.model_path:
-            self._service.checkpoint(to_service_path(body.model_path), request.owner)
+            self._service.checkpoints.find(to_service_path(body.model_path), request.owner)
         elif body.base_model != self._service.base_model:
             raise ProtocolError(
-                f"base_model: {body.base_model!r} is not served here; {self._service.base_model!r} is", 404
+                f"base_model: received {body.base_model!r}; this server serves {self._service.base_model!r}",
+                404,
             )
         return json_response(self._session_fields(_encode_id(body.model_path), body.model_path), 201)
 
@@ -98,13 +98,19 @@ class WeaverSamplingRoutes:
     async def sample(self, request: WeaverRequest) -> Response:
         body = request.parse(WeaverSampleRequest)
         sampler, owner = self._find_sampler(request), request.owner
-        for name in UNSUPPORTED:
+        for name in UNSUPPORTED_FIELDS:
             if getattr(body, name):
-                raise ProtocolError(f"{name} is not supported by this server; leave it out")
+                raise ProtocolError(f"this server does not support {name}; remove it from the request")
         prompt = _require_prompt(body.prompt)
-        params = self._to_params(body.sampling_params, len(prompt))
+        fields = body.sampling_params
+        params = fields.to_params(
+            max_tokens=max(self._service.max_context - len(prompt), 1),
+            seed=fields.seed if fields.seed is not None else fields.sampling_seed,
+            stop=fields.stop,
+            stop_token_ids=fields.stop_token_ids,
+        )
 
-        async def work() -> Any:
+        async def run() -> Any:
             sequences = await self._service.sample(sampler, owner, prompt, params, body.num_samples)
             result: dict[str, Any] = {
                 "sequences": [
@@ -121,32 +127,29 @@ class WeaverSamplingRoutes:
                 result["prompt_logprobs"] = await self._service.logprobs(sampler, owner, prompt)
             return {"result": result}
 
-        return await self._operations.submit("sample", request, work)
+        return await self._operations.submit("sample", request, run)
 
     async def logprobs(self, request: WeaverRequest) -> Response:
         body = request.parse(WeaverLogprobsRequest)
         sampler = self._find_sampler(request)
         if body.return_rollout_token_expert:
-            raise ProtocolError("return_rollout_token_expert is not supported by this server; leave it out")
+            raise ProtocolError(
+                "this server does not support return_rollout_token_expert; remove it from the request"
+            )
         prompt = _require_prompt(body.prompt)
 
-        async def work() -> Any:
-            return {
-                "result": {"prompt_logprobs": await self._service.logprobs(sampler, request.owner, prompt)}
-            }
+        async def run() -> Any:
+            logprobs = await self._service.logprobs(sampler, request.owner, prompt)
+            return {"result": {"prompt_logprobs": logprobs}}
 
-        return await self._operations.submit("logprobs", request, work)
+        return await self._operations.submit("logprobs", request, run)
 
     def _find_sampler(self, request: WeaverRequest) -> str | None:
         path = _decode_id(request.path_params["sampling"])
-        return None if path is None else self._service.checkpoint(to_service_path(path), request.owner).path
-
-    def _to_params(self, fields: WeaverSamplingParams, prompt_tokens: int) -> SamplingParams:
-        return fields.to_params(
-            max_tokens=max(self._service.max_context - prompt_tokens, 1),
-            seed=fields.seed if fields.seed is not None else fields.sampling_seed,
-            stop=fields.stop,
-            stop_token_ids=fields.stop_token_ids,
+        return (
+            None
+            if path is None
+            else self._service.checkpoints.find(to_service_path(path), request.owner).path
         )
 
 
@@ -158,12 +161,12 @@ def _require_prompt(model_input: WeaverModelInput) -> list[int]:
 
 
 def _encode_id(model_path: str | None) -> str:
-    return PREFIX + base64.urlsafe_b64encode((model_path or "").encode()).decode().rstrip("=")
+    return ID_PREFIX + base64.urlsafe_b64encode((model_path or "").encode()).decode().rstrip("=")
 
 
 def _decode_id(session_id: str) -> str | None:
-    """Return the path that the session samples from, or None for the base model."""
-    code = session_id.removeprefix(PREFIX)
+    """Return the path of the session's sampler, or None for the base model."""
+    code = session_id.removeprefix(ID_PREFIX)
     try:
         path = base64.urlsafe_b64decode(code + "=" * (-len(code) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):

@@ -1,9 +1,9 @@
-"""Tensors sent as bytes next to the JSON: the SDK's transport `http-binary`.
+"""Tensors that are sent as bytes next to the JSON, with the SDK's transport `http-binary`.
 
-Such a request has two parts: a manifest, which holds the JSON request, and a pack of raw numbers, optionally
-compressed as one zstd frame, whose size and SHA-256 are in the manifest. In place of a tensor the request has
-its location in the pack. Responses are always JSON: the SDK accepts that, and fetching logprobs in a second
-request would cost more than it saves.
+A request has two parts. The manifest contains the JSON request and the size and SHA-256 of the tensor pack.
+The pack contains raw numbers, optionally compressed as one zstd frame, and the JSON request refers to a
+tensor by its location in the pack. Responses are always JSON, because fetching logprobs in a second request
+would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
-NAME = re.compile(rb'[;\s]name="([^"]*)"')
+PART_NAME = re.compile(rb'[;\s]name="([^"]*)"')
 
 
 class TensorPackInfo(msgspec.Struct):
@@ -59,13 +59,13 @@ class PackedTensor(msgspec.Struct):
 
 
 class TensorPack:
-    """The tensors of a request. The pack of a plain JSON request is empty."""
+    """The tensors of a request. The tensor pack of a JSON request is empty."""
 
     def __init__(self, content: bytes | memoryview = b"") -> None:
         self._content = content
 
     def array(self, location: TensorLocation) -> NDArray[Any]:
-        """Return the tensor at a location without copying it. Raises ProtocolError if there is none."""
+        """Return the tensor at a location without copying it."""
         dtype = DTYPES.get(location.dtype)
         if dtype is None or (location.format, location.codec) != ("raw-tensor", "raw"):
             raise ProtocolError(
@@ -73,36 +73,39 @@ class TensorPack:
                 f"{location.codec!r}; supported: {', '.join(DTYPES)}, raw-tensor, raw"
             )
         if len(location.shape) != 1 or location.shape[0] < 0:
-            raise ProtocolError(f"a tensor has the shape {location.shape}; only one dimension is supported")
+            raise ProtocolError(f"a tensor has shape {location.shape}; only one dimension is supported")
         if location.shape[0] * dtype.itemsize != location.size_bytes:
             raise ProtocolError(
-                f"a tensor of {location.shape} {location.dtype} is not {location.size_bytes} bytes"
+                f"size_bytes: received {location.size_bytes} for shape {location.shape} of {location.dtype}"
             )
         if location.offset < 0 or location.offset + location.size_bytes > len(self._content):
-            raise ProtocolError("a tensor lies outside the tensor pack, or the request has no tensor pack")
+            raise ProtocolError(
+                f"a tensor of {location.size_bytes} bytes at offset {location.offset} is outside the tensor "
+                f"pack of {len(self._content)} bytes"
+            )
         return np.frombuffer(self._content, dtype, location.shape[0], location.offset)
 
 
 def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, TensorPack]:
-    """Return the request as plain JSON, and its tensors. Raises ProtocolError if the request is malformed or
-    its tensors exceed ``limit`` bytes."""
+    """Return the JSON request and its tensors. Raises ProtocolError if the request is malformed or its
+    tensors have more than ``limit`` bytes."""
     if request.media_type == JSON:
         return request, TensorPack()
     parts = _split_parts(request)
     text = bytes(parts["manifest"])
     manifest = parse_json(text, TensorManifest)
     if manifest.version != 1:
-        raise ProtocolError(f"manifest version {manifest.version} is not supported; supported: 1")
+        raise ProtocolError(f"manifest version: received {manifest.version}; supported: 1")
     content = _decode_pack(parts["tensor_pack"], manifest.tensor_pack, limit)
-    # The SDK does not retry a pack by itself, so each attempt has a different trace context. The manifest
-    # identifies the call: it holds the model, the sequence id and the pack's digest.
+    # The SDK does not retry a pack, so each attempt of a program has a different trace context. The manifest
+    # identifies the call by the model, the sequence id and the digest of the pack.
     call_id = hashlib.sha256(text).hexdigest()
     plain = replace(request, content_type=JSON, body=bytes(manifest.request), call_id=call_id)
     return plain, TensorPack(content)
 
 
 def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
-    """Return the parts of a multipart body by name. They are not copied, because a pack may be large."""
+    """Return the parts of a multipart body by name, without copying them."""
     header = Message()
     header["content-type"] = request.content_type
     delimiter = f"\r\n--{header.get_boundary()}".encode()
@@ -113,7 +116,7 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
     while body.startswith(b"\r\n", at):
         begin = body.find(b"\r\n\r\n", at) + 4
         end = body.find(delimiter, begin)
-        name = NAME.search(body, at, max(begin, at))
+        name = PART_NAME.search(body, at, max(begin, at))
         if begin < 4 or end < 0 or name is None:
             break
         parts[name[1].decode("utf-8", "replace")] = view[begin:end]
@@ -126,31 +129,31 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
 def _decode_pack(pack: memoryview, info: TensorPackInfo, limit: int) -> bytes | memoryview:
     if len(pack) != info.size_bytes:
         raise ProtocolError(
-            f"the tensor pack has {len(pack)} bytes, not the {info.size_bytes} of the manifest"
+            f"the tensor pack has {len(pack)} bytes, but the manifest declares {info.size_bytes}"
         )
     if hashlib.sha256(pack).hexdigest() != info.sha256.lower():
-        raise ProtocolError("the tensor pack does not have the SHA-256 of the manifest")
+        raise ProtocolError("the SHA-256 of the tensor pack differs from the manifest")
     if info.codec == "raw":
         return pack
     if info.codec != "zstd" or info.decoded_size_bytes is None:
         raise ProtocolError(
-            f"tensor_pack.codec: received {info.codec!r}; supported: raw, and zstd with a decoded size"
+            f"tensor_pack.codec: received {info.codec!r}; supported: raw, and zstd with decoded_size_bytes"
         )
     if not 0 <= info.decoded_size_bytes <= limit:
-        raise ProtocolError(f"the tensor pack is larger than the {limit} bytes allowed", 413)
+        raise ProtocolError(
+            f"decoded_size_bytes: received {info.decoded_size_bytes}; allowed: up to {limit}", 413
+        )
     return _decompress(pack, info.decoded_size_bytes)
 
 
 def _decompress(pack: memoryview, size: int) -> bytes:
-    """Return the decompressed pack. At most ``size`` + 1 bytes are decompressed, whatever size the frame
-    declares."""
     import zstandard
 
     try:
         with zstandard.ZstdDecompressor().stream_reader(pack) as reader:
-            content = reader.read(size + 1)
+            content = reader.read(size + 1)  # a limit, because the frame may declare any size
     except zstandard.ZstdError as error:
         raise ProtocolError(f"the tensor pack cannot be decompressed: {error}") from None
     if len(content) != size:
-        raise ProtocolError(f"the tensor pack does not decompress to the {size} bytes of the manifest")
+        raise ProtocolError(f"the decompressed tensor pack does not have the {size} bytes of the manifest")
     return content

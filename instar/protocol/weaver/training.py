@@ -1,7 +1,8 @@
-"""The routes for models: create, train, save, load, export and terminate."""
+"""The routes that create, train, save, load, export and terminate models."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,22 +11,22 @@ import msgspec
 from starlette.responses import Response
 
 from instar.backends.loss_values import compute_loss
-from instar.protocol.base import OperationScheduler, ProtocolError, TrainingModel, TrainingService
+from instar.protocol.base import ProtocolError
 from instar.protocol.http import json_response, parse_json
-from instar.protocol.weaver.call_order import WeaverCallOrder
+from instar.protocol.models import TrainingModel
+from instar.protocol.operations import OperationFunction, OperationScheduler
+from instar.protocol.service import TrainingService
 from instar.protocol.weaver.checkpoints import checkpoint_fields, to_service_path, weaver_path
-from instar.protocol.weaver.datums import WeaverPassInput, build_outputs, parse_batch
-from instar.protocol.weaver.http import WeaverRequest
-from instar.protocol.weaver.operations import OperationWork, WeaverOperationRoutes
+from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, build_outputs, parse_batch
+from instar.protocol.weaver.http import WeaverOperationRoutes, WeaverRequest
 from instar.protocol.weaver.tensors import TRANSPORTS, TensorPack, unpack_request
 from instar.protocol.wire import AdamFields, LoraFields
 from instar.types import new_id
 
-CREATE_DEADLINE = 50.0
-"""Seconds to create a model. The SDK gives up a request after 60 s."""
+CREATE_DEADLINE_SECONDS = 50.0
+"""The time limit to create a model. The SDK gives up after 60 s."""
 TRAINING_MODE = "lora"
-STATE_TYPES = ("weight", "weight_and_optimizer")
-CHECKPOINT_TYPES = (*STATE_TYPES, "sampling")
+CHECKPOINT_TYPES = ("weight", "weight_and_optimizer", "sampling")
 
 
 class WeaverLora(LoraFields, kw_only=True):
@@ -73,7 +74,45 @@ class WeaverTerminate(msgspec.Struct):
     instance_types: tuple[str, ...] = ("trainer",)
 
 
-SequencedWork = Callable[[TrainingModel, WeaverSequencedPayload, TensorPack], Awaitable[Any]]
+SequencedFunction = Callable[[TrainingModel, WeaverSequencedPayload, TensorPack], Awaitable[Any]]
+
+
+class WeaverCallOrder:
+    """Assigns sequence ids to the calls of one model.
+
+    Weaver's SDK numbers passes, steps and exports, but neither saves nor loads. A call without a number must
+    run after all calls that arrived before it and before all calls that arrive later. The call gets a
+    sequence id here, and the sequence ids of later calls move up by one. ``submit`` receives the sequence id
+    and returns the operation's id. If ``submit`` raises, the sequence id is not used.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, str | None] = {}
+        self._highest = 0
+        self._inserted: list[int] = []
+        """For each call without a number, the highest number that had arrived before the call."""
+
+    def submit_numbered(self, seq: int, call_id: str | None, submit: Callable[[int], str]) -> str:
+        """Submit a call with the client's sequence id and return the operation's id. A retried call has the
+        same ``call_id``. Raises ProtocolError 409 if a different call has the sequence id."""
+        previous = self._calls.get(seq)
+        if previous is not None and call_id is not None and previous != call_id:
+            raise ProtocolError(
+                f"sequence id {seq} was used by another call, and only one client can train a model; create "
+                "another model and load a saved state",
+                409,
+            )
+        operation_id = submit(seq + bisect_left(self._inserted, seq))
+        self._calls[seq] = call_id
+        self._highest = max(self._highest, seq)
+        return operation_id
+
+    def submit_unnumbered(self, submit: Callable[[int], str]) -> str:
+        """Submit a call without a number and return the operation's id. A retried call runs twice, which is
+        harmless for a save or a load."""
+        operation_id = submit(self._highest + len(self._inserted) + 1)
+        self._inserted.append(self._highest)
+        return operation_id
 
 
 class WeaverTrainingRoutes:
@@ -92,22 +131,22 @@ class WeaverTrainingRoutes:
         body = request.parse(WeaverCreateModel)
         if body.training_mode != TRAINING_MODE:
             raise ProtocolError(
-                f"training_mode: {body.training_mode!r} is not supported; supported: {TRAINING_MODE!r}"
+                f"training_mode: received {body.training_mode!r}; supported: {TRAINING_MODE!r}"
             )
         if body.training_max_sequence_length > self._service.max_context:
             raise ProtocolError(
                 f"training_max_sequence_length: received {body.training_max_sequence_length}; "
-                f"{self._service.base_model} takes at most {self._service.max_context} tokens"
+                f"allowed: up to {self._service.max_context}"
             )
         session_id, adapter = request.path_params["session"], body.lora_config.to_adapter_spec()
-        # A client that repeats the call because it got no response gets the same model.
+        # A client that retries the call without a response gets the same model.
         key = f"create_model {session_id} {body.model_seq_id} {request.call_id}"
         model = await self._operation_routes.run(
             "create_model",
             request,
             lambda: self._service.create_model(session_id, request.owner, body.base_model, adapter),
             key=None if request.call_id is None else key,
-            deadline=CREATE_DEADLINE,
+            deadline=CREATE_DEADLINE_SECONDS,
         )
         return json_response(self._model_fields(model), 201)
 
@@ -125,9 +164,8 @@ class WeaverTrainingRoutes:
         }
 
     async def forward(self, request: WeaverRequest) -> Response:
-        async def work(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
-            pass_input = parse_json(payload.forward_input, WeaverPassInput)
-            batch = parse_batch(pass_input, pack, vocab_size=self._service.vocab_size, backward=False)
+        async def run(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
+            batch = self._parse_batch(payload.forward_input, pack, backward=False)
             logprobs = await model.forward(batch.samples)
             metrics: dict[str, float] = {}
             if batch.loss is not None:
@@ -135,29 +173,34 @@ class WeaverTrainingRoutes:
                 metrics["loss"] = loss
             return {"result": {"loss_fn_outputs": build_outputs(batch, logprobs), "metrics": metrics}}
 
-        return await self._run_sequenced("forward", request, work)
+        return await self._run_sequenced("forward", request, run)
 
     async def forward_backward(self, request: WeaverRequest) -> Response:
-        async def work(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
-            pass_input = parse_json(payload.forward_backward_input, WeaverPassInput)
-            batch = parse_batch(pass_input, pack, vocab_size=self._service.vocab_size, backward=True)
+        async def run(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
+            batch = self._parse_batch(payload.forward_backward_input, pack, backward=True)
             assert batch.loss is not None
             result = await model.forward_backward(batch.samples, batch.loss)
             metrics = {**result.metrics, "loss": result.loss}
             return {"result": {"loss_fn_outputs": build_outputs(batch, result.logprobs), "metrics": metrics}}
 
-        return await self._run_sequenced("forward_backward", request, work)
+        return await self._run_sequenced("forward_backward", request, run)
+
+    def _parse_batch(self, pass_input: msgspec.Raw, pack: TensorPack, *, backward: bool) -> WeaverBatch:
+        parsed = parse_json(pass_input, WeaverPassInput)
+        return parse_batch(parsed, pack, vocab_size=self._service.vocab_size, backward=backward)
 
     async def optim_step(self, request: WeaverRequest) -> Response:
-        async def work(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
+        async def run(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
             step = await model.optim_step(parse_json(payload.adam_params, AdamFields).to_config())
             return {"metrics": {**step.metrics, "grad_norm": step.grad_norm}}
 
-        return await self._run_sequenced("optim_step", request, work)
+        return await self._run_sequenced("optim_step", request, run)
 
-    async def _run_sequenced(self, kind: str, request: WeaverRequest, work: SequencedWork) -> Response:
-        """Run a call that has a sequence id and return the response. Invalid content is an error of the
-        operation, not of the request: the sequence id is used up either way, and later calls wait for it."""
+    async def _run_sequenced(
+        self, kind: str, request: WeaverRequest, function: SequencedFunction
+    ) -> Response:
+        """Run a call with a sequence id. Invalid content is an error of the operation instead of the request,
+        because later calls wait for the sequence id."""
         model = self._find_model(request)
         request, pack = unpack_request(request, self._service.limits.max_body)
         payload = request.parse(WeaverSequencedRequest).payload
@@ -166,51 +209,51 @@ class WeaverTrainingRoutes:
                 f"tensor_transport: received {payload.tensor_transport!r}; supported: {', '.join(TRANSPORTS)}"
             )
         return await self._run_in_order(
-            kind, request, model, lambda: work(model, payload, pack), payload.seq_id
+            kind, request, model, lambda: function(model, payload, pack), payload.seq_id
         )
 
     async def export(self, request: WeaverRequest) -> Response:
         model, body = self._find_model(request), request.parse(WeaverExportSampler)
 
-        async def work() -> Any:
+        async def run() -> Any:
             info = await model.export(body.path or new_id("sampler"), ttl=body.ttl_seconds)
             return {**checkpoint_fields(info), "model_path": weaver_path(info)}
 
-        return await self._run_in_order("export", request, model, work, body.seq_id)
+        return await self._run_in_order("export", request, model, run, body.seq_id)
 
     async def save(self, request: WeaverRequest) -> Response:
         model, body = self._find_model(request), request.parse(WeaverSaveState)
         if body.type not in CHECKPOINT_TYPES:
             raise ProtocolError(f"type: received {body.type!r}; supported: {', '.join(CHECKPOINT_TYPES)}")
 
-        async def work() -> Any:
+        async def run() -> Any:
             name = body.name or new_id("checkpoint")
             if body.type == "sampling":
                 return checkpoint_fields(await model.export(name, ttl=body.ttl_seconds))
             with_optimizer = body.type == "weight_and_optimizer"
             return checkpoint_fields(await model.save(name, optimizer=with_optimizer, ttl=body.ttl_seconds))
 
-        return await self._run_in_order("save", request, model, work)
+        return await self._run_in_order("save", request, model, run)
 
     async def load(self, request: WeaverRequest) -> Response:
         model, body = self._find_model(request), request.parse(WeaverLoadState)
 
-        async def work() -> Any:
+        async def run() -> Any:
             await model.load(to_service_path(body.path), optimizer=body.include_optimizer)
             return {"path": body.path, "include_optimizer": body.include_optimizer}
 
-        return await self._run_in_order("load", request, model, work)
+        return await self._run_in_order("load", request, model, run)
 
     async def _run_in_order(
         self,
         kind: str,
         request: WeaverRequest,
         model: TrainingModel,
-        work: OperationWork,
+        function: OperationFunction,
         seq: int | None = None,
     ) -> Response:
         def submit(queue_seq: int) -> str:
-            return self._operations.submit(kind, request.owner, work, queue=model.model_id, seq=queue_seq)
+            return self._operations.submit(kind, request.owner, function, queue=model.model_id, seq=queue_seq)
 
         order = self._call_orders.setdefault(model, WeaverCallOrder())
         if seq is None:
@@ -221,7 +264,7 @@ class WeaverTrainingRoutes:
 
     async def checkpoints(self, request: WeaverRequest) -> Response:
         """Return a model's checkpoints, even if the model has ended."""
-        checkpoints = self._service.checkpoints(request.owner, request.path_params["model"])
+        checkpoints = self._service.checkpoints.list_checkpoints(request.owner, request.path_params["model"])
         if not checkpoints:
             self._find_model(request)
         return json_response({"items": [checkpoint_fields(info) for info in checkpoints]})
@@ -234,4 +277,4 @@ class WeaverTrainingRoutes:
         return json_response({"id": model.model_id, "status": "terminated"})
 
     def _find_model(self, request: WeaverRequest) -> TrainingModel:
-        return self._service.model(request.path_params["model"], request.owner)
+        return self._service.find_model(request.path_params["model"], request.owner)

@@ -113,7 +113,7 @@ def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
     assert all(tokens == logprobs > 0 for tokens, logprobs in reported["sampled"])
     assert reported["text"] == "hello"
     assert "weights/three" in reported["listed"]
-    assert "datum 0: cross_entropy takes" in reported["refused"]
+    assert "datum 0: loss_fn_inputs has mask; cross_entropy supports" in reported["refused"]
     assert with_tinkers_key["losses"] == pytest.approx(reported["losses"], rel=1e-6)
 
 

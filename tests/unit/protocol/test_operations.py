@@ -11,14 +11,14 @@ import pytest
 
 from instar.errors import BackendError, EngineUnavailable, NonFiniteError
 from instar.protocol.base import ProtocolError, ServiceLimits
-from instar.protocol.operations import LocalOperationScheduler
+from instar.protocol.operations import OperationScheduler
 
 LIMITS = ServiceLimits(max_operations=8, result_ttl=0.3, sequence_gap_timeout=0.2)
 
 
 @pytest.fixture
-async def operations() -> AsyncGenerator[LocalOperationScheduler]:
-    made = LocalOperationScheduler(LIMITS)
+async def operations() -> AsyncGenerator[OperationScheduler]:
+    made = OperationScheduler(LIMITS)
     yield made
     await made.close()
 
@@ -30,14 +30,14 @@ def gives(value: object) -> Callable[[], Awaitable[object]]:
     return work
 
 
-async def value_of(operations: LocalOperationScheduler, operation_id: str) -> Any:
+async def value_of(operations: OperationScheduler, operation_id: str) -> Any:
     outcome = await operations.wait(operation_id, "me", 5)
     assert outcome is not None
     assert outcome.error is None, outcome.error
     return outcome.value
 
 
-async def error_of(operations: LocalOperationScheduler, operation_id: str) -> ProtocolError:
+async def error_of(operations: OperationScheduler, operation_id: str) -> ProtocolError:
     outcome = await operations.wait(operation_id, "me", 5)
     assert outcome is not None
     assert outcome.error is not None
@@ -45,7 +45,7 @@ async def error_of(operations: LocalOperationScheduler, operation_id: str) -> Pr
 
 
 async def test_queue_runs_operations_in_the_order_of_sequence_ids() -> None:
-    operations = LocalOperationScheduler(ServiceLimits(max_operations=200))
+    operations = OperationScheduler(ServiceLimits(max_operations=200))
     ran: list[int] = []
     running = 0
 
@@ -72,7 +72,7 @@ async def test_queue_runs_operations_in_the_order_of_sequence_ids() -> None:
     await operations.close()
 
 
-async def test_queues_run_independently(operations: LocalOperationScheduler) -> None:
+async def test_queues_run_independently(operations: OperationScheduler) -> None:
     gate = asyncio.Event()
     slow = operations.submit("step", "me", gate.wait, queue="a", seq=1)
     assert await value_of(operations, operations.submit("step", "me", gives(2), queue="b", seq=1)) == 2
@@ -82,7 +82,7 @@ async def test_queues_run_independently(operations: LocalOperationScheduler) -> 
     assert await value_of(operations, slow) is True
 
 
-async def test_wait_returns_when_the_operation_is_done(operations: LocalOperationScheduler) -> None:
+async def test_wait_returns_when_the_operation_is_done(operations: OperationScheduler) -> None:
     async def work() -> str:
         await asyncio.sleep(0.05)
         return "done"
@@ -95,7 +95,7 @@ async def test_wait_returns_when_the_operation_is_done(operations: LocalOperatio
 
 
 async def test_repeated_key_or_sequence_id_returns_the_same_operation(
-    operations: LocalOperationScheduler,
+    operations: OperationScheduler,
 ) -> None:
     runs: list[int] = []
 
@@ -115,7 +115,7 @@ async def test_repeated_key_or_sequence_id_returns_the_same_operation(
     assert other != first
 
 
-async def test_sequence_id_or_key_of_another_kind_is_rejected(operations: LocalOperationScheduler) -> None:
+async def test_sequence_id_or_key_of_another_kind_is_rejected(operations: OperationScheduler) -> None:
     operations.submit("step", "me", gives(1), queue="m", seq=1, key="k")
     with pytest.raises(ProtocolError, match="sequence id 1 of m") as refused:
         operations.submit("save", "me", gives(1), queue="m", seq=1)
@@ -127,7 +127,7 @@ async def test_sequence_id_or_key_of_another_kind_is_rejected(operations: LocalO
 
 
 async def test_failed_operation_is_reported_and_the_next_one_runs(
-    operations: LocalOperationScheduler,
+    operations: OperationScheduler,
 ) -> None:
     def fails(error: Exception) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
@@ -150,7 +150,7 @@ async def test_failed_operation_is_reported_and_the_next_one_runs(
     assert await value_of(operations, operations.submit("step", "me", gives(6), queue="m", seq=6)) == 6
 
 
-async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: LocalOperationScheduler) -> None:
+async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: OperationScheduler) -> None:
     behind = [operations.submit("step", "me", gives(seq), queue="m", seq=seq) for seq in (3, 2)]
     for operation in behind:
         reported = await error_of(operations, operation)
@@ -162,7 +162,7 @@ async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: Loc
     assert operations.submit("step", "me", gives(2), queue="m", seq=2) == behind[1]
 
 
-async def test_sequence_gap_that_closes_in_time_fails_nothing(operations: LocalOperationScheduler) -> None:
+async def test_sequence_gap_that_closes_in_time_fails_nothing(operations: OperationScheduler) -> None:
     third = operations.submit("step", "me", gives(3), queue="m", seq=3)
     await asyncio.sleep(LIMITS.sequence_gap_timeout / 2)
     operations.submit("step", "me", gives(1), queue="m", seq=1)
@@ -173,7 +173,7 @@ async def test_sequence_gap_that_closes_in_time_fails_nothing(operations: LocalO
 
 
 async def test_operations_over_the_limit_are_rejected_until_one_is_done(
-    operations: LocalOperationScheduler,
+    operations: OperationScheduler,
 ) -> None:
     gate = asyncio.Event()
     ids = [operations.submit("sample", "me", gate.wait) for _ in range(LIMITS.max_operations)]
@@ -186,7 +186,7 @@ async def test_operations_over_the_limit_are_rejected_until_one_is_done(
     assert await value_of(operations, operations.submit("sample", "me", gives(1))) == 1
 
 
-async def test_expired_results_are_not_computed_again(operations: LocalOperationScheduler) -> None:
+async def test_expired_results_are_not_computed_again(operations: OperationScheduler) -> None:
     operation = operations.submit("step", "me", gives(1), queue="m", seq=1, key="k")
     assert await value_of(operations, operation) == 1
     await asyncio.sleep(2.2 * LIMITS.result_ttl)
@@ -199,7 +199,7 @@ async def test_expired_results_are_not_computed_again(operations: LocalOperation
     assert await value_of(operations, operations.submit("step", "me", gives(2), queue="m", seq=2)) == 2
 
 
-async def test_operations_of_another_owner_are_not_found(operations: LocalOperationScheduler) -> None:
+async def test_operations_of_another_owner_are_not_found(operations: OperationScheduler) -> None:
     operation = operations.submit("sample", "you", gives(1))
     for unknown in (operation, "op-unheard-of"):
         with pytest.raises(ProtocolError) as refused:
@@ -207,19 +207,19 @@ async def test_operations_of_another_owner_are_not_found(operations: LocalOperat
         assert refused.value.status == 404
 
 
-async def test_closing_a_queue_fails_its_waiting_operations(operations: LocalOperationScheduler) -> None:
+async def test_closing_a_queue_fails_its_waiting_operations(operations: OperationScheduler) -> None:
     gate = asyncio.Event()
     running = operations.submit("step", "me", gate.wait, queue="m", seq=1)
     waiting = operations.submit("step", "me", gives(2), queue="m", seq=2)
     await asyncio.sleep(0)
     operations.close_queue("m")
-    assert "was ended" in str(await error_of(operations, waiting))
+    assert "ended before" in str(await error_of(operations, waiting))
     gate.set()
     assert await value_of(operations, running) is True
 
 
 async def test_closing_the_scheduler_wakes_all_waiters() -> None:
-    operations = LocalOperationScheduler(LIMITS)
+    operations = OperationScheduler(LIMITS)
     running = operations.submit("step", "me", asyncio.Event().wait, queue="m", seq=1)
     waiting = operations.submit("step", "me", gives(2), queue="m", seq=2)
     waits = [asyncio.create_task(operations.wait(op, "me", 30)) for op in (running, waiting)]

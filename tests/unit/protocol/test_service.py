@@ -13,11 +13,12 @@ import pytest
 from safetensors.torch import load_file
 
 from instar.backends.local.backend import LocalBackend
+from instar.backends.local.model import load_base
 from instar.backends.local.state import hash_adapter
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
-from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, ServiceLimits, TrainingModel
-from instar.protocol.models import TrainingModelFactory
-from instar.protocol.service import LocalTrainingService
+from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, ServiceLimits
+from instar.protocol.models import TrainingModel, create_backend
+from instar.protocol.service import TrainingService
 from instar.types import Floats, SamplingParams
 from tests.tiny import make_tiny_model
 from tests.unit.backends.conformance import make_sample, tree_samples
@@ -25,7 +26,7 @@ from tests.unit.backends.conformance import make_sample, tree_samples
 ADAM = AdamConfig(lr=0.01, weight_decay=0.1)
 LOSS = LossConfig(name="importance_sampling")
 PROMPT = [9, 40, 41, 42, 43, 44, 45, 46, 47, 9, 12, 300]
-Open = Callable[..., AbstractAsyncContextManager[LocalTrainingService]]
+Open = Callable[..., AbstractAsyncContextManager[TrainingService]]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,8 @@ def opened(model: ModelConfig, tmp_path: Path) -> Open:
     """Opens a workshop; again: as after a restart."""
 
     @asynccontextmanager
-    async def open_workshop(**limits: float) -> AsyncGenerator[LocalTrainingService]:
-        made = LocalTrainingService(
+    async def open_workshop(**limits: float) -> AsyncGenerator[TrainingService]:
+        made = TrainingService(
             model,
             tmp_path / "checkpoints",
             base_model="tiny",
@@ -57,12 +58,12 @@ def opened(model: ModelConfig, tmp_path: Path) -> Open:
 
 
 @pytest.fixture
-async def service(opened: Open) -> AsyncGenerator[LocalTrainingService]:
+async def service(opened: Open) -> AsyncGenerator[TrainingService]:
     async with opened() as made:
         yield made
 
 
-async def new_model(service: LocalTrainingService, owner: str = "me", **adapter: int) -> TrainingModel:
+async def new_model(service: TrainingService, owner: str = "me", **adapter: int) -> TrainingModel:
     session = await service.create_session(owner)
     return await service.create_model(session, owner, "tiny", AdapterSpec(**{"rank": 8, "seed": 3} | adapter))
 
@@ -91,7 +92,7 @@ def weights_of(info: CheckpointInfo, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("rank", [4, 8])
 async def test_service_trains_bit_identically_beside_other_models(
-    service: LocalTrainingService, model: ModelConfig, tmp_path: Path, rank: int
+    service: TrainingService, model: ModelConfig, tmp_path: Path, rank: int
 ) -> None:
     config = LocalBackendConfig(lora=LoraConfig(rank=rank, alpha=32), threads=1)
     alone = LocalBackend(model, config, seed=5)
@@ -113,10 +114,10 @@ async def test_service_trains_bit_identically_beside_other_models(
 
 
 async def test_models_share_the_base_weights(model: ModelConfig) -> None:
-    factory = TrainingModelFactory(model, threads=1)
-    first, _ = factory.create_backend(AdapterSpec(rank=4))
-    second, _ = factory.create_backend(AdapterSpec(rank=8, train_unembed=True))
-    base = {parameter.data_ptr() for parameter in factory.base.parameters()}
+    base_model = load_base(model)
+    first, _ = create_backend(base_model, model, AdapterSpec(rank=4), threads=1)
+    second, _ = create_backend(base_model, model, AdapterSpec(rank=8, train_unembed=True), threads=1)
+    base = {parameter.data_ptr() for parameter in base_model.parameters()}
     for backend in (first, second):
         frozen = [p for p in backend._model.causal.parameters() if not p.requires_grad]
         assert {p.data_ptr() for p in frozen} == base
@@ -133,7 +134,7 @@ async def test_models_share_the_base_weights(model: ModelConfig) -> None:
     ],
 )
 async def test_requested_layers_are_trained_and_sampled(
-    service: LocalTrainingService, tmp_path: Path, flags: dict[str, int], expected: set[str]
+    service: TrainingService, tmp_path: Path, flags: dict[str, int], expected: set[str]
 ) -> None:
     trained = await new_model(service, **flags)
     before = await scored(trained, PROMPT)
@@ -157,7 +158,7 @@ async def test_requested_layers_are_trained_and_sampled(
 
 
 async def test_step_without_gradient_equals_step_with_zero_gradient(
-    service: LocalTrainingService,
+    service: TrainingService,
 ) -> None:
     """As after a batch whose advantages are all zero: moments decay, and move the weights once more."""
     models = [await new_model(service) for _ in range(2)]
@@ -173,7 +174,7 @@ async def test_step_without_gradient_equals_step_with_zero_gradient(
     np.testing.assert_array_equal(*[await scored(model, PROMPT) for model in models])
 
 
-async def test_backend_rejections_are_user_errors(service: LocalTrainingService) -> None:
+async def test_backend_rejections_are_user_errors(service: TrainingService) -> None:
     model = await new_model(service)
     for sample, text in [
         (make_sample("a", [5, 9999], 1), "outside the vocabulary"),
@@ -197,7 +198,7 @@ async def test_loaded_state_continues_with_the_same_step_after_restart(opened: O
         next_losses = await train(model, steps=2, seed=10)
         end = await scored(model, PROMPT)
     async with opened() as service:
-        assert service.checkpoint(saved.path, "me") == saved
+        assert service.checkpoints.find(saved.path, "me") == saved
         resumed = await new_model(service, seed=99)
         await resumed.load(saved.path, optimizer=True)
         assert await train(resumed, steps=2, seed=10) == next_losses
@@ -210,7 +211,7 @@ async def test_loaded_state_continues_with_the_same_step_after_restart(opened: O
         assert losses[1] != next_losses[1]
 
 
-async def test_mismatched_states_are_rejected_by_name(service: LocalTrainingService, tmp_path: Path) -> None:
+async def test_mismatched_states_are_rejected_by_name(service: TrainingService, tmp_path: Path) -> None:
     model = await new_model(service)
     await train(model, steps=1)
     weights = await model.save("weights", optimizer=False)
@@ -220,7 +221,7 @@ async def test_mismatched_states_are_rejected_by_name(service: LocalTrainingServ
     await model.load(weights.path, optimizer=False)
     with pytest.raises(ProtocolError, match="without its optimizer"):
         await model.load(weights.path, optimizer=True)
-    with pytest.raises(ProtocolError, match="not saved as a state"):
+    with pytest.raises(ProtocolError, match="saved as a sampler and not as a state"):
         await model.load(sampler.path, optimizer=False)
     other = await new_model(service, rank=4)
     with pytest.raises(ProtocolError, match="another model or adapter") as refused:
@@ -235,7 +236,7 @@ async def test_mismatched_states_are_rejected_by_name(service: LocalTrainingServ
 # --- sampling ---
 
 
-async def test_seeded_replies_differ_and_are_reproducible(service: LocalTrainingService) -> None:
+async def test_seeded_replies_differ_and_are_reproducible(service: TrainingService) -> None:
     params = SamplingParams(max_tokens=12, seed=4)
     three = await service.sample(None, "me", PROMPT, params, 3)
     assert len({tuple(reply.token_ids) for reply in three}) == 3
@@ -250,7 +251,7 @@ async def test_seeded_replies_differ_and_are_reproducible(service: LocalTraining
 
 
 async def test_logprobs_use_the_full_softmax_for_any_sampling_params(
-    service: LocalTrainingService,
+    service: TrainingService,
 ) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.3, top_k=5, seed=1)
     (reply,) = await service.sample(None, "me", PROMPT, params, 1)
@@ -292,7 +293,7 @@ async def test_policy_in_use_keeps_its_engine(opened: Open) -> None:
 
 
 async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
-    service: LocalTrainingService,
+    service: TrainingService,
 ) -> None:
     model = await new_model(service)
     path = (await model.export("v")).path
@@ -316,7 +317,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_replaced_sampler_is_another_policy(service: LocalTrainingService) -> None:
+async def test_replaced_sampler_is_another_policy(service: TrainingService) -> None:
     model = await new_model(service)
     info = await model.export("latest")
     before = await service.logprobs(info.path, "me", PROMPT)
@@ -324,20 +325,20 @@ async def test_replaced_sampler_is_another_policy(service: LocalTrainingService)
     await model.export("latest")
     after = await service.logprobs(info.path, "me", PROMPT)
     assert np.abs(after - before)[1:].max() > 1e-2
-    service.delete_checkpoint(info.path, "me")
+    service.checkpoints.delete(info.path, "me")
     with pytest.raises(ProtocolError, match="there is no checkpoint"):
         await service.logprobs(info.path, "me", PROMPT)
 
 
 async def test_invalid_sampling_requests_are_rejected(
-    service: LocalTrainingService,
+    service: TrainingService,
 ) -> None:
     for prompt, params, count, text in [
         ([], SamplingParams(), 1, "empty"),
         ([5, 99999], SamplingParams(), 1, "Token ids must be"),
         ([5] * 256, SamplingParams(), 1, "no room"),
         (PROMPT, SamplingParams(temperature=-1), 1, "temperature"),
-        (PROMPT, SamplingParams(), 0, "number of samples: received 0"),
+        (PROMPT, SamplingParams(), 0, "num_samples: received 0"),
     ]:
         with pytest.raises(ProtocolError, match=text) as refused:
             await service.sample(None, "me", prompt, params, count)
@@ -348,12 +349,12 @@ async def test_invalid_sampling_requests_are_rejected(
 # --- sessions and limits ---
 
 
-async def test_sessions_and_models_of_another_owner_are_not_found(service: LocalTrainingService) -> None:
+async def test_sessions_and_models_of_another_owner_are_not_found(service: TrainingService) -> None:
     model = await new_model(service)
     uses: list[Callable[[], object]] = [
         lambda: service.heartbeat(model.session_id, "you"),
-        lambda: service.model(model.model_id, "you"),
-        lambda: service.model("model-unheard-of", "me"),
+        lambda: service.find_model(model.model_id, "you"),
+        lambda: service.find_model("model-unheard-of", "me"),
     ]
     for use in uses:
         with pytest.raises(ProtocolError) as refused:
@@ -361,7 +362,7 @@ async def test_sessions_and_models_of_another_owner_are_not_found(service: Local
         assert refused.value.status == 404
     with pytest.raises(ProtocolError):
         await service.end_session(model.session_id, "you")
-    assert service.model(model.model_id, "me") is model
+    assert service.find_model(model.model_id, "me") is model
 
 
 async def test_session_without_heartbeats_ends_with_its_models(opened: Open) -> None:
@@ -377,11 +378,11 @@ async def test_session_without_heartbeats_ends_with_its_models(opened: Open) -> 
         with pytest.raises(ProtocolError, match="has ended"):
             service.heartbeat(silent.session_id, "me")
         with pytest.raises(ProtocolError, match="has ended"):
-            service.model(silent.model_id, "me")
-        with pytest.raises(ProtocolError, match="was ended") as gone:
+            service.find_model(silent.model_id, "me")
+        with pytest.raises(ProtocolError, match="has ended") as gone:
             await silent.optim_step(ADAM)
         assert gone.value.status == 404
-        assert service.model(lively.model_id, "me") is lively
+        assert service.find_model(lively.model_id, "me") is lively
         assert await service.sample(sampler.path, "me", PROMPT, SamplingParams(max_tokens=1), 1)
 
 
@@ -416,10 +417,10 @@ async def test_invalid_models_are_rejected_by_name(opened: Open) -> None:
     async with opened(max_rank=16) as service:
         session = await service.create_session("me")
         for base, adapter, text in [
-            ("another-model", AdapterSpec(), "'another-model' is not served here; 'tiny' is"),
+            ("another-model", AdapterSpec(), "received 'another-model'; this server serves 'tiny'"),
             ("tiny", AdapterSpec(rank=17), "allowed: 1 to 16"),
             ("tiny", AdapterSpec(rank=0), "allowed: 1 to 16"),
-            ("tiny", AdapterSpec(rank=1, seed=2**80), "64 bits"),
+            ("tiny", AdapterSpec(rank=1, seed=2**80), "64-bit integer"),
             ("tiny", AdapterSpec(rank=1, train_attn=False, train_mlp=False), "are all false"),
         ]:
             with pytest.raises(ProtocolError, match=text) as refused:

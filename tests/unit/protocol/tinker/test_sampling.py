@@ -60,7 +60,7 @@ def test_sampling_stops_at_stop_sequences(service: tinker.ServiceClient) -> None
     [short] = sampling.sample(PROMPT, 1, stopping).result(20).sequences
     assert short.stop_reason == "stop"
     assert short.tokens == complete.tokens[: complete.tokens.index(at) + 1]
-    with pytest.raises(tinker.RequestFailedError, match=r"stop=\[\]"):
+    with pytest.raises(tinker.RequestFailedError, match=r"stop: received \[\]"):
         sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, stop=[])).result(20)
 
 
@@ -94,9 +94,9 @@ def test_unsupported_options_are_rejected_by_name(service: tinker.ServiceClient)
     sampling = service.create_sampling_client(base_model=NAME)
     params = types.SamplingParams(max_tokens=1)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        with pytest.raises(tinker.RequestFailedError, match=f"does not offer {name}"):
+        with pytest.raises(tinker.RequestFailedError, match=f"does not support {name}"):
             sampling.sample(PROMPT, 1, params, **{name: 3}).result(20)  # pyright: ignore
-    with pytest.raises(tinker.BadRequestError, match="no model 'another' is served here"):
+    with pytest.raises(tinker.BadRequestError, match="base_model: received 'another'"):
         service.create_sampling_client(base_model="another")
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         service.create_sampling_client(model_path="tinker://nobody/sampler_weights/x")

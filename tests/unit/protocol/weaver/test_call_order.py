@@ -5,7 +5,7 @@ import random
 import pytest
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.weaver.call_order import WeaverCallOrder
+from instar.protocol.weaver.training import WeaverCallOrder
 
 
 class Lane:
