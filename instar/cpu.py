@@ -1,7 +1,8 @@
-"""CPU features, and a workaround for virtual machines that report AMX without supporting it."""
+"""CPU features, and process settings for computing with torch on a CPU."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -10,14 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-ISA_LIMIT = "ONEDNN_MAX_CPU_ISA"
-"""oneDNN reads this environment variable before its first operation."""
-PROBE_SECONDS = 120.0
-_PROBE = """
+ISA_LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+"""The environment variable that limits the instructions of oneDNN, which reads it before its first
+operation."""
+PROBE_TIMEOUT_SECONDS = 120.0
+_PROBE_CODE = """
 import torch
 left, right = torch.ones(33, 64, dtype=torch.bfloat16), torch.ones(96, 64, dtype=torch.bfloat16)
 torch.nn.functional.linear(left, right)
 """
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+_MAX_THRESHOLD_BYTES = 2**31 - 1
 
 
 @functools.cache
@@ -29,14 +35,16 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
+@functools.cache
 def disable_broken_amx(cache: Path) -> None:
-    """Keep oneDNN from using AMX if that kills the process, as it does on some virtual machines.
-
-    The first call on a machine tries a matrix product in a subprocess; ``cache`` keeps the result.
-    """
-    if "amx_bf16" not in cpu_flags() or ISA_LIMIT in os.environ:
+    """Keep oneDNN from using AMX if AMX kills the process, as it does on virtual machines that report AMX
+    without supporting it. The first call on a machine computes a matrix product in a subprocess, and stores
+    the result in ``cache``."""
+    if "amx_bf16" not in cpu_flags() or ISA_LIMIT_VARIABLE in os.environ:
         return
-    key = "\n".join([*sorted(cpu_flags()), platform.release(), platform.node(), _torch_version()])
+    import torch
+
+    key = "\n".join([*sorted(cpu_flags()), platform.release(), platform.node(), torch.__version__])
     file = cache / "cpu" / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,19 +52,29 @@ def disable_broken_amx(cache: Path) -> None:
         partial.write_text("works" if _survives_probe() else "broken")
         partial.replace(file)
     if file.read_text() == "broken":
-        os.environ[ISA_LIMIT] = "AVX512_CORE_FP16"
-
-
-def _torch_version() -> str:
-    import torch
-
-    return torch.__version__
+        os.environ[ISA_LIMIT_VARIABLE] = "AVX512_CORE_FP16"
 
 
 def _survives_probe() -> bool:
     try:
-        command = [sys.executable, "-c", _PROBE]
-        probe = subprocess.run(command, capture_output=True, timeout=PROBE_SECONDS, check=False)
+        command = [sys.executable, "-c", _PROBE_CODE]
+        probe = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return True  # unknown: leave oneDNN's own choice
-    return probe.returncode >= 0  # negative: killed by a signal
+        return True  # The result is unknown, so oneDNN chooses its instructions itself.
+    return probe.returncode >= 0  # A negative code means that a signal killed the process.
+
+
+def keep_freed_pages() -> None:
+    """Make malloc keep the pages of freed tensors in this process, including threads that are started later.
+
+    glibc maps every large block separately, so that each activation causes new page faults. On a CPU, these
+    take up to half of the time of a training pass. Does nothing without glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _MAX_THRESHOLD_BYTES)
+        # Other arenas than the main arena map blocks over 64 MB regardless of the threshold.
+        mallopt(_M_ARENA_MAX, 1)

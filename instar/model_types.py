@@ -1,6 +1,6 @@
-"""The types exchanged with a model: messages, sampling parameters, sampled tokens and policy versions.
+"""Types exchanged with a model: messages, sampling parameters, sampled tokens and policy versions.
 
-Import them from `instar.types`, which re-exports them.
+`instar.types` re-exports these types, and other modules import them from there.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The sampling temperature; 0 means greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
-    """The number of most likely tokens to sample from; 0 means the whole vocabulary."""
+    """The number of most likely tokens to sample from; 0 means all tokens."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the reply. The sampled stop token is part of the reply."""
+    """The tokens that end the reply. The sampled stop token is part of the reply."""
     score: bool = True
-    """False if nobody reads the logprobs or trains on them. An engine that needs a second request for the
-    logprobs may then leave them out."""
+    """False if the caller neither reads the logprobs nor trains on them. An engine that needs a second
+    request for the logprobs may then omit them."""
 
     @property
     def modifies_distribution(self) -> bool:
@@ -69,10 +69,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """One or more sampled tokens streamed by an engine, each with its logprob and policy version.
 
-    ``logprobs`` are taken from the full softmax at temperature 1. ``behavior_logprobs`` are taken from the
-    distribution that was actually sampled from, and are present if the two differ. The last chunk of a reply
-    has a ``finish_reason``; ``stop`` is the stop string that ended the reply. The tokens of a matched stop
-    string are in the stream because they were sampled; the gateway trims the text.
+    ``logprobs`` refer to the full softmax at temperature 1. ``behavior_logprobs`` refer to the distribution
+    that the tokens were sampled from, and are present if this distribution differs from the full softmax. The
+    last chunk of a reply has a ``finish_reason``, and ``stop`` is the stop string that ended the reply. The
+    stream contains the tokens of the stop string, because they were sampled; the gateway trims the text.
     """
 
     token_ids: list[int]
@@ -91,8 +91,8 @@ ArtifactKind = Literal["base", "adapter", "weights", "live", "remote"]
 class Artifact(msgspec.Struct, frozen=True):
     """The location of a published policy's weights.
 
-    ``base``: the base model itself. ``adapter``: a PEFT LoRA folder. ``weights``: a folder of full
-    weights. ``live``: tensors held by a running process. ``remote``: a sampler in a cloud.
+    ``base``: the base model itself. ``adapter``: a PEFT LoRA folder. ``weights``: a folder of full weights.
+    ``live``: tensors in a running process. ``remote``: a sampler on a training service.
     """
 
     kind: ArtifactKind

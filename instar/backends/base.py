@@ -1,7 +1,7 @@
-"""The interface of training backends. Every variant passes tests/unit/backends/conformance.py.
+"""The interface of training backends. Every backend must pass tests/unit/backends/conformance.py.
 
-Losses are plain sums over tokens. Normalization and weights are already part of the samples' ``advantages``,
-so that every backend computes the same number:
+Losses are plain sums over tokens. Normalization and weights are part of the samples' ``advantages``, so that
+every backend computes the same number:
 
     cross_entropy        -Σ mask · A · lp
     importance_sampling  -Σ mask · A · r                       r = exp(lp - logprobs)
@@ -9,7 +9,7 @@ so that every backend computes the same number:
     cispo                -Σ mask · stop_gradient(clip(r, low, high)) · A · lp
     dro                  -Σ mask · (A · lp - beta/2 · (lp - logprobs)²)
 
-Here lp is the new logprob of a token given the tokens before it.
+lp is the logprob of a token under the current weights, given the tokens before it.
 """
 
 from __future__ import annotations
@@ -31,41 +31,39 @@ if TYPE_CHECKING:
 DEFAULT_BETA = 0.05
 DEFAULT_CLIP: dict[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
 LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
-NO_GRADIENT = "optim_step without a gradient: nothing was trained on since the last step"
+NO_GRADIENT = "optim_step has no gradient to apply; call forward_backward with a trained token first"
 ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"})
 
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """The features of a backend. A run that needs other features is rejected at start."""
+    """The features of a backend. A run that needs other features is rejected at its start."""
 
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
-    """The kinds of artifact that ``publish`` creates."""
+    """The kinds of artifacts that ``publish`` creates."""
     full_finetuning: bool = False
     optimizer: frozenset[str] = ADAM_FIELDS
-    """The optimizer settings that the backend supports; others must have their neutral value."""
+    """The optimizer settings that the backend supports. All others must have their neutral value."""
     reference: bool = False
-    """True if ``reference_logprobs`` is supported."""
+    """True if the backend supports ``reference_logprobs``."""
     live: bool = False
-    """True if ``tensors`` is supported."""
+    """True if the backend supports ``tensors``."""
     grad_norm: bool = True
-    """True if ``optim_step`` returns the gradient norm; it is NaN otherwise."""
+    """True if ``optim_step`` returns the gradient norm. Otherwise the norm is NaN."""
 
 
 def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
-    """Return the capabilities of a training service that computes ``losses``."""
     return BackendCapabilities(losses=losses, artifacts=frozenset({"remote"}), reference=True)
 
 
 def is_mergeable(lora: LoraConfig | None) -> bool:
-    """Return True if the adapter can be merged into the weights. An adapter on an output layer that is tied
-    to the input embedding cannot."""
+    """Return True if the adapter can be merged into the weights. An adapter on the output layer cannot be
+    merged, because the output layer may share its weights with the input embedding."""
     return lora is None or "lm_head" not in lora.targets
 
 
 def torch_capabilities(lora: LoraConfig | None, *, reference: bool, live: bool) -> BackendCapabilities:
-    """Return the capabilities of a backend that trains with Instar's own losses in torch."""
     return BackendCapabilities(
         losses=LOSSES,
         artifacts=frozenset({"weights" if lora is None else "adapter"}),
@@ -78,16 +76,16 @@ def torch_capabilities(lora: LoraConfig | None, *, reference: bool, live: bool) 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardResult:
     loss: float
-    """The sum over trained tokens."""
+    """The sum over all trained tokens."""
     logprobs: list[Floats]
-    """The new logprobs, one array per sample; NaN for tokens that are not trained."""
+    """The logprobs under the current weights, one array per sample; NaN for tokens that are not trained."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStepResult:
     grad_norm: float
-    """The norm before clipping; NaN if the backend does not return it."""
+    """The norm before clipping; NaN if the backend does not return the norm."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
@@ -101,66 +99,69 @@ class OptimStepResult:
 
 
 class Backend(ABC):
-    """A model in training. Calls may be pipelined: they take effect in the order in which they were made,
-    even if earlier ones were not awaited. Any call may raise BackendUnavailable after its retries, or
-    BackendLost if the session is gone; `load_state`, or `start` if nothing was saved, then starts a new
-    session."""
+    """A model in training.
+
+    Calls may be pipelined: they take effect in the order in which they were made, even if earlier calls were
+    not awaited. Any call may raise BackendUnavailable after its retries, or BackendLost if the session no
+    longer exists. After BackendLost, `load_state` (or `start`, if nothing was saved) starts a new session.
+    """
 
     @property
     @abstractmethod
     def capabilities(self) -> BackendCapabilities: ...
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
-        """Abandon the current session and start one on the base model with a new adapter, initialized from
-        the seed. Called before any other method, and after BackendLost."""
+        """Abandon the current session and start a new one on the base model, with an adapter that is
+        initialized from the seed. Called before any other method, and after BackendLost."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprobs under the base model: without the adapter, or with the initial weights."""
+        """Return the logprobs under the base model, which has no adapter and the initial weights."""
         raise BackendError("this backend does not compute the base model's logprobs")
 
     @abstractmethod
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprob of every token of each sample, given the preceding tokens (NaN at index 0)."""
+        """Return the logprob of every token of each sample, given the tokens before it (NaN at index 0)."""
 
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         """Accumulate the gradient of the loss. Raises NonFiniteError, without changing the gradient, if the
-        loss is not finite, and BackendError if a trained token lacks an advantage or a logprob that the loss
-        needs."""
+        loss is not finite. Raises BackendError if a trained token lacks an advantage or a logprob that the
+        loss needs."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        """Apply the accumulated gradient and clear it. ``adam.lr`` is the learning rate of this step. If the
-        gradient is not finite, raise NonFiniteError; the gradient is then cleared, and weights and moments
-        are unchanged."""
+        """Apply the accumulated gradient and clear it. ``adam.lr`` is the learning rate of this step. Raises
+        NonFiniteError if the gradient is not finite: the gradient is cleared, and the weights and moments do
+        not change."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:
-        """Export the current weights for engines: to an adapter folder or a folder with full weights at
-        ``path``, or to a sampler on a service, with a name derived from ``path``."""
+        """Export the current weights for engines. ``path`` is the folder for the adapter or the full weights;
+        a service derives the name of its sampler from ``path``."""
 
     def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         """Yield the weights that an engine would serve, with the names, shapes and dtype of the model's
-        files. An adapter is merged in full precision, and sharded weights are gathered. Each tensor is valid
+        files. Adapters are merged in full precision, and sharded weights are gathered. Each tensor is valid
         until the next one is requested. No other call may run during the iteration."""
         raise BackendError("this backend does not export its weights as tensors")
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:
-        """Write weights, optimizer and RNG so that ``load_state`` continues bit for bit. ``path`` exists only
-        when it is complete and on disk. A service stores the state itself, and ``path`` refers to it."""
+        """Save weights, optimizer and RNG state, so that training continues bit for bit after ``load_state``.
+        ``path`` exists only when it is complete and on disk. A service stores the state itself, and ``path``
+        contains a reference to the state."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        """Continue from a saved state. Gradients that were not yet applied are dropped. On a service this
-        starts a new session, so that whatever an earlier process left in the old one has no effect."""
+        """Continue from a saved state and drop gradients that were not applied. A service starts a new
+        session, which is not affected by calls of earlier processes."""
 
-    async def discard_state(self, path: Path) -> None:  # noqa: B027 - most store nothing elsewhere
-        """Delete what a saved state stores outside its folder. The caller removes the folder."""
+    async def discard_state(self, path: Path) -> None:  # noqa: B027 - most backends store the state in `path`
+        """Delete the parts of a saved state that are stored outside ``path``. The caller removes ``path``."""
 
-    def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
-        """Use this many CPU cores, starting with the next call. Remote backends ignore this."""
+    def use_cores(self, count: int) -> None:  # noqa: B027 - remote backends use no cores
+        """Use ``count`` CPU cores, starting with the next call."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Release all resources. Saved states, published artifacts and resumable sessions remain."""
+        """Release all resources except saved states, published artifacts and resumable sessions."""

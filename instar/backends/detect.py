@@ -1,5 +1,5 @@
-"""Resolves `backend: auto` to the service in the settings, else the service in the environment, else `local`.
-Two services at once are an error."""
+"""Resolve `backend: auto` to the service in the settings, else the service in the environment, else
+`local`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instar.errors import ConfigError
 
 ENVIRONMENT_ORDER = ("weaver", "mint", "tinker")
 Evidence = dict[str, list[str]]
-"""The reasons to choose each service, by the service's name."""
+"""The reasons to choose each service, by the name of the service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ def detect_backend(
     env: Mapping[str, str],
     installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
-    """Return the backend and the reason for it. ``installed`` returns the services whose SDK is installed, by
-    default in the backend's environment. It is called only if nothing else decides."""
+    """Return the backend and the reason for choosing it. ``installed`` returns the services whose SDK is
+    installed. It is called only if no setting and no variable decides; the default inspects the backend's
+    environment."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "backend.type names it")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
@@ -40,11 +41,15 @@ def detect_backend(
     settings = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
     if not settings:
         return BackendDetection("local", "no setting and no variable names a service")
-    services = installed() if installed else _installed_services(section.python)
+    if installed is not None:
+        services = installed()
+    else:
+        packages = inspect_packages_of(section.python)
+        services = [name for name in SERVICES if packages[name].problem is None]
     if len(services) == 1:
         return BackendDetection(next(iter(services)), "the only service whose package is installed")
     raise ConfigError(
-        f"backend.{settings[0]}: it does not tell which service it belongs to; "
+        f"backend.{settings[0]}: cannot tell which service this setting belongs to; "
         f"set backend.type to one of {', '.join(SERVICES)}"
     )
 
@@ -61,7 +66,7 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
 
 
 def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
-    """Return True if Tinker's variables are copies that MinT's package made of its own variables."""
+    """Return True if Tinker's variables are copies of MinT's variables, which MinT's package makes."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
     return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
@@ -70,7 +75,7 @@ def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
 def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Evidence:
     evidence: Evidence = {}
     if section.base_url is not None:
-        for service in _named_by_url(section.base_url):
+        for service in _find_services_in_url(section.base_url):
             evidence.setdefault(service.name, []).append("backend.base_url names it")
     if key := configured_key(section, env):
         for service in SERVICES.values():
@@ -82,9 +87,9 @@ def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str
     return evidence
 
 
-def _named_by_url(url: str) -> list[CloudService]:
-    """Return the services whose words occur in the URL's host, else those whose words occur in its path. A
-    service may serve another service's protocol under a path with that service's name."""
+def _find_services_in_url(url: str) -> list[CloudService]:
+    """Return the services whose words occur in the host of the URL, else those whose words occur in its path.
+    The host comes first, because a service may serve another service's protocol under a path of that name."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     for text in (parts.hostname or "", parts.path):
         words = set(re.split(r"[^a-z0-9]+", text.lower()))
@@ -97,14 +102,9 @@ def _choose(evidence: Evidence) -> BackendDetection | None:
     if len(evidence) > 1:
         services = "; ".join(f"{name} ({', '.join(reasons)})" for name, reasons in evidence.items())
         raise ConfigError(
-            f"backend: {len(evidence)} services are configured at once: {services}. "
-            f"Keep one, or choose: backend.type: {' or '.join(evidence)}"
+            f"backend: {len(evidence)} services are configured, and a run can use only one: {services}. "
+            f"Remove the others, or set backend.type to {' or '.join(evidence)}"
         )
     for name, reasons in evidence.items():
         return BackendDetection(name, ", ".join(reasons))
     return None
-
-
-def _installed_services(python: str | None) -> list[str]:
-    packages = inspect_packages_of(python)
-    return [name for name in SERVICES if packages[name].problem is None]

@@ -1,8 +1,7 @@
-"""Creates the backend of a run, and rejects settings that it does not support.
+"""Create the backend of a run, and reject settings that the backend does not support.
 
-A loss or setting that a backend does not support is an error and not a warning, because a run that does not
-train what was configured is noticed late, if at all. With `trainer.loss_fallback`, a user accepts another
-loss.
+An unsupported loss or setting is an error, because a warning is easily missed and the run would train
+something else than configured. With `trainer.loss_fallback`, the user accepts another loss.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from instar.errors import ConfigError
 from instar.registry import resolve_section
 
 NEUTRAL_VALUES = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
-"""Values that turn an optimizer setting off. The neutral value of any other setting is its default."""
+"""The values that turn an optimizer setting off. The neutral value of any other setting is its default."""
 
 
 def create_backend(config: RunConfig) -> Backend:
-    """Return a new backend. This may load the model. Train with the settings that `apply_capabilities`
-    returns for the backend."""
+    """Return a new backend, which may load the model. Train it with the settings that `apply_capabilities`
+    returns for its capabilities."""
     backend_class = resolve_section("backends", config.backend)
     backend = cast(Backend, backend_class(config.model, config.backend, seed=config.seed))
     apply_capabilities(config, backend.capabilities)
@@ -49,23 +48,25 @@ def create_backend(config: RunConfig) -> Backend:
 
 
 def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
-    """Return the settings that the backend will use, and a warning for each setting that differs from the
-    config. Raises ConfigError for a setting that the backend does not support."""
+    """Return the config that the backend will use, and a warning for each setting that was replaced. Raises
+    ConfigError for a setting that the backend does not support."""
     loss, warnings = _choose_loss(config.trainer, capabilities)
     _check_optimizer(config.trainer.adam, capabilities)
     reference = config.trainer.reference
     if isinstance(reference, BaseReferenceConfig) and reference.weight > 0 and not capabilities.reference:
         raise ConfigError(
             f"trainer.reference.weight: given {reference.weight}; this backend does not compute the base "
-            "model's logprobs. Set it to 0, or name a reference of type engine or completions"
+            "model's logprobs. Set the weight to 0, or use a reference of type engine or completions"
         )
     if (weight := config.trainer.corrections.weight) > 0 and "cross_entropy" not in capabilities.losses:
         raise ConfigError(
-            f"trainer.corrections.weight: given {weight}; corrections are trained with cross_entropy, "
-            "which this backend does not compute. Set it to 0"
+            f"trainer.corrections.weight: given {weight}; corrections need the cross_entropy loss, which "
+            "this backend does not support. Set the weight to 0"
         )
     if getattr(config.backend, "lora", ...) is None and not capabilities.full_finetuning:
-        raise ConfigError("backend.lora: null trains all weights, which is not supported here; set a rank")
+        raise ConfigError(
+            "backend.lora: null trains all weights, which this backend does not support; set a rank"
+        )
     if loss is config.trainer.loss:
         return config, warnings
     trainer = config.trainer.model_copy(update={"loss": loss})
@@ -74,10 +75,10 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
 
 def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     """Return the config that will be trained, and notes for the user. Raises ConfigError for every problem
-    that is known before anything starts."""
+    that can be found before the run starts."""
     config, notes = resolve_run(config, env)
     if not config.trains:
-        return config, notes  # recorded, not trained
+        return config, notes
     check_reachable(config, env)
     _check_sampling(config)
     capabilities = known_capabilities(config.backend)
@@ -86,7 +87,7 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
 
 
 def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
-    """Return the backend's capabilities without creating the backend, or None if that is not possible."""
+    """Return the backend's capabilities without creating the backend, or None if they are not known."""
     if isinstance(section, LocalBackendConfig):
         return torch_capabilities(section.lora, reference=True, live=is_mergeable(section.lora))
     if isinstance(section, VerlBackendConfig):
@@ -104,16 +105,16 @@ def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> t
     supported = ", ".join(sorted(capabilities.losses))
     if fallback is None:
         raise ConfigError(
-            f"trainer.loss.name: {loss.name!r} is not computed by this backend; supported: {supported}. "
-            "trainer.loss_fallback names another loss to use instead"
+            f"trainer.loss.name: this backend does not support {loss.name!r}; supported: {supported}. "
+            "Choose one of these losses, or set trainer.loss_fallback"
         )
     if fallback not in capabilities.losses:
         raise ConfigError(
-            f"trainer.loss_fallback: neither {loss.name!r} nor {fallback!r} is computed by this backend; "
+            f"trainer.loss_fallback: this backend supports neither {loss.name!r} nor {fallback!r}; "
             f"supported: {supported}"
         )
     warning = (
-        f"trainer.loss.name: {loss.name} is not computed by this backend; "
+        f"trainer.loss.name: this backend does not support {loss.name}; "
         f"training with {fallback} and its defaults instead (trainer.loss_fallback)"
     )
     return LossConfig(name=fallback), [warning]
@@ -121,20 +122,23 @@ def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> t
 
 def _check_clip(loss: LossConfig) -> None:
     for setting in ("clip_low", "clip_high"):
-        if getattr(loss, setting) is not None and loss.name not in DEFAULT_CLIP:
+        if (value := getattr(loss, setting)) is not None and loss.name not in DEFAULT_CLIP:
             raise ConfigError(
-                f"trainer.loss.{setting}: {loss.name!r} does not clip; leave it out, or use "
-                f"{' or '.join(sorted(DEFAULT_CLIP))}"
+                f"trainer.loss.{setting}: given {value}, but the loss {loss.name!r} does not clip; remove "
+                f"the setting, or use {' or '.join(sorted(DEFAULT_CLIP))}"
             )
     if loss.name in DEFAULT_CLIP:
         low, high = clip_bounds(loss)
         if not (0 <= low <= 1 <= high and low < high):
             raise ConfigError(
-                f"trainer.loss.clip_low, clip_high: given {low:g} and {high:g}; they bound the ratio itself, "
-                "so 1 lies between them: 0.8 and 1.2, say"
+                f"trainer.loss.clip_low, clip_high: given {low:g} and {high:g}; they bound the ratio, so "
+                "clip_low must be at most 1 and clip_high at least 1, for example 0.8 and 1.2"
             )
     if loss.beta is not None and loss.name != "dro":
-        raise ConfigError(f"trainer.loss.beta: {loss.name!r} has none; leave it out, or use dro")
+        raise ConfigError(
+            f"trainer.loss.beta: given {loss.beta}, but the loss {loss.name!r} has no beta; remove "
+            "the setting, or use dro"
+        )
 
 
 def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> None:
@@ -142,14 +146,14 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
         neutral = NEUTRAL_VALUES.get(name, field.default)
         if name not in capabilities.optimizer and (value := getattr(adam, name)) != neutral:
             raise ConfigError(
-                f"trainer.adam.{name}: given {value}; this backend does not support it, so it must be "
-                f"{neutral}. It supports {', '.join(sorted(capabilities.optimizer))}"
+                f"trainer.adam.{name}: given {value}; this backend does not support the setting, so it must "
+                f"be {neutral}. Supported settings: {', '.join(sorted(capabilities.optimizer))}"
             )
 
 
 def _check_sampling(config: RunConfig) -> None:
-    """Raise ConfigError unless sampling is greedy or from the full softmax. A service returns only logprobs
-    of the full softmax, so other samples cannot be trained on."""
+    """Raise ConfigError unless a service samples greedily or from the full softmax. A service returns only
+    logprobs of the full softmax, so other samples cannot be trained on."""
     if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling = config.rollout.sampling
@@ -159,5 +163,5 @@ def _check_sampling(config: RunConfig) -> None:
         if (value := getattr(sampling, name)) != 1.0:
             raise ConfigError(
                 f"rollout.sampling.{name}: given {value}; with engine.type cloud it must be 1, because a "
-                "service returns no logprobs for other values (temperature 0 is allowed too)"
+                "service returns no logprobs for other values (temperature 0 is also allowed)"
             )

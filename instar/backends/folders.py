@@ -1,4 +1,4 @@
-"""Folders that are either complete or absent."""
+"""Write folders that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Create the folder ``path`` with the content that ``fill`` writes, replacing an existing folder. The
-    content is written under a temporary name, flushed to disk and renamed."""
+    """Create or replace the folder ``path`` with the content that ``fill`` writes. The content is written
+    under a temporary name, flushed to disk and then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         complete = Path(scratch) / "complete"

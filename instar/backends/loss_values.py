@@ -1,6 +1,6 @@
-"""Computes the losses of `instar.backends.base` as numbers, from logprobs that a service returned.
+"""Compute the losses of `instar.backends.base` and their metrics from logprobs that a service returned.
 
-The metrics of services differ or are missing; computed here, they have the same meaning for all backends.
+The services' own metrics differ or are missing. These metrics have the same meaning for all backends.
 """
 
 from __future__ import annotations
@@ -12,48 +12,66 @@ from numpy.typing import NDArray
 
 from instar.backends.base import DEFAULT_BETA, DEFAULT_CLIP
 from instar.config import LossConfig
+from instar.errors import NonFiniteError
 from instar.types import Floats, Sample
 
 Doubles = NDArray[np.float64]
+MAX_SAMPLES_IN_ERROR = 4
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def compute_loss(
     loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> tuple[float, dict[str, float]]:
     """Return the loss, summed over trained tokens, and the same metrics as the local backend. ``logprobs``
     are aligned with the samples' tokens; values under mask 0 are ignored."""
-    new = _trained(samples, logprobs)
-    old = _trained(samples, [sample.logprobs for sample in samples])
-    advantages = _trained(samples, [sample.advantages for sample in samples])
-    mask = _trained(samples, [sample.mask for sample in samples])
-    metrics = {"tokens": float(len(new))}
+    new_logprobs = _concat_trained(samples, logprobs)
+    old_logprobs = _concat_trained(samples, [sample.logprobs for sample in samples])
+    advantages = _concat_trained(samples, [sample.advantages for sample in samples])
+    mask = _concat_trained(samples, [sample.mask for sample in samples])
+    metrics = {"tokens": float(len(new_logprobs))}
     if loss.name == "cross_entropy":
-        return float(-(mask * advantages * new).sum()), metrics
-    ratio = np.exp(new - old)
-    per_token, clipped = _per_token(loss, new, old, ratio, advantages)
-    if len(new):
+        return float(-(mask * advantages * new_logprobs).sum()), metrics
+    ratio = np.exp(new_logprobs - old_logprobs)
+    objective, is_clipped = _token_objective(loss, new_logprobs, old_logprobs, ratio, advantages)
+    if len(new_logprobs):
         metrics["ratio_mean"] = float(ratio.mean())
         metrics["ratio_max"] = float(ratio.max())
-        metrics["clipped"] = float(clipped.mean())
-        metrics["kl"] = float((old - new).mean())
-    return float(-(mask * per_token).sum()), metrics
+        metrics["clipped"] = float(is_clipped.mean())
+        metrics["kl"] = float((old_logprobs - new_logprobs).mean())
+    return float(-(mask * objective).sum()), metrics
 
 
-def _per_token(
-    loss: LossConfig, new: Doubles, old: Doubles, ratio: Doubles, advantages: Doubles
+def non_finite_error(
+    loss: LossConfig,
+    samples: Sequence[Sample],
+    logprobs: Sequence[Floats],
+    dtype: type[np.floating] = np.float64,
+) -> NonFiniteError:
+    """Return an error that names the samples whose own loss is not finite in ``dtype``."""
+    with np.errstate(over="ignore"):
+        values = [dtype(compute_loss(loss, [s], [row])[0]) for s, row in zip(samples, logprobs, strict=True)]
+    all_keys = [sample.sample_key for sample in samples]
+    keys = [key for key, value in zip(all_keys, values, strict=True) if not np.isfinite(value)] or all_keys
+    names = ", ".join(keys[:MAX_SAMPLES_IN_ERROR]) + (", ..." if len(keys) > MAX_SAMPLES_IN_ERROR else "")
+    return NonFiniteError(f"the {loss.name} loss is not finite; check the samples {names}")
+
+
+def _token_objective(
+    loss: LossConfig, new_logprobs: Doubles, old_logprobs: Doubles, ratio: Doubles, advantages: Doubles
 ) -> tuple[Doubles, NDArray[np.bool_]]:
-    """Return the value to maximize for each token, and True for each token that was clipped."""
-    free = np.zeros(len(new), bool)
+    """Return the value to maximize for each token, and True for each token whose ratio was clipped."""
+    none_clipped = np.zeros(len(new_logprobs), bool)
     if loss.name == "importance_sampling":
-        return ratio * advantages, free
+        return ratio * advantages, none_clipped
     if loss.name == "dro":
         beta = DEFAULT_BETA if loss.beta is None else loss.beta
-        return advantages * new - 0.5 * beta * (new - old) ** 2, free
-    bounded = np.clip(ratio, *clip_bounds(loss))
+        return advantages * new_logprobs - 0.5 * beta * (new_logprobs - old_logprobs) ** 2, none_clipped
+    clipped_ratio = np.clip(ratio, *clip_bounds(loss))
     if loss.name == "ppo":
-        limited = bounded * advantages
-        return np.minimum(ratio * advantages, limited), limited < ratio * advantages
-    return bounded * advantages * new, bounded != ratio
+        unclipped, clipped = ratio * advantages, clipped_ratio * advantages
+        return np.minimum(unclipped, clipped), clipped < unclipped
+    return clipped_ratio * advantages * new_logprobs, clipped_ratio != ratio
 
 
 def clip_bounds(loss: LossConfig) -> tuple[float, float]:
@@ -64,6 +82,6 @@ def clip_bounds(loss: LossConfig) -> tuple[float, float]:
     )
 
 
-def _trained(samples: Sequence[Sample], arrays: Sequence[Floats]) -> Doubles:
+def _concat_trained(samples: Sequence[Sample], arrays: Sequence[Floats]) -> Doubles:
     parts = [array[sample.mask > 0] for sample, array in zip(samples, arrays, strict=True)]
     return np.concatenate([np.empty(0), *parts]).astype(np.float64)

@@ -1,7 +1,7 @@
-"""Checks which backends can run in an environment, and tells how to install the missing ones.
+"""Check which backends can run in an environment, and show how to install the missing ones.
 
-``python -m instar.backends.packages`` prints this as JSON for the environment it runs in, so that the
-interpreter of `backend.python` can be inspected without importing any SDK.
+``python -m instar.backends.packages`` prints the result as JSON for its own environment, so that the
+interpreter in `backend.python` can be inspected without importing any SDK.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from instar.clouds.base import SERVICES
 from instar.config import BackendConfig, PluginConfig
 from instar.errors import ConfigError
 
-TIMEOUT = 30.0
-"""Seconds that another interpreter has to respond."""
+INTERPRETER_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +28,13 @@ class PackageRequirement:
     install: str
     """The arguments of pip install."""
     conflicts_with: str | None = None
-    """A package that cannot be in the same environment."""
+    """A package that cannot be installed in the same environment."""
     needs_own_environment: bool = False
-    """True if the package has so many dependencies that it should have its own environment."""
+    """True if the package has many dependencies, so that a separate environment is recommended."""
 
 
 CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
-"""MinT pins an older version of tinker than Instar does."""
+"""MinT requires an older version of tinker than Instar does."""
 REQUIREMENTS: dict[str, PackageRequirement] = {
     "local": PackageRequirement("torch", "'instar[local]'"),
     **{
@@ -48,45 +47,45 @@ REQUIREMENTS: dict[str, PackageRequirement] = {
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackage:
-    """The package of a backend in one environment."""
-
     version: str | None
     problem: str | None
-    """Why the backend cannot run there; None if it can."""
+    """The reason that the backend cannot run in the environment, or None."""
 
 
 def inspect_packages() -> dict[str, InstalledPackage]:
-    """Return the installed package of each built-in backend in this environment."""
+    """Return the package of each built-in backend in this environment."""
     return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
 
 
 def inspect_packages_of(python: str | None) -> dict[str, InstalledPackage]:
-    """Return the installed package of each built-in backend for a different interpreter. Raises ConfigError
-    if the interpreter cannot be run."""
+    """Return the package of each built-in backend in the environment of another interpreter. Raises
+    ConfigError if the interpreter cannot be run."""
     if python is None:
         return inspect_packages()
     command = [python, "-m", "instar.backends.packages"]
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=INTERPRETER_TIMEOUT_SECONDS
+        )
     except OSError as error:
         raise ConfigError(f"backend.python: given {python!r}; it cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"backend.python: given {python!r}; it did not answer within {TIMEOUT:.0f} s"
+            f"backend.python: given {python!r}; it did not answer within {INTERPRETER_TIMEOUT_SECONDS:.0f} s"
         ) from error
     if completed.returncode != 0:
-        last = (completed.stderr.strip().splitlines() or ["no output"])[-1]
-        if "No module named" in last:
+        last_line = (completed.stderr.strip().splitlines() or ["no output"])[-1]
+        if "No module named" in last_line:
             raise ConfigError(
-                f"backend.python: {python!r} has no Instar ({last}): {python} -m pip install instar"
+                f"backend.python: {python!r} has no Instar ({last_line}); run {python} -m pip install instar"
             )
-        raise ConfigError(f"backend.python: {python!r} failed to list its packages: {last}")
+        raise ConfigError(f"backend.python: {python!r} failed to list its packages: {last_line}")
     packages: dict[str, Any] = json.loads(completed.stdout)
     return {name: InstalledPackage(**package) for name, package in packages.items()}
 
 
 def check_installed(section: BackendConfig) -> None:
-    """Raise ConfigError, with the install command, if the backend's environment lacks its package."""
+    """Raise ConfigError, with the install command, if the backend's environment does not have its package."""
     if isinstance(section, PluginConfig) or section.type not in REQUIREMENTS:
         return
     package = inspect_packages_of(section.python)[section.type]
@@ -109,23 +108,23 @@ def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPack
     version = installed_version(requirement.package)
     if version is None:
         problem = f"{name} needs the package {requirement.package}, which is not installed"
-        return InstalledPackage(None, f"{problem}: {_install_advice(requirement)}")
+        return InstalledPackage(None, f"{problem}; {_install_advice(requirement)}")
     for needed in _required_versions(name, requirement):
         actual = installed_version(needed.name)
         if actual is None or not needed.specifier.contains(actual, prereleases=True):
             state = "it is not installed" if actual is None else f"{actual} is installed"
             problem = f"{name} needs {needed.name}{needed.specifier}, but {state}"
-            return InstalledPackage(version, f"{problem}: {_install_advice(requirement)}")
+            return InstalledPackage(version, f"{problem}; {_install_advice(requirement)}")
     return InstalledPackage(version, None)
 
 
 def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
-    """Yield the requirements of Instar's extra and, for MinT, its package's requirement of tinker."""
+    """Yield the version requirements of Instar's extra and, for MinT, of its own package for tinker."""
     from packaging.requirements import Requirement
 
-    # A checkout that is only on the path has no metadata and thus no requirements.
-    own = importlib.metadata.requires("instar") if installed_version("instar") else None
-    for needed in map(Requirement, own or []):
+    # A checkout that is only on the path has no metadata, so that no requirements are known.
+    requirements = importlib.metadata.requires("instar") if installed_version("instar") else None
+    for needed in map(Requirement, requirements or []):
         is_of_extra = needed.marker is not None and needed.marker.evaluate({"extra": name})
         if is_of_extra and needed.name == requirement.package:
             yield needed
@@ -136,16 +135,16 @@ def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[A
 
 
 def _install_advice(requirement: PackageRequirement) -> str:
-    """Return the install command. It creates a separate environment if this one is not suitable."""
+    """Return the install command, which creates a separate environment if this one is not suitable."""
     other = requirement.conflicts_with
     version = installed_version(other) if other else None
     conflict = f" (it cannot share an environment with {other} {version})" if version else ""
     if not conflict and not requirement.needs_own_environment:
-        return f"{sys.executable} -m pip install {requirement.install}"
+        return f"run {sys.executable} -m pip install {requirement.install}"
     folder = f"{requirement.package}-env"
     return (
-        f"python -m venv {folder} && {folder}/bin/pip install {requirement.install}; then name its "
-        f"interpreter, backend.python: {folder}/bin/python{conflict}"
+        f"run python -m venv {folder} && {folder}/bin/pip install {requirement.install}, and set "
+        f"backend.python: {folder}/bin/python{conflict}"
     )
 
 

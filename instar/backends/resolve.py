@@ -1,4 +1,4 @@
-"""Resolves the backend and engine of a run, and removes the secrets from its settings."""
+"""Resolve the backend and engine of a run, and remove the secrets from its config."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SECTIONS: dict[str, type[CloudConfig]] = {
     "weaver": WeaverBackendConfig,
 }
 UNUSED_LOCALLY = frozenset({"deadline", "sampler_ttl"})
-"""Settings of a service that have no effect on the local backend."""
+"""Settings of a service that do not affect the local backend."""
 
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the run with `auto` resolved and the engine that fits its backend, and notes for the user. The
-    function is idempotent. Raises ConfigError if backend and engine do not fit together and, if the engine
-    samples from a service, if the package or key is missing."""
+    """Return the config with `auto` resolved and an engine that fits the backend, and notes for the user.
+    Raises ConfigError if the engine does not fit the backend, or if the engine samples from a service whose
+    package or key is missing. Resolving the returned config again does not change it."""
     backend, notes = _resolve_backend(config.backend, env)
     if isinstance(backend, CloudConfig):
         _check_url(backend.base_url)
@@ -51,7 +51,7 @@ def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, l
 
 
 def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
-    """Raise ConfigError if the backend's package or the key of its service is missing."""
+    """Raise ConfigError if the backend's package or its service's key is missing."""
     check_installed(config.backend)
     if isinstance(config.backend, CloudConfig):
         resolve_access(config.backend, config.model, env)
@@ -69,7 +69,7 @@ def _resolve_backend(section: BackendConfig, env: Mapping[str, str]) -> tuple[Ba
 
 
 def _local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Return the settings of a service as settings of the local backend. Raises ConfigError for settings that
+    """Return the local backend's settings for the settings of a service. Raises ConfigError for settings that
     have no local equivalent."""
     local: dict[str, Any] = {}
     for name, value in settings.items():
@@ -79,8 +79,8 @@ def _local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
             local["python"] = value
         elif name not in UNUSED_LOCALLY and value != CloudSection.model_fields[name].default:
             raise ConfigError(
-                f"backend.{name}: nothing names a service, so this run would train locally, which has no "
-                f"such setting. Name the service: backend.type: {', '.join(SERVICES)}"
+                f"backend.{name}: given {value!r}, but no service is configured and the local backend has no "
+                f"such setting. Set backend.type to one of {', '.join(SERVICES)}"
             )
     return LocalBackendConfig(**local)
 
@@ -90,14 +90,14 @@ def _resolve_engine(config: RunConfig, backend: BackendConfig) -> Any:
     is_service = isinstance(backend, CloudConfig)
     if isinstance(engine, CloudEngineConfig) and not is_service:
         raise ConfigError(
-            f"engine.type: cloud samples at the service that trains, and backend.type is {backend.type!r}; "
-            f"name one of {', '.join(SERVICES)} there, or use engine.type: local"
+            f"engine.type: cloud samples from the service that trains, but backend.type is {backend.type!r}; "
+            f"set backend.type to one of {', '.join(SERVICES)}, or use engine.type: local"
         )
     if is_service and isinstance(engine, LocalEngineConfig):
         if "engine" in config.model_fields_set:
             raise ConfigError(
-                f"engine.type: local cannot sample what {backend.type} trains: the weights stay there. "
-                "Leave engine out, or write engine.type: cloud"
+                f"engine.type: local cannot load the weights that {backend.type} trains, because they stay "
+                "on the service. Remove engine, or set engine.type to cloud"
             )
         engine = CloudEngineConfig()
     if isinstance(engine, CloudEngineConfig) and engine.python is None:
@@ -108,14 +108,14 @@ def _resolve_engine(config: RunConfig, backend: BackendConfig) -> Any:
 def _check_url(url: str | None) -> None:
     if url is None:
         return
-    # The errors do not quote the URL, because it may contain a key.
+    # The errors do not contain the URL, because the URL may contain a key.
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("backend.base_url: it must be a URL that begins with https:// or http://")
+        raise ConfigError("backend.base_url: must be a URL that begins with https:// or http://")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            "backend.base_url: it must not contain a key, because it is stored with the run. "
-            "Name the variable that contains the key in backend.api_key_env"
+            "backend.base_url: must not contain a key or a query, because it is stored with the run. "
+            "Put the key into an environment variable and name the variable in backend.api_key_env"
         )
 
 
@@ -124,34 +124,36 @@ def _check_url(url: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunSecrets:
-    """The secrets of the trainer and the sampler. They must not be written to files or visible to agents."""
+    """The secrets of the trainer and the sampler, which must not be written to files or visible to agents."""
 
     env: dict[str, str] = field(repr=False)
-    """The key and URL, under the names of the service's own variables."""
+    """The service's key and URL, under the names of the service's own variables."""
     withheld: frozenset[str]
-    """The variables that roles do not inherit, because they contain a key or could redirect the service's SDK
-    to a different address."""
+    """The variables that other roles do not inherit, because they contain a key or could redirect the
+    service's SDK to another address."""
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:
-    """Return the resolved run without its keys, so that it may be stored, and the keys."""
-    passed: dict[str, str] = {}
+    """Return the resolved config without its keys, so that it may be stored, and the keys."""
+    secret_env: dict[str, str] = {}
     withheld: set[str] = set()
     backend = config.backend
     if isinstance(backend, CloudConfig):
         service = SERVICES[backend.type]
         key = configured_key(backend, env) or env.get(service.key_env)
         url = backend.base_url or env.get(service.url_env)
-        passed |= {name: value for name, value in ((service.key_env, key), (service.url_env, url)) if value}
+        secret_env |= {
+            name: value for name, value in ((service.key_env, key), (service.url_env, url)) if value
+        }
         withheld |= {name for known in SERVICES.values() for name in (known.key_env, known.url_env)}
         withheld |= {name for name, value in env.items() if key and key in value}
-        bare = backend.model_copy(update={"api_key": None, "api_key_env": None})
-        config = config.model_copy(update={"backend": bare})
+        without_keys = backend.model_copy(update={"api_key": None, "api_key_env": None})
+        config = config.model_copy(update={"backend": without_keys})
     reference = config.trainer.reference
     if isinstance(reference, CompletionsReferenceConfig) and (name := reference.api_key_env):
-        passed |= {name: env[name]} if name in env else {}
+        secret_env |= {name: env[name]} if name in env else {}
         withheld.add(name)
-    return config, RunSecrets(passed, frozenset(withheld))
+    return config, RunSecrets(secret_env, frozenset(withheld))
 
 
 def without_api_key(config: RunConfig) -> RunConfig:

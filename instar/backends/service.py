@@ -1,4 +1,4 @@
-"""Code that backends of training services share: session starts, gradient counts and saved states."""
+"""Functions for the backends of training services: session starts, gradient counts and saved states."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ from instar.errors import BackendError, BackendLost, InstarError, NonFiniteError
 T = TypeVar("T")
 
 STATE_FILE = "state.json"
-NO_SESSION = "there is no training session: start one, or load a state"
-NOT_FINITE = re.compile(r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE)
-"""A pattern for errors about losses and gradients that are not finite. Services have no error code for
-them."""
+NO_SESSION = "there is no training session; call start or load_state first"
+NON_FINITE_PATTERN = re.compile(
+    r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE
+)
+"""Matches messages about non-finite losses and gradients. Services have no error code for these errors."""
 
 
 class GradientCounter:
-    """Counts the calls that added to the service's gradient since the last step, as far as is known."""
+    """Counts the calls since the last step that added to the service's gradient."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def require_gradient(self) -> None:
-        """Raise BackendError if there is no gradient: a service would apply an empty step with weight
-        decay."""
+        # Without a gradient, a service would still apply the weight decay.
         if not self.calls:
             raise BackendError(NO_GRADIENT)
 
 
 async def start_session(create: Callable[[], Awaitable[T]]) -> T:
-    """Return a new session. If the service loses the session while it starts, as happens during a restart,
-    create another one. Raises BackendError if that happens every time, because the service then does not have
-    what was requested."""
+    """Return a new session. If the service loses the session during the start, as it may while the service
+    restarts, create another one. Raises BackendError after `MAX_SESSION_STARTS` attempts."""
     message = ""
     for _ in range(MAX_SESSION_STARTS):
         try:
@@ -51,7 +50,7 @@ async def start_session(create: Callable[[], Awaitable[T]]) -> T:
 
 
 def translate_error(error: CloudError) -> InstarError:
-    if error.kind == "refused" and NOT_FINITE.search(str(error)):
+    if error.kind == "refused" and NON_FINITE_PATTERN.search(str(error)):
         return NonFiniteError(str(error))
     return error.to_backend_error()
 
@@ -66,15 +65,21 @@ async def write_state(path: Path, state: Mapping[str, Any]) -> None:
     await asyncio.to_thread(write_folder, path, fill)
 
 
-def read_state(path: Path, key: str, expected: Mapping[str, Any]) -> str:
-    """Return the service's name for a saved state, which is stored in the folder under ``key``. Raises
-    BackendError if the state's other fields are not as expected."""
+def read_state(path: Path, key: str, expected: Mapping[str, Any], file: str = STATE_FILE) -> str:
+    """Return the value of ``key`` in a saved state. Raises BackendError if the state cannot be read or was
+    saved with settings other than the ``expected`` ones."""
     try:
-        state: dict[str, Any] = dict(json.loads((path / STATE_FILE).read_text()))
-        name = str(state[key])
+        state: dict[str, Any] = dict(json.loads((path / file).read_text()))
+        value = str(state[key])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BackendError(f"{path} does not contain a saved state: {error}") from error
-    for field, value in expected.items():
-        if state.get(field) != value:
-            raise BackendError(f"{path} was saved with {field} {state.get(field)!r}, not {value!r}")
-    return name
+        raise BackendError(
+            f"cannot load a training state from {path}: {file} is missing or invalid "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    for name, setting in expected.items():
+        if state.get(name) != setting:
+            raise BackendError(
+                f"cannot load the training state in {path}: it was saved with {name} {state.get(name)!r}, "
+                f"but this backend has {name} {setting!r}"
+            )
+    return value

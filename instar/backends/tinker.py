@@ -1,8 +1,8 @@
-"""Trains on Tinker or MinT through their SDKs.
+"""Train on Tinker or MinT through their SDKs.
 
-Calls are sent in the order in which they are made, and their results are awaited concurrently. If it is
-unknown what effect a call had on the service (no response, no session), the session is abandoned: every later
-call raises BackendLost, and `load_state` or `start` starts another one.
+Calls are sent in the order in which they are made, and their results are awaited concurrently. The session is
+abandoned if the effect of a call on the service is unknown, because there was no response or no session.
+Every later call then raises BackendLost, and `load_state` or `start` starts a new session.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from instar.backends.base import (
     cloud_capabilities,
 )
 from instar.backends.check import check_samples, nan_logprobs, select_scorable, select_trained
-from instar.backends.loss_values import clip_bounds, compute_loss
+from instar.backends.loss_values import clip_bounds, compute_loss, non_finite_error
 from instar.backends.service import (
     NO_SESSION,
     GradientCounter,
@@ -41,11 +41,11 @@ from instar.backends.service import (
 from instar.clouds.base import SERVICES
 from instar.clouds.errors import CloudError
 from instar.clouds.tinker import TinkerConnection
-from instar.clouds.tinker_training import LossInputs, TinkerTrainingSession
+from instar.clouds.tinker_training import TinkerTrainingSession
 from instar.config import AdamConfig, LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
 from instar.errors import BackendError, BackendLost, NonFiniteError
 from instar.models import resolve_tokenizer
-from instar.types import Artifact, Floats, Sample
+from instar.types import Artifact, Floats, Ids, Sample
 
 T = TypeVar("T")
 
@@ -59,10 +59,10 @@ class TinkerBackend(Backend):
         self._seed = seed
         self._vocab_size: int | None = None
         self._submission_lock = asyncio.Lock()
-        """Serves waiters in turn, so that calls are sent in the order in which they were made."""
+        """Held while a call is sent. The lock serves its waiters in turn, so that calls keep their order."""
         self._session: TinkerTrainingSession | None = None
         self._gradient = GradientCounter()
-        self._closed = False
+        self._is_closed = False
 
     @property
     def capabilities(self) -> BackendCapabilities:
@@ -95,27 +95,27 @@ class TinkerBackend(Backend):
 
         await self._start_session(f"loading {saved}", create)
 
-    async def _start_session(self, what: str, create: Callable[[TinkerConnection], Any]) -> None:
+    async def _start_session(self, action: str, create: Callable[[TinkerConnection], Any]) -> None:
         async with self._submission_lock:
             self._check_open()
             if self._session is not None:
                 previous, self._session = self._session, None
                 await previous.abandon()
             if self._vocab_size is None:
-                self._vocab_size = await asyncio.to_thread(_vocab_size, self._model.name)
-            session = await start_session(lambda: self._connect(what, create))
-            if self._closed:  # while the session was starting
+                self._vocab_size = await asyncio.to_thread(_read_vocab_size, self._model.name)
+            session = await start_session(lambda: self._connect(action, create))
+            if self._is_closed:  # close was called while the session was starting
                 await session.connection.close(finish=True)
             self._check_open()
             self._session, self._gradient = session, GradientCounter()
 
-    async def _connect(self, what: str, create: Callable[[TinkerConnection], Any]) -> TinkerTrainingSession:
+    async def _connect(self, action: str, create: Callable[[TinkerConnection], Any]) -> TinkerTrainingSession:
         try:
             connection = await TinkerConnection.connect(self._config, self._model)
             try:
-                # In a thread, because the SDK blocks while it creates a client.
-                client = await connection.run_in_thread(what, lambda: create(connection))
-            except BaseException:  # also when cancelled: the connection must not stay open
+                # The SDK blocks while it creates a client.
+                client = await connection.run_in_thread(action, lambda: create(connection))
+            except BaseException:  # including cancellation: the connection must not stay open
                 await connection.close(finish=False)
                 raise
         except CloudError as error:
@@ -123,15 +123,15 @@ class TinkerBackend(Backend):
         return TinkerTrainingSession(connection, client)
 
     async def close(self) -> None:
-        """Close the connection; the service ends the session when it receives no more requests."""
-        self._closed = True
+        """Close the connection. The service ends the session when it receives no more requests."""
+        self._is_closed = True
         if self._session is not None:
             session, self._session = self._session, None
             session.lost_reason = session.lost_reason or "the backend was closed"
             await session.connection.close(finish=False)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise BackendError("the backend is closed")
 
     def _live_session(self) -> TinkerTrainingSession:
@@ -145,13 +145,12 @@ class TinkerBackend(Backend):
     # --- training --------------------------------------------------------------------------------
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._compute_logprobs(samples, in_order=True)
+        return await self._compute_logprobs(samples, use_base_model=False)
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._compute_logprobs(samples, in_order=False)
+        return await self._compute_logprobs(samples, use_base_model=True)
 
-    async def _compute_logprobs(self, samples: Sequence[Sample], *, in_order: bool) -> list[Floats]:
-        """Return the logprobs under the trained model, in the order of calls, or under the base model."""
+    async def _compute_logprobs(self, samples: Sequence[Sample], *, use_base_model: bool) -> list[Floats]:
         self._check_open()
         check_samples(samples, self._vocab_size, self._model.max_context)
         results = nan_logprobs(samples)
@@ -159,11 +158,11 @@ class TinkerBackend(Backend):
         sequences = [samples[i].token_ids for i in scorable]
         if not scorable:
             return results
-        if in_order:
+        if use_base_model:
+            result = self._live_session().base_logprobs(sequences)
+        else:
             async with self._submission_lock:
                 result = await self._live_session().send_forward(sequences)
-        else:
-            result = self._live_session().base_logprobs(sequences)
         for i, logprobs in zip(scorable, await _await_result(result), strict=True):
             results[i] = logprobs
         return results
@@ -174,8 +173,8 @@ class TinkerBackend(Backend):
         results = nan_logprobs(samples)
         trained = select_trained(samples)
         if trained:
-            new = await self._train([samples[i] for i in trained], loss)
-            for i, logprobs in zip(trained, new, strict=True):
+            new_logprobs = await self._train([samples[i] for i in trained], loss)
+            for i, logprobs in zip(trained, new_logprobs, strict=True):
                 results[i] = np.where(samples[i].mask > 0, logprobs, np.nan).astype(np.float32)
         value, metrics = compute_loss(loss, samples, results)
         return ForwardBackwardResult(value, results, metrics)
@@ -183,36 +182,44 @@ class TinkerBackend(Backend):
     async def _train(self, samples: Sequence[Sample], loss: LossConfig) -> list[Floats]:
         async with self._submission_lock:
             session, gradient = self._live_session(), self._gradient
-            fillers = await self._filler_logprobs(session, samples, loss)
-            data = [
-                (sample.token_ids, _loss_inputs(sample, loss, filler))
-                for sample, filler in zip(samples, fillers, strict=True)
-            ]
+            old_logprobs = await self._complete_old_logprobs(session, samples, loss)
+            data: list[tuple[Ids, dict[str, Floats]]] = []
+            for sample, logprobs in zip(samples, old_logprobs, strict=True):
+                weights = np.where(sample.mask > 0, sample.mask * sample.advantages, 0)
+                if loss.name == "cross_entropy":
+                    data.append((sample.token_ids, {"weights": weights}))
+                else:
+                    data.append((sample.token_ids, {"logprobs": logprobs, "advantages": weights}))
             result = await session.send_forward_backward(data, loss.name, _loss_config(loss))
             gradient.calls += 1
         try:
-            logprobs = await result
+            new_logprobs = await result
         except CloudError as error:
             if error.kind == "refused":
                 gradient.calls -= 1
             raise translate_error(error) from None
-        _check_finite(session, loss, samples, logprobs)
-        return logprobs
+        if not math.isfinite(compute_loss(loss, samples, new_logprobs)[0]):
+            # The service has already added the gradient and cannot remove it.
+            session.lost_reason = "the service's gradient contains a loss that is not finite"
+            raise non_finite_error(loss, samples, new_logprobs)
+        return new_logprobs
 
-    async def _filler_logprobs(
+    async def _complete_old_logprobs(
         self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
-        """Return old logprobs for the tokens that are not trained, because a service has no mask. They are
-        zeros, except for the dro loss: dro would move these tokens towards zero, so they are the current
-        logprobs."""
+        """Return the samples' logprobs, with other values for the tokens that are not trained, because a
+        service has no mask. These values are zeros. For the dro loss they are the current logprobs, because
+        dro would move the tokens' logprobs towards zero."""
         if loss.name != "dro":
-            return [np.zeros(len(sample), np.float32) for sample in samples]
+            return [np.where(sample.mask > 0, sample.logprobs, np.float32(0)) for sample in samples]
         for sample in samples:
             if not np.isin(sample.mask, (0, 1)).all():
                 raise BackendError(
-                    f"sample {sample.sample_key}: with dro, this backend supports only mask values of 0 and 1"
+                    f"sample {sample.sample_key}: with the dro loss, the mask may contain only 0 and 1"
                 )
-        return await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
+        current = await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
+        pairs = zip(samples, current, strict=True)
+        return [np.where(sample.mask > 0, sample.logprobs, logprobs) for sample, logprobs in pairs]
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         async with self._submission_lock:
@@ -225,7 +232,7 @@ class TinkerBackend(Backend):
         if grad_norm is None:
             return OptimStepResult.from_norm(adam, math.nan, metrics)
         if not math.isfinite(grad_norm):
-            session.lost_reason = "a gradient that is not finite may have been applied at the service"
+            session.lost_reason = "the service may have applied a gradient that is not finite"
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         return OptimStepResult.from_norm(adam, grad_norm, metrics)
 
@@ -255,10 +262,10 @@ class TinkerBackend(Backend):
         except CloudError as error:
             raise BackendError(str(error)) from None
 
-    async def _save(self, what: str, submit: Callable[[Any], Any]) -> str:
-        """Save something on the service and return its path there."""
+    async def _save(self, action: str, submit: Callable[[Any], Any]) -> str:
+        """Send a call that saves weights or a state, and return the path on the service."""
         async with self._submission_lock:
-            result = self._live_session().send(what, submit)
+            result = self._live_session().send(action, submit)
         return str((await _await_result(result)).path)
 
     def _read_state(self, path: Path) -> str:
@@ -276,8 +283,7 @@ class TinkerBackend(Backend):
         }
 
 
-class MintBackend(TinkerBackend):
-    """Trains on MinT through its SDK."""
+class MintBackend(TinkerBackend): ...
 
 
 async def _await_result(result: Awaitable[T]) -> T:
@@ -285,15 +291,6 @@ async def _await_result(result: Awaitable[T]) -> T:
         return await result
     except CloudError as error:
         raise translate_error(error) from None
-
-
-def _loss_inputs(sample: Sample, loss: LossConfig, filler: Floats) -> LossInputs:
-    """Return the inputs of the loss without NaN. Tokens under mask 0 have a weight of 0."""
-    trained = sample.mask > 0
-    weights = np.where(trained, sample.mask * sample.advantages, 0)
-    if loss.name == "cross_entropy":
-        return {"weights": weights}
-    return {"logprobs": np.where(trained, sample.logprobs, filler), "advantages": weights}
 
 
 def _loss_config(loss: LossConfig) -> dict[str, float] | None:
@@ -305,26 +302,12 @@ def _loss_config(loss: LossConfig) -> dict[str, float] | None:
     return None
 
 
-def _check_finite(
-    session: TinkerTrainingSession, loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
-) -> None:
-    """Raise NonFiniteError if a sample's loss is not finite. The service has already added the gradient and
-    cannot remove it, so the session becomes unusable."""
-    for sample, new in zip(samples, logprobs, strict=True):
-        with np.errstate(over="ignore", invalid="ignore"):
-            value, _ = compute_loss(loss, [sample], [new])
-        if not math.isfinite(value):
-            session.lost_reason = "a loss that is not finite is in the gradient at the service"
-            raise NonFiniteError(f"the {loss.name} loss of sample {sample.sample_key} is {value}")
-
-
 def _unique_name(path: Path) -> str:
-    """Return a unique name for a saved path: the same path may be saved again, even by a different
-    session."""
+    """Return a name that is unique on the service, because the same path may be saved again."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', path.name)}-{uuid.uuid4().hex[:8]}"
 
 
-def _vocab_size(name: str) -> int | None:
+def _read_vocab_size(name: str) -> int | None:
     config: dict[str, Any] = json.loads((resolve_tokenizer(name) / "config.json").read_text())
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return size if isinstance(size, int) else None

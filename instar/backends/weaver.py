@@ -1,4 +1,4 @@
-"""Trains on Weaver, or on a different server with the same protocol. Every session has one model."""
+"""Train on Weaver, or on another server with the same protocol. Every session has one model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instar.backends.base import (
     cloud_capabilities,
 )
 from instar.backends.check import check_samples, nan_logprobs, select_scorable, select_trained
-from instar.backends.loss_values import compute_loss
+from instar.backends.loss_values import compute_loss, non_finite_error
 from instar.backends.service import NO_SESSION, read_state, start_session, write_state
 from instar.backends.weaver_model import WeaverModel
 from instar.clouds.base import SERVICES, CloudAccess, resolve_access
@@ -31,7 +31,6 @@ from instar.clouds.weaver import (
     WeaverClient,
     build_forward_datum,
     build_training_datum,
-    extract_logprobs,
     extract_metrics,
     fetch_prompt_logprobs,
 )
@@ -42,9 +41,9 @@ from instar.types import Artifact, Floats, Sample
 T = TypeVar("T")
 
 STATE_FORMAT = 1
-REFERENCE_IN_FLIGHT = 16
-END_TIMEOUT = 5.0
-"""Seconds for the service to end a session that is abandoned."""
+MAX_CONCURRENT_SCORES = 16
+"""The number of concurrent requests for the base model's logprobs."""
+END_TIMEOUT_SECONDS = 5.0
 
 
 class WeaverBackend(Backend):
@@ -55,19 +54,15 @@ class WeaverBackend(Backend):
         self._access: CloudAccess = resolve_access(section, model)
         self._call_policy = WeaverCallPolicy(self._access)
         self._session_lock = asyncio.Lock()
-        """Held while one session replaces another. Calls that wait for it keep their order."""
+        """Held while a session is replaced. The lock serves its waiters in turn, so calls keep their
+        order."""
         self._model: WeaverModel | None = None
         self._reference: AsyncSamplingClient | None = None
-        self._closed = False
+        self._is_closed = False
 
     @property
     def capabilities(self) -> BackendCapabilities:
         return cloud_capabilities(SERVICES["weaver"].losses)
-
-    @property
-    def model_id(self) -> str | None:
-        """Return the trained model's id on the service."""
-        return None if self._model is None else self._model.client.model_id
 
     async def start(self) -> None:
         async with self._session_lock:
@@ -77,15 +72,11 @@ class WeaverBackend(Backend):
         model = await self._get_model()
         check_samples(samples, None, self._max_tokens)
         results = nan_logprobs(samples)
-        sent = select_scorable(samples)
-        if sent:
-            data = [build_forward_datum(samples[index]) for index in sent]
-            result = await model.call(
-                "forward", lambda: model.client.forward(data, "forward_logprob", wait=False)
-            )
-            for index, row in zip(
-                sent, model.parse_result(lambda: extract_logprobs(data, result)), strict=True
-            ):
+        scorable = select_scorable(samples)
+        if scorable:
+            data = [build_forward_datum(samples[index]) for index in scorable]
+            rows = await model.compute_logprobs("forward", data, "forward_logprob")
+            for index, row in zip(scorable, rows, strict=True):
                 results[index][1:] = row
         return results
 
@@ -93,24 +84,18 @@ class WeaverBackend(Backend):
         model = await self._get_model()
         check_samples(samples, None, self._max_tokens, loss)
         results = nan_logprobs(samples)
-        sent = select_trained(samples)
-        if sent:
-            data = [build_training_datum(samples[index], loss) for index in sent]
+        trained = select_trained(samples)
+        if trained:
+            data = [build_training_datum(samples[index], loss) for index in trained]
             with model.count_gradient():
-                result = await model.call(
-                    "forward_backward", lambda: model.client.forward_backward(data, loss.name, wait=False)
-                )
-            for index, row in zip(
-                sent, model.parse_result(lambda: extract_logprobs(data, result)), strict=True
-            ):
-                trained = samples[index].mask > 0
-                results[index][trained] = row[trained[1:]]
+                rows = await model.compute_logprobs("forward_backward", data, loss.name)
+            for index, row in zip(trained, rows, strict=True):
+                is_trained = samples[index].mask > 0
+                results[index][is_trained] = row[is_trained[1:]]
         value, metrics = compute_loss(loss, samples, results)
         if not math.isfinite(value):
-            model.end("the gradient at the service is not finite")
-            raise NonFiniteError(
-                f"the {loss.name} loss is {value}: {_name_non_finite_samples(loss, samples, results)}"
-            )
+            model.end("the service's gradient is not finite")
+            raise non_finite_error(loss, samples, results)
         return ForwardBackwardResult(value, results, metrics)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
@@ -127,7 +112,7 @@ class WeaverBackend(Backend):
         result = await model.call("optim_step", lambda: model.client.optim_step(params, wait=False))
         grad_norm = extract_metrics(result).get("grad_norm", math.nan)
         if math.isinf(grad_norm):
-            model.end("a gradient that is not finite may have been applied at the service")
+            model.end("the service may have applied a gradient that is not finite")
             raise NonFiniteError(f"the gradient norm is {grad_norm}")
         return OptimStepResult.from_norm(adam, grad_norm)
 
@@ -140,7 +125,7 @@ class WeaverBackend(Backend):
         )
         fields = cast(dict[str, Any], result) if isinstance(result, dict) else {}
         if not (sampler := fields.get("model_path") or fields.get("path")):
-            raise BackendError("publish: Weaver's response has neither model_path nor path")
+            raise BackendError("publish: the response of Weaver has neither model_path nor path")
         return Artifact("remote", str(sampler), expires_at=started + ttl)
 
     async def save_state(self, path: Path) -> None:
@@ -158,7 +143,7 @@ class WeaverBackend(Backend):
             model = await self._replace_model()
             try:
                 await model.load(saved, optimizer=optimizer)
-            except BaseException:  # also when cancelled: the service should not keep the model
+            except BaseException:  # including cancellation: the service should not keep the model
                 await _end_model(model)
                 raise
             self._model = model
@@ -171,7 +156,7 @@ class WeaverBackend(Backend):
                 "reference_logprobs",
                 lambda: service.create_sampling_client(base_model=self._access.base_model),
             )
-        client, slots = self._reference, asyncio.Semaphore(REFERENCE_IN_FLIGHT)
+        client, slots = self._reference, asyncio.Semaphore(MAX_CONCURRENT_SCORES)
 
         async def score(sample: Sample) -> Floats:
             if len(sample) < 2:
@@ -189,7 +174,7 @@ class WeaverBackend(Backend):
                 task.cancel()
 
     async def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         async with self._session_lock:
             if self._model is not None:
                 await self._model.service.aclose()
@@ -205,7 +190,7 @@ class WeaverBackend(Backend):
             return self._model
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise BackendError("the backend is closed")
 
     async def _replace_model(self) -> WeaverModel:
@@ -228,15 +213,14 @@ class WeaverBackend(Backend):
 
         async def create() -> AsyncTrainingClient:
             await service.connect()
-            # The id is always the first of the session, so that a repeated request does not create a second
-            # model.
+            # With a fixed sequence id, a repeated request does not create a second model.
             return await service.create_model(
                 base_model=self._access.base_model, model_seq_id=1, lora_config=lora
             )
 
         try:
             return WeaverModel(service, await self._call("start", create), self._call_policy)
-        except BaseException:  # also when cancelled: the connection must not stay open
+        except BaseException:  # including cancellation: the connection must not stay open
             await service.aclose()
             raise
 
@@ -249,24 +233,18 @@ class WeaverBackend(Backend):
             "rank": self._section.rank,
         }
 
-    async def _call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
-            return await self._call_policy.call(what, work)
+            return await self._call_policy.call(method, call)
         except CloudError as error:
             raise error.to_backend_error() from None
 
 
 async def _end_model(model: WeaverModel) -> None:
-    """Tell the service to delete a model that is no longer used."""
+    """Delete an abandoned model on the service and close the connection."""
     try:
-        async with asyncio.timeout(END_TIMEOUT):
+        async with asyncio.timeout(END_TIMEOUT_SECONDS):
             await model.service.end_training(model.client.model_id)
-    except Exception:  # noqa: BLE001 - the model may be gone or the service unreachable, which does not matter
+    except Exception:  # noqa: BLE001 - the service may be unreachable or have no such model
         pass
     await model.service.aclose()
-
-
-def _name_non_finite_samples(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> str:
-    pairs = zip(samples, logprobs, strict=True)
-    keys = [s.sample_key for s, row in pairs if not math.isfinite(compute_loss(loss, [s], [row])[0])]
-    return ", ".join(keys[:4]) + (", ..." if len(keys) > 4 else "")

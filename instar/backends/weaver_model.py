@@ -1,22 +1,24 @@
-"""A trained model on Weaver, and the order of its calls.
+"""A model in training on Weaver.
 
 Calls are submitted one after the other, in the order in which they were made, and their results are awaited
-concurrently. If it is unknown what the service did, the session ends: every later call raises BackendLost.
+concurrently. If the effect of a call on the service is unknown, every later call raises BackendLost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from weaver import AsyncOperationHandle, AsyncTrainingClient
+from weaver.types import Datum
 
 from instar.backends.service import GradientCounter, translate_error
 from instar.clouds.errors import CloudError
-from instar.clouds.weaver import WeaverCallPolicy, WeaverClient, WeaverError
+from instar.clouds.weaver import WeaverCallPolicy, WeaverClient, WeaverError, extract_logprobs
 from instar.errors import BackendError, BackendLost, InstarError
+from instar.types import Floats
 
 T = TypeVar("T")
 
@@ -34,46 +36,54 @@ class WeaverModel:
         self._results_received.set()
         self._end_reason: str | None = None
         self._gradient = GradientCounter()
-        self._names = 0
+        self._name_count = 0
 
-    def make_name(self, word: str) -> str:
-        self._names += 1
-        return f"{word}-{self._names}"
+    def make_name(self, prefix: str) -> str:
+        self._name_count += 1
+        return f"{prefix}-{self._name_count}"
 
-    async def call(self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
-        """Submit a call when its turn comes and return its result. The deadline starts when the previous
-        result arrives."""
+    async def call(self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
+        """Submit a call after all earlier calls and return its result. The deadline of the call starts when
+        the previous result arrives."""
         async with self._submission_lock:
             self._check_open()
-            handle = await self._submit(what, submit)
+            handle = await self._submit(method, submit)
             previous, received = self._results_received, asyncio.Event()
             self._results_received = received
         try:
             await previous.wait()
-            return await self._call_policy.await_operation(what, handle)
+            return await self._call_policy.await_operation(method, handle)
         except WeaverError as error:
             raise self._handle_error(error) from None
         finally:
             received.set()
 
-    async def call_exclusively(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Run a call that has no sequence id, after all earlier calls and before all later ones. Returns its
-        result."""
+    async def compute_logprobs(self, method: str, data: Sequence[Datum], loss: str) -> list[Floats]:
+        """Call ``forward`` or ``forward_backward`` and return the logprobs of each datum's targets."""
+        result = await self.call(method, lambda: getattr(self.client, method)(data, loss, wait=False))
+        try:
+            return extract_logprobs(data, result)
+        except WeaverError as error:
+            raise self._handle_error(error) from None
+
+    async def call_exclusively(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Run a call that has no sequence id after all earlier calls and before all later ones, and return
+        its result."""
         async with self._submission_lock:
             await self._results_received.wait()
             self._check_open()
             try:
-                return await self._call_policy.call(what, work)
+                return await self._call_policy.call(method, call)
             except WeaverError as error:
                 raise self._handle_error(error) from None
 
-    async def load(self, saved: str, *, optimizer: bool) -> None:
+    async def load(self, saved_path: str, *, optimizer: bool) -> None:
         load = self.client.load_state_with_optimizer if optimizer else self.client.load_state
         try:
-            await self.call_exclusively("load_state", lambda: load(saved))
+            await self.call_exclusively("load_state", lambda: load(saved_path))
         except BackendLost as error:
             if await self._is_alive():
-                raise BackendError(f"the saved state {saved} no longer exists: {error}") from None
+                raise BackendError(f"the saved state {saved_path} no longer exists: {error}") from None
             raise
 
     async def _is_alive(self) -> bool:
@@ -83,13 +93,6 @@ class WeaverModel:
             return False
         return True
 
-    def parse_result(self, read: Callable[[], T]) -> T:
-        """Return the result of ``read``. A malformed result ends the session."""
-        try:
-            return read()
-        except CloudError as error:
-            raise self._handle_error(error) from None
-
     @contextmanager
     def count_gradient(self) -> Generator[None]:
         """Count a call that adds to the gradient, unless the block raises."""
@@ -97,7 +100,7 @@ class WeaverModel:
         gradient.calls += 1
         try:
             yield
-        except BaseException:  # also when cancelled
+        except BaseException:  # including cancellation
             gradient.calls -= 1
             raise
 
@@ -111,7 +114,7 @@ class WeaverModel:
         self._end_reason = self._end_reason or reason
 
     async def _submit(
-        self, what: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
+        self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
     ) -> AsyncOperationHandle:
         async def submit_once() -> AsyncOperationHandle:
             # The service treats a repeated call as the same operation, and a refused call had no effect.
@@ -119,11 +122,11 @@ class WeaverModel:
                 return await submit()
 
         try:
-            return await self._call_policy.call(what, submit_once)
+            return await self._call_policy.call(method, submit_once)
         except WeaverError as error:
             raise self._handle_error(error) from None
         except asyncio.CancelledError:
-            self.end(f"{what} was cancelled while it was sent: it is unknown whether the service accepted it")
+            self.end(f"{method} was cancelled while it was sent, so the service may have executed it")
             raise
 
     def _handle_error(self, error: CloudError) -> InstarError:

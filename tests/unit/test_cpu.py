@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.cpu import ISA_LIMIT, cpu_flags, disable_broken_amx
+from instar.cpu import ISA_LIMIT_VARIABLE, cpu_flags, disable_broken_amx
 
 BF16_PRODUCT = """
 import sys, torch
@@ -21,27 +21,28 @@ print(torch.nn.functional.linear(torch.ones(33, 64).bfloat16(), torch.ones(96, 6
 
 
 def test_bf16_product_after_disable_broken_amx_succeeds(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != ISA_LIMIT}
+    environment = {name: value for name, value in os.environ.items() if name != ISA_LIMIT_VARIABLE}
     command = [sys.executable, "-c", BF16_PRODUCT, str(tmp_path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.strip()) == (0, str(33 * 96 * 64.0)), result.stderr
 
 
 def test_disable_broken_amx_keeps_an_existing_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ISA_LIMIT, "AVX2")
+    monkeypatch.setenv(ISA_LIMIT_VARIABLE, "AVX2")
     disable_broken_amx(tmp_path)
-    assert os.environ[ISA_LIMIT] == "AVX2"
+    assert os.environ[ISA_LIMIT_VARIABLE] == "AVX2"
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif("amx_bf16" not in cpu_flags(), reason="this CPU does not report AMX")
 def test_disable_broken_amx_stores_the_probe_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ISA_LIMIT, raising=False)
+    monkeypatch.delenv(ISA_LIMIT_VARIABLE, raising=False)
     disable_broken_amx(tmp_path)
     (file,) = (tmp_path / "cpu").iterdir()
     is_broken = file.read_text() == "broken"
-    assert (ISA_LIMIT in os.environ) == is_broken
-    monkeypatch.delenv(ISA_LIMIT, raising=False)
+    assert (ISA_LIMIT_VARIABLE in os.environ) == is_broken
+    monkeypatch.delenv(ISA_LIMIT_VARIABLE, raising=False)
     file.write_text("broken")
+    disable_broken_amx.cache_clear()
     disable_broken_amx(tmp_path)
-    assert os.environ[ISA_LIMIT] == "AVX512_CORE_FP16"
+    assert os.environ[ISA_LIMIT_VARIABLE] == "AVX512_CORE_FP16"

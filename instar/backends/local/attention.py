@@ -2,12 +2,12 @@
 
 The softmax of every query is combined from blocks of keys, each computed by a dense kernel:
 
-- its *own* block: its node, causally. Nodes of similar length are computed in one padded call;
-- one *cross* block per ancestor: the queries of all descendants against all keys of the ancestor.
+- the *own* block contains the query's node, with a causal mask. Nodes of similar length share a padded call;
+- one *cross* block per ancestor contains the queries of all descendants and all keys of the ancestor.
 
-Short ancestors are instead copied in front of their descendants' own blocks. Blocks are combined by their
-logsumexp. With the combined logsumexp and output, the backward pass is a plain sum of the blocks' gradients.
-Nothing is copied per sample, and the gradient of shared keys is computed in one product.
+Short ancestors are copied in front of their descendants' own blocks instead. Blocks are combined by their
+logsumexp. Given the combined logsumexp and output, the backward pass is a plain sum of the blocks' gradients.
+Nothing is copied for each sample, and the gradient of shared keys is computed in one product.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from instar.backends.local import kernels
-from instar.backends.local.pack import PackedRow, PackNode
+from instar.backends.local.pack import Index, PackedRow, PackNode
 from instar.errors import BackendError
 
-NAME = "instar_tree"
-INLINE_TOKENS = 16
+ATTENTION_NAME = "instar_tree"
+MAX_INLINE_ANCESTOR_TOKENS = 16
 """Ancestors up to this length are copied instead of computed in a separate call."""
-INLINE_TOTAL = 64
+MAX_INLINE_TOKENS = 64
 """The largest number of copied tokens in front of one node."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnBlocks:
-    """Nodes of similar length as one padded batch. Padding repeats the last token of a node."""
+    """A padded batch of nodes of similar length. The padding repeats the last token of a node."""
 
     rows: Tensor
     """[N, L] positions in the packed row, copied ancestors first."""
     queries: Tensor
-    """Flat positions, within the batch, of the nodes' own tokens."""
+    """Flat positions, in this batch, of the nodes' own tokens."""
     targets: Tensor
     """The positions of ``queries`` in the packed row."""
-    real: Tensor
-    """Flat positions within the batch that are not padding."""
+    unpadded: Tensor
+    """Flat positions, in this batch, of all tokens that are not padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TreeAttentionPlan:
     own: list[OwnBlocks]
     cross: list[CrossBlock]
     calls: int = field(default=0)
-    """The number of attention layers that used the plan. It reveals models that use a different attention."""
+    """The number of attention layers that used the plan. Models with another attention do not use it."""
 
 
 def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
@@ -70,72 +70,71 @@ def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
         for index, node in enumerate(pack.nodes)
         if node.subtree_end > node.end and index not in copied
     ]
-    prefixes = [_rows([pack.nodes[a] for a in ancestors]) for ancestors in inline]
+    prefixes = [_row_positions([pack.nodes[a] for a in ancestors]) for ancestors in inline]
     lengths = [len(prefixes[i]) + len(node) for i, node in enumerate(pack.nodes)]
     own = [
-        _own_blocks([prefixes[i] for i in members], [pack.nodes[i] for i in members], device)
-        for members in _buckets(lengths)
+        _make_own_blocks([prefixes[i] for i in members], [pack.nodes[i] for i in members], device)
+        for members in _group_by_length(lengths)
     ]
     return TreeAttentionPlan(own, cross)
 
 
 def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
-    """Return the ancestors to copy in front of each node. An ancestor is copied for all of its descendants or
-    for none."""
+    """Return the indices of the ancestors to copy in front of each node. An ancestor is copied for all of its
+    descendants or for none."""
     inline: list[list[int]] = []
     for node in nodes:
         if node.parent is None:
             inline.append([])
             continue
-        above, parent = inline[node.parent], nodes[node.parent]
-        budget = INLINE_TOTAL - sum(len(nodes[a]) for a in above)
-        inline.append([*above, node.parent] if len(parent) <= min(INLINE_TOKENS, budget) else above)
+        ancestors, parent = inline[node.parent], nodes[node.parent]
+        budget = MAX_INLINE_TOKENS - sum(len(nodes[a]) for a in ancestors)
+        is_short = len(parent) <= min(MAX_INLINE_ANCESTOR_TOKENS, budget)
+        inline.append([*ancestors, node.parent] if is_short else ancestors)
     return inline
 
 
-def _buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of nodes with similar lengths. Every length is within a quarter of the longest in its
-    group."""
-    buckets: list[list[int]] = []
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Return groups of node indices, in which every length is at least about three quarters of the
+    longest."""
+    groups: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if buckets and lengths[index] * 4 >= longest * 3 - 16:
-            buckets[-1].append(index)
+        if groups and lengths[index] * 4 >= longest * 3 - 16:
+            groups[-1].append(index)
         else:
-            buckets.append([index])
+            groups.append([index])
             longest = lengths[index]
-    return buckets
+    return groups
 
 
-def _rows(nodes: Sequence[PackNode]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _row_positions(nodes: Sequence[PackNode]) -> Index:
     return np.concatenate([np.empty(0, np.int64), *(np.arange(n.start, n.end) for n in nodes)])
 
 
-def _own_blocks(
-    prefixes: Sequence[np.ndarray[Any, np.dtype[np.int64]]], nodes: Sequence[PackNode], device: str
-) -> OwnBlocks:
+def _make_own_blocks(prefixes: Sequence[Index], nodes: Sequence[PackNode], device: str) -> OwnBlocks:
     longest = max(len(prefix) + len(node) for prefix, node in zip(prefixes, nodes, strict=True))
     rows = np.empty((len(nodes), longest), np.int64)
-    queries: list[np.ndarray[Any, np.dtype[np.int64]]] = []
-    real: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    queries: list[Index] = []
+    unpadded: list[Index] = []
     for i, (prefix, node) in enumerate(zip(prefixes, nodes, strict=True)):
-        used = len(prefix) + len(node)
+        length = len(prefix) + len(node)
         rows[i, : len(prefix)] = prefix
-        rows[i, len(prefix) : used] = np.arange(node.start, node.end)
-        rows[i, used:] = node.end - 1
-        queries.append(np.arange(i * longest + len(prefix), i * longest + used))
-        real.append(np.arange(i * longest, i * longest + used))
+        rows[i, len(prefix) : length] = np.arange(node.start, node.end)
+        rows[i, length:] = node.end - 1
+        queries.append(np.arange(i * longest + len(prefix), i * longest + length))
+        unpadded.append(np.arange(i * longest, i * longest + length))
     flat_queries = np.concatenate(queries)
     return OwnBlocks(
         rows=torch.from_numpy(rows).to(device),
         queries=torch.from_numpy(flat_queries).to(device),
         targets=torch.from_numpy(rows.reshape(-1)[flat_queries]).to(device),
-        real=torch.from_numpy(np.concatenate(real)).to(device),
+        unpadded=torch.from_numpy(np.concatenate(unpadded)).to(device),
     )
 
 
 class _TreeAttention(torch.autograd.Function):
-    """The attention of a packed row: q [T, H, D], k and v [T, K, D] → [T, H, D]."""
+    """The attention of a packed row, from q [T, H, D] and k, v [T, K, D] to [T, H, D]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: float) -> Tensor:
@@ -159,14 +158,20 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: fl
         lse[block.targets] = part_lse.transpose(1, 2).flatten(0, 1)[block.queries]
     for block in plan.cross:
         part, part_lse = kernels.forward(
-            _heads(q, block.queries), _heads(k, block.keys), _heads(v, block.keys), causal=False, scale=scale
+            _take_rows(q, block.queries),
+            _take_rows(k, block.keys),
+            _take_rows(v, block.keys),
+            causal=False,
+            scale=scale,
         )
-        _join(out[block.queries], lse[block.queries], part[0].transpose(0, 1), part_lse[0].transpose(0, 1))
+        _add_block(
+            out[block.queries], lse[block.queries], part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+        )
     return out.to(q.dtype), lse
 
 
-def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Combine a block with the softmax of the preceding blocks, in place."""
+def _add_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a block to the softmax of the earlier blocks, in place."""
     joint = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - joint)
     out.mul_(torch.exp(lse - joint).unsqueeze(-1)).addcmul_(part.float(), weight.unsqueeze(-1))
@@ -183,7 +188,7 @@ def _backward(
     plan: TreeAttentionPlan,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Sums are in fp32, because the keys of a shared prefix accumulate the gradients of all descendants.
+    # The sums are in fp32, because the keys of a shared prefix accumulate the gradients of all descendants.
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     for block in plan.own:
         rows = block.rows
@@ -198,16 +203,16 @@ def _backward(
             scale=scale,
         )
         dq[block.targets] = parts[0].transpose(1, 2).flatten(0, 1)[block.queries].float()
-        positions = rows.flatten()[block.real]
+        positions = rows.flatten()[block.unpadded]
         for total, part in zip((dk, dv), parts[1:], strict=True):
-            total.index_add_(0, positions, part.transpose(1, 2).flatten(0, 1)[block.real].float())
+            total.index_add_(0, positions, part.transpose(1, 2).flatten(0, 1)[block.unpadded].float())
     for block in plan.cross:
         parts = kernels.backward(
-            _heads(grad, block.queries),
-            _heads(q, block.queries),
-            _heads(k, block.keys),
-            _heads(v, block.keys),
-            _heads(out, block.queries),
+            _take_rows(grad, block.queries),
+            _take_rows(q, block.queries),
+            _take_rows(k, block.keys),
+            _take_rows(v, block.keys),
+            _take_rows(out, block.queries),
             lse[block.queries].transpose(0, 1).unsqueeze(0),
             causal=False,
             scale=scale,
@@ -223,7 +228,7 @@ def _batch(block: OwnBlocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     return q[rows].transpose(1, 2), k[rows].transpose(1, 2), v[rows].transpose(1, 2)
 
 
-def _heads(tensor: Tensor, rows: slice) -> Tensor:
+def _take_rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[rows].transpose(0, 1).unsqueeze(0)
 
 
@@ -238,13 +243,17 @@ def tree_attention(
     tree_plan: TreeAttentionPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the output of one attention layer for transformers, from q [1, H, T, D], k and v [1, K, T,
-    D]."""
+    """Compute one attention layer for transformers, from query [1, H, T, D] and key, value [1, K, T, D]."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise BackendError(f"the local backend does not support this model's attention: it uses {name}")
+            raise BackendError(
+                f"the local backend does not support attention with {name}, which this model uses"
+            )
     if tree_plan is None:
-        raise BackendError(f"{type(module).__name__} does not pass its keyword arguments to its attention")
+        raise BackendError(
+            f"the local backend does not support {type(module).__name__}, because it does not pass its "
+            "keyword arguments to its attention"
+        )
     tree_plan.calls += 1
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
@@ -254,4 +263,4 @@ def tree_attention(
     return out.unsqueeze(0), None
 
 
-AttentionInterface.register(NAME, tree_attention)
+AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -1,6 +1,6 @@
-"""Trains with torch on this machine: a LoRA adapter, or all weights.
+"""Train a LoRA adapter or all weights with torch in this process.
 
-On a CPU, the same calls with the same seed and threads give the same bits.
+On a CPU, the same calls with the same seed and number of threads give the same bits.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from instar.backends.base import (
 )
 from instar.backends.check import check_samples, nan_logprobs, select_trained
 from instar.backends.local import losses, state
-from instar.backends.local.memory import keep_freed_pages
-from instar.backends.local.model import TrainedModel, load_frozen, load_model
-from instar.backends.local.pack import PackedRow, pack, split_micro_batches
-from instar.backends.threaded import ThreadedBackend
+from instar.backends.local.model import TrainedModel, load_model, load_reference
+from instar.backends.local.pack import Index, PackedRow, pack, split_micro_batches
+from instar.backends.threaded import ThreadedBackend, in_thread
 from instar.backends.weight_export import has_adapter_on_tied_head, iterate_served_weights
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
+from instar.cpu import keep_freed_pages
 from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Sample
 
 CHUNK_BYTES = 128 * 2**20
-"""Bytes of weights that `tensors` exports at once."""
+"""The number of bytes of weights that `tensors` exports in one call to the thread."""
 RNG_LOCK = threading.Lock()
-"""Torch has one random generator per process, so backends in the same process take turns with it."""
+"""Held while a backend uses torch's random generator, which all backends in the process share."""
 
 
 class LocalBackend(ThreadedBackend):
-    """A backend that trains with torch in this process. ``weights``, from `load_base`, is a loaded base model
-    that several backends with adapters may share."""
+    """A backend that trains with torch. ``weights`` is a base model from `load_base`, which several backends
+    with adapters may share."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class LocalBackend(ThreadedBackend):
         keep_freed_pages()
         super().__init__("instar-backend")
         self._config = config
-        self._base = model
-        self._frozen: TrainedModel | None = None
+        self._model_config = model
+        self._reference_model: TrainedModel | None = None
         try:
             self._pool.submit(self._start, model, seed, weights).result()
-        except BaseException:  # also an interrupt: the thread must not keep running
+        except BaseException:  # including an interrupt: the thread must not keep running
             self._pool.shutdown(wait=False)
             raise
 
@@ -66,43 +66,106 @@ class LocalBackend(ThreadedBackend):
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         with RNG_LOCK:
-            # Torch starts from a random seed, but the RNG state in a checkpoint must be reproducible.
+            # torch starts from a random seed, but the RNG state in a checkpoint must be reproducible.
             torch.manual_seed(seed)
             self._model = load_model(model, self._config, seed, weights)
         self._parameters = self._model.parameters
-        # Every field is set again at each step. The fused optimizer is the fastest on both CPU and GPU.
+        # Each step sets all fields again. The fused optimizer is the fastest on both CPU and GPU.
         self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
         self._optim_steps = 0
 
     def use_cores(self, count: int) -> None:
         # A thread count in the config has priority.
-        if self._config.threads is None and not self._closed:
+        if self._config.threads is None and not self._is_closed:
             self._pool.submit(torch.set_num_threads, count)
 
     @property
     def capabilities(self) -> BackendCapabilities:
         return torch_capabilities(
-            self._config.lora, reference=True, live=not has_adapter_on_tied_head(self._model.causal)
+            self._config.lora, reference=True, live=not has_adapter_on_tied_head(self._model.model)
         )
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        weights = await self._run(lambda: iterate_served_weights(self._model.causal, self._model.dtype))
-        # Exported in chunks, because switching to the thread costs more than merging a small layer on a GPU.
+        weights = await self._run(lambda: iterate_served_weights(self._model.model, self._model.dtype))
+        # A switch to the thread costs more than merging a small layer on a GPU, so each one exports a chunk.
         while chunk := await self._run(lambda: _take_chunk(weights, CHUNK_BYTES)):
-            for named in chunk:
-                yield named
+            for name_and_tensor in chunk:
+                yield name_and_tensor
 
-    async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._run(lambda: self._forward(samples, self._model))
+    @in_thread
+    def forward(self, samples: Sequence[Sample]) -> list[Floats]:
+        return self._forward(samples, self._model)
 
-    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._run(lambda: self._reference(samples))
+    @in_thread
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        if self._model.adapter is not None:
+            with self._model.adapter.disable_adapter():
+                return self._forward(samples, self._model)
+        if self._reference_model is None:
+            self._reference_model = load_reference(self._model_config, self._config)
+        return self._forward(samples, self._reference_model)
+
+    @in_thread
+    def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+        check_samples(samples, self._model.vocab_size, self._model.max_tokens, loss)
+        results = nan_logprobs(samples)
+        trained = select_trained(samples)
+        sequences = [samples[i].token_ids for i in trained]
+        previous_grads = {name: p.grad for name, p in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        total, distinct_tokens, parts = 0.0, 0, list[losses.LossSums]()
+        try:
+            for batch in split_micro_batches(sequences, self._config.micro_batch_tokens):
+                batch_samples = [samples[trained[i]] for i in batch]
+                packed = pack([sample.token_ids for sample in batch_samples])
+                positions = np.unique(_trained_positions(packed, batch_samples))
+                logprobs = self._model.logprobs(packed, positions)
+                value, sums = self._compute_loss(packed, positions, logprobs, batch_samples, loss)
+                value.backward()
+                _scatter(packed, positions, logprobs.detach(), [results[trained[i]] for i in batch])
+                total += float(value.detach())
+                distinct_tokens += len(packed)
+                parts.append(sums)
+        except BaseException:  # including an interrupt: the call must not add a part of its gradient
+            for name, parameter in self._parameters.items():
+                parameter.grad = previous_grads[name]
+            raise
+        for name, parameter in self._parameters.items():
+            if (grad := previous_grads[name]) is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        for sample, result in zip(samples, results, strict=True):
+            # Logprobs were also computed for tokens that are trained only in another sample.
+            result[sample.mask <= 0] = np.nan
+        metrics = losses.compute_metrics(loss, parts)
+        metrics["distinct_tokens"] = float(distinct_tokens)
+        metrics["micro_batches"] = float(len(parts))
+        return ForwardBackwardResult(total, results, metrics)
+
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
+        return await self._run(lambda: self._optim_step(adam))
+
+    @in_thread
+    def publish(self, path: Path) -> Artifact:
+        state.write_folder(path, self._model.write)
+        return Artifact("weights" if self._config.lora is None else "adapter", str(path.resolve()))
+
+    @in_thread
+    def save_state(self, path: Path) -> None:
+        with RNG_LOCK:
+            state.save_training(path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps})
+
+    @in_thread
+    def load_state(self, path: Path, *, optimizer: bool = True) -> None:
+        with RNG_LOCK:
+            counters = state.load_training(path, self._parameters, self._optimizer, with_optimizer=optimizer)
+        self._optim_steps = counters["optim_steps"] if optimizer else 0
 
     # --- called in the thread ----------------------------------------------------------------------
 
     def _release(self) -> None:
         del self._model, self._parameters, self._optimizer
-        self._frozen = None
+        self._reference_model = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -110,95 +173,42 @@ class LocalBackend(ThreadedBackend):
         check_samples(samples, model.vocab_size, model.max_tokens)
         results = nan_logprobs(samples)
         sequences = [sample.token_ids for sample in samples]
-        for members in split_micro_batches(sequences, self._config.micro_batch_tokens):
-            packed = pack([sequences[i] for i in members])
+        for batch in split_micro_batches(sequences, self._config.micro_batch_tokens):
+            packed = pack([sequences[i] for i in batch])
             positions = np.flatnonzero(packed.previous >= 0)
             if len(positions) == 0:
                 continue
             with torch.no_grad():
-                values = model.logprobs(packed, positions)
-            _scatter(packed, positions, values, [results[i] for i in members])
+                logprobs = model.logprobs(packed, positions)
+            _scatter(packed, positions, logprobs, [results[i] for i in batch])
         return results
 
-    def _reference(self, samples: Sequence[Sample]) -> list[Floats]:
-        if self._model.adapter is not None:
-            with self._model.adapter.disable_adapter():
-                return self._forward(samples, self._model)
-        if self._frozen is None:
-            self._frozen = load_frozen(self._base, self._config)
-        return self._forward(samples, self._frozen)
-
-    def _forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        check_samples(samples, self._model.vocab_size, self._model.max_tokens, loss)
-        results = nan_logprobs(samples)
-        trained = select_trained(samples)
-        sequences = [samples[i].token_ids for i in trained]
-        before = {name: p.grad for name, p in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        total, distinct, parts = 0.0, 0, list[losses.LossSums]()
-        try:
-            for chosen in split_micro_batches(sequences, self._config.micro_batch_tokens):
-                members = [trained[i] for i in chosen]
-                packed = pack([samples[i].token_ids for i in members])
-                positions = _trained_positions(packed, [samples[i] for i in members])
-                values = self._model.logprobs(packed, positions)
-                value, sums = self._micro_loss(packed, positions, values, [samples[i] for i in members], loss)
-                value.backward()
-                _scatter(packed, positions, values.detach(), [results[i] for i in members])
-                total += float(value.detach())
-                distinct += len(packed)
-                parts.append(sums)
-        except BaseException:  # also an interrupt: nothing may be added
-            self._restore(before)
-            raise
-        self._accumulate(before)
-        for sample, result in zip(samples, results, strict=True):
-            # A token that only another sample trains was computed for this sample too, but is not returned.
-            result[sample.mask <= 0] = np.nan
-        metrics = losses.metrics(loss, parts)
-        metrics["distinct_tokens"] = float(distinct)
-        metrics["micro_batches"] = float(len(parts))
-        return ForwardBackwardResult(total, results, metrics)
-
-    def _micro_loss(
+    def _compute_loss(
         self,
         packed: PackedRow,
-        positions: np.ndarray[tuple[int], np.dtype[np.int64]],
-        values: Tensor,
+        positions: Index,
+        logprobs: Tensor,
         samples: Sequence[Sample],
         loss: LossConfig,
     ) -> tuple[Tensor, losses.LossSums]:
         """Return the loss of a micro-batch and its sums. Raises NonFiniteError, naming the samples, before
         any gradient is computed."""
-        trained = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
-        index = torch.from_numpy(np.searchsorted(positions, np.concatenate(trained)))
+        index = torch.from_numpy(np.searchsorted(positions, _trained_positions(packed, samples)))
 
         def gather(arrays: Sequence[Floats]) -> Tensor:
             flat = [array[sample.mask > 0] for array, sample in zip(arrays, samples, strict=True)]
-            return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(values.device)
+            return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(logprobs.device)
 
         tokens = losses.TrainedTokens(
             mask=gather([sample.mask for sample in samples]),
             advantages=gather([sample.advantages for sample in samples]),
             logprobs=gather([sample.logprobs for sample in samples]),
         )
-        value, sums = losses.token_loss(loss, values[index.to(values.device)], tokens)
+        value, sums = losses.token_loss(loss, logprobs[index.to(logprobs.device)], tokens)
         if not math.isfinite(number := float(value.detach())):
             keys = ", ".join(sample.sample_key for sample in samples[:4])
             raise NonFiniteError(f"the {loss.name} loss is {number} on {len(samples)} samples ({keys}, ...)")
         return value, sums
-
-    def _restore(self, before: dict[str, Tensor | None]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.grad = before[name]
-
-    def _accumulate(self, before: dict[str, Tensor | None]) -> None:
-        """Add the gradient from before this call to the new one."""
-        for name, parameter in self._parameters.items():
-            old = before[name]
-            if old is not None:
-                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
     def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
@@ -220,47 +230,26 @@ class LocalBackend(ThreadedBackend):
         self._optim_steps += 1
         return OptimStepResult.from_norm(adam, grad_norm)
 
-    def _publish(self, path: Path) -> Artifact:
-        state.write_folder(path, self._model.write)
-        return Artifact("weights" if self._config.lora is None else "adapter", str(path.resolve()))
 
-    def _save_state(self, path: Path) -> None:
-        with RNG_LOCK:
-            state.save_training(path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps})
-
-    def _load_state(self, path: Path, optimizer: bool) -> None:
-        with RNG_LOCK:
-            counters = state.load_training(path, self._parameters, self._optimizer, with_optimizer=optimizer)
-        self._optim_steps = counters["optim_steps"] if optimizer else 0
+def _trained_positions(packed: PackedRow, samples: Sequence[Sample]) -> Index:
+    """Return the row positions of the samples' trained tokens, one sample after the other."""
+    return np.concatenate([path[s.mask > 0] for path, s in zip(packed.paths, samples, strict=True)])
 
 
-def _trained_positions(
-    packed: PackedRow, samples: Sequence[Sample]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the distinct positions of the trained tokens in the row, in ascending order."""
-    trained = [path[sample.mask > 0] for path, sample in zip(packed.paths, samples, strict=True)]
-    return np.unique(np.concatenate(trained))
-
-
-def _scatter(
-    packed: PackedRow,
-    positions: np.ndarray[tuple[int], np.dtype[np.int64]],
-    values: Tensor,
-    results: Sequence[Floats],
-) -> None:
-    """Write the logprobs of the packed tokens to the results of every sample that contains them."""
+def _scatter(packed: PackedRow, positions: Index, logprobs: Tensor, results: Sequence[Floats]) -> None:
+    """Write the logprobs of the packed tokens to the results of every sample that contains the tokens."""
     row = np.full(len(packed), np.nan, np.float32)
-    row[positions] = values.float().cpu().numpy()
+    row[positions] = logprobs.float().cpu().numpy()
     for path, result in zip(packed.paths, results, strict=True):
         result[:] = row[path]
 
 
 def _take_chunk(weights: Iterator[tuple[str, Tensor]], size: int) -> list[tuple[str, Tensor]]:
-    """Return the next weights, about ``size`` bytes of them; an empty list at the end."""
+    """Return the next weights with a total of about ``size`` bytes, or an empty list at the end."""
     chunk: list[tuple[str, Tensor]] = []
-    for named in weights:
-        chunk.append(named)
-        size -= named[1].nbytes
+    for name, tensor in weights:
+        chunk.append((name, tensor))
+        size -= tensor.nbytes
         if size <= 0:
             break
     return chunk

@@ -1,7 +1,7 @@
 """The LoRA adapter, created by PEFT for its file format and computed by one fused function.
 
-PEFT's own forward casts activations to the adapter's fp32 and adds in fp32, which costs more than the update
-itself. Here, the fp32 adapter is cast to the dtype of the activations instead and added in place.
+PEFT's own forward pass casts activations to the adapter's fp32 and adds in fp32, which costs more than the
+update itself. Here the fp32 adapter is cast to the dtype of the activations and added in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADAPTER = "default"
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:
-    """Return the model wrapped with an fp32 adapter, initialized from the seed. The base is frozen."""
+    """Return the model wrapped with an fp32 adapter that is initialized from the seed. The base is frozen."""
     targets = config.targets if config.targets == "all-linear" else list(config.targets)
     lora = peft.LoraConfig(
         r=config.rank,
@@ -39,18 +39,21 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
         torch.manual_seed(seed)
         try:
             with warnings.catch_warnings():
-                # An adapter on an output layer that is tied to the embedding applies to the output only.
+                # An adapter on an output layer that is tied to the embedding applies only to the output.
                 warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
                 wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
         except ValueError as error:
-            raise BackendError(f"backend.lora.targets: {config.targets!r} does not fit: {error}") from error
+            raise BackendError(
+                f"backend.lora.targets: given {config.targets!r}, which PEFT cannot adapt: {error}. Name "
+                "linear layers of the model, or use all-linear"
+            ) from error
     for module in wrapped.modules():
-        if isinstance(module, Linear) and _is_plain(module):
+        if isinstance(module, Linear) and _can_fuse(module):
             module.forward = partial(_forward, module)
     return wrapped
 
 
-def _is_plain(module: Linear) -> bool:
+def _can_fuse(module: Linear) -> bool:
     return (
         isinstance(module.get_base_layer(), nn.Linear)
         and not module.lora_variant
@@ -69,7 +72,7 @@ def _forward(module: Linear, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Computes x W' + bias + scale · x A' B', without gradients of W and bias."""
+    """Computes x W' + bias + scale · x A' B', without gradients for W and bias."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Packs samples into one row that contains every distinct token once.
+"""Pack samples into one row that contains every distinct token only once.
 
 The samples of a micro-batch form a trie of token segments. Its nodes are laid out in depth-first order, so
-that the descendants of a node are one slice of the row::
+that the descendants of a node are contiguous in the row::
 
     samples   1 2 3 4    1 2 3 5 6    1 2 3 5 7        tokens     1 2 3  4  5  6  7
                                                        positions  0 1 2  3  3  4  4
@@ -30,8 +30,8 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class PackNode:
-    """A node of the trie: the tokens ``start`` to ``end`` of the row. Its descendants are the tokens ``end``
-    to ``subtree_end``."""
+    """A node of the trie, whose tokens are ``start`` to ``end`` of the row. The tokens of its descendants are
+    ``end`` to ``subtree_end``."""
 
     parent: int | None
     start: int
@@ -47,9 +47,9 @@ class PackedRow:
     token_ids: Index
     positions: Index
     previous: Index
-    """The row position of each token's predecessor; ``NO_TOKEN`` for the first token of a sample."""
+    """The row position of the token before each token; ``NO_TOKEN`` for the first token of a sample."""
     nodes: tuple[PackNode, ...]
-    """The nodes, parents before children."""
+    """The nodes, with parents before their children."""
     paths: tuple[Index, ...]
     """The row positions of each sample's tokens, one array per sample."""
 
@@ -58,19 +58,16 @@ class PackedRow:
 
 
 def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
-    """Return micro-batches of at most ``budget`` distinct tokens, as lists of indices in lexicographic order
-    of the sequences. So sequences with a common prefix are together. A sequence longer than the budget gets
-    its own micro-batch."""
+    """Return micro-batches of at most ``budget`` distinct tokens, as lists of indices. The sequences are in
+    lexicographic order, so that sequences with a common prefix are next to each other. A sequence longer than
+    the budget gets its own micro-batch."""
     batches: list[list[int]] = []
     used = 0
     previous: int | None = None
     for index in _lexicographic_order(sequences):
-        length = len(sequences[index])
-        added = (
-            length
-            if previous is None
-            else length - _common_prefix_length(sequences[previous], sequences[index])
-        )
+        length = added = len(sequences[index])
+        if previous is not None:
+            added -= _common_prefix_length(sequences[previous], sequences[index])
         if batches and used + added <= budget:
             batches[-1].append(index)
             used += added
@@ -82,55 +79,55 @@ def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]
 
 
 def pack(sequences: Sequence[Ids]) -> PackedRow:
-    """Return one row that contains the sequences, which may be in any order. Equal sequences share all
+    """Return one row that contains the sequences, which may be in any order. Equal sequences share all their
     tokens."""
     order = _lexicographic_order(sequences)
     ordered = [sequences[index] for index in order]
-    common = [0, *(_common_prefix_length(a, b) for a, b in pairwise(ordered))]
+    shared_lengths = [0, *(_common_prefix_length(a, b) for a, b in pairwise(ordered))]
     tokens: list[Ids] = []
     positions: list[Index] = []
-    places: list[Index] = []
+    ordered_paths: list[Index] = []
     previous: list[Index] = []
     total = 0
-    for place, sequence in enumerate(ordered):
-        shared = common[place]
-        own = np.arange(total, total + len(sequence) - shared, dtype=np.int64)
-        path = np.concatenate([places[-1][:shared], own]) if shared else own
+    for rank, sequence in enumerate(ordered):
+        shared = shared_lengths[rank]
+        own_positions = np.arange(total, total + len(sequence) - shared, dtype=np.int64)
+        path = np.concatenate([ordered_paths[-1][:shared], own_positions]) if shared else own_positions
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence), dtype=np.int64))
-        before = np.concatenate([np.array([NO_TOKEN], dtype=np.int64), path[:-1]])
-        previous.append(before[shared : len(sequence)])
-        places.append(path)
-        total += len(own)
-    paths = [places[0]] * len(sequences) if places else []
-    for place, index in enumerate(order):
-        paths[index] = places[place]
+        predecessors = np.concatenate([np.array([NO_TOKEN], dtype=np.int64), path[:-1]])
+        previous.append(predecessors[shared : len(sequence)])
+        ordered_paths.append(path)
+        total += len(own_positions)
+    paths = [ordered_paths[0]] * len(sequences) if ordered_paths else []
+    for rank, index in enumerate(order):
+        paths[index] = ordered_paths[rank]
     return PackedRow(
         token_ids=np.concatenate([*tokens, np.empty(0, np.int32)]).astype(np.int64),
         positions=np.concatenate([*positions, np.empty(0, np.int64)]),
         previous=np.concatenate([*previous, np.empty(0, np.int64)]),
-        nodes=_nodes([len(sequence) for sequence in ordered], common),
+        nodes=_make_nodes([len(sequence) for sequence in ordered], shared_lengths),
         paths=tuple(paths),
     )
 
 
-def _nodes(lengths: list[int], common: list[int]) -> tuple[PackNode, ...]:
-    """Return the nodes of the trie of sorted sequences. Sequences i and i - 1 have ``common[i]`` tokens in
-    common."""
+def _make_nodes(lengths: list[int], shared_lengths: list[int]) -> tuple[PackNode, ...]:
+    """Return the nodes of the trie of sorted sequences. Sequences i and i - 1 share their first
+    ``shared_lengths[i]`` tokens."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
     total = 0
     stack: list[tuple[int, int, int, int | None]] = [(0, len(lengths), 0, None)] if lengths else []
     while stack:
         first, last, depth, parent = stack.pop()
-        until = min([lengths[first], *common[first + 1 : last]])
-        if until > depth:
+        end_depth = min([lengths[first], *shared_lengths[first + 1 : last]])
+        if end_depth > depth:
             parents.append(parent)
-            bounds.append((total, total + until - depth))
-            total += until - depth
+            bounds.append((total, total + end_depth - depth))
+            total += end_depth - depth
             parent = len(parents) - 1
-        cuts = [first, *(i for i in range(first + 1, last) if common[i] == until), last]
-        children = [(a, b, until, parent) for a, b in pairwise(cuts) if lengths[b - 1] > until]
+        branches = [first, *(i for i in range(first + 1, last) if shared_lengths[i] == end_depth), last]
+        children = [(a, b, end_depth, parent) for a, b in pairwise(branches) if lengths[b - 1] > end_depth]
         stack.extend(reversed(children))
     ends = [end for _, end in bounds]
     for node in range(len(parents) - 1, -1, -1):
@@ -140,7 +137,7 @@ def _nodes(lengths: list[int], common: list[int]) -> tuple[PackNode, ...]:
 
 
 def _lexicographic_order(sequences: Sequence[Ids]) -> list[int]:
-    # Big-endian bytes compare like the ids, and much faster than tuples of ints.
+    # Big-endian bytes compare like the ids, but much faster than tuples of ints.
     keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
     return sorted(range(len(sequences)), key=lambda index: (keys[index], index))
 

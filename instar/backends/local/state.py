@@ -1,4 +1,4 @@
-"""Files of published adapters and weights, and of saved training state. None of them use pickle."""
+"""Read and write published adapters and weights, and saved training states, without pickle."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from instar.backends.folders import write_folder
 from instar.errors import BackendError
 
 FORMAT = 1
-TENSORS = "state.safetensors"
-META = "state.json"
+TENSORS_FILE = "state.safetensors"
+METADATA_FILE = "state.json"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -32,20 +32,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
     """Write a PEFT adapter folder; ``config`` is PEFT's config as a dict."""
     write_tensors(folder / "adapter_model.safetensors", weights)
-    written: dict[str, Any] = {**config, "inference_mode": True}
+    content: dict[str, Any] = {**config, "inference_mode": True}
     # Sets have no fixed order, and equal adapters should have equal files.
-    if isinstance(written["target_modules"], (set, list)):
-        written["target_modules"] = sorted(cast(list[str], written["target_modules"]))
-    text = json.dumps(written, indent=2, sort_keys=True, default=list)
+    if isinstance(content["target_modules"], (set, list)):
+        content["target_modules"] = sorted(cast(list[str], content["target_modules"]))
+    text = json.dumps(content, indent=2, sort_keys=True, default=list)
     (folder / "adapter_config.json").write_text(text + "\n")
 
 
 def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write a model folder: the weights, with the config and tokenizer of the original model."""
+    """Write a model folder with the weights, and with the config and tokenizer of the original model."""
     write_tensors(folder / "model.safetensors", weights)
     for file in source.iterdir():
-        kept = file.suffix in {".json", ".jinja", ".model", ".txt"}
-        if kept and file.is_file() and not file.name.endswith(".index.json"):
+        is_copied = file.suffix in {".json", ".jinja", ".model", ".txt"}
+        if is_copied and file.is_file() and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
     config = cast(dict[str, Any], json.loads((folder / "config.json").read_text()))
     config.pop("torch_dtype", None)
@@ -72,7 +72,7 @@ def save_training(
     optimizer: torch.optim.Optimizer,
     counters: Mapping[str, int],
 ) -> None:
-    """Save weights, gradients that were not yet applied, moments, RNG and counters."""
+    """Save the weights, gradients that were not applied, optimizer moments, RNG state and counters."""
     tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -84,9 +84,9 @@ def save_training(
             tensors[f"{key}/{name}"] = value
 
     def fill(folder: Path) -> None:
-        write_tensors(folder / TENSORS, tensors)
-        meta = {"format": FORMAT, "counters": dict(counters)}
-        (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
+        write_tensors(folder / TENSORS_FILE, tensors)
+        metadata = {"format": FORMAT, "counters": dict(counters)}
+        (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=1) + "\n")
 
     write_folder(path, fill)
 
@@ -98,15 +98,17 @@ def load_training(
     *,
     with_optimizer: bool,
 ) -> dict[str, int]:
-    """Load a saved state and return its counters. If the state does not fit, raise an error and change
-    nothing."""
+    """Load a saved state and return its counters. Raises BackendError, without changing anything, if the
+    state does not fit the parameters."""
     try:
-        meta = cast(dict[str, Any], json.loads((path / META).read_text()))
-        tensors = load_file(path / TENSORS)
+        metadata = cast(dict[str, Any], json.loads((path / METADATA_FILE).read_text()))
+        tensors = load_file(path / TENSORS_FILE)
     except FileNotFoundError as error:
         raise BackendError(f"{path} contains no saved training state: {error.filename} is missing") from error
-    if meta.get("format") != FORMAT:
-        raise BackendError(f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}")
+    if metadata.get("format") != FORMAT:
+        raise BackendError(
+            f"{path} has format {metadata.get('format')!r}, but this version of Instar reads only {FORMAT}"
+        )
     saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
     _check_fit(path, saved, parameters)
     with torch.no_grad():
@@ -120,20 +122,20 @@ def load_training(
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and torch.cuda.is_available():
             torch.cuda.set_rng_state(tensors["rng/cuda"])
-    return cast(dict[str, int], meta["counters"])
+    return cast(dict[str, int], metadata["counters"])
 
 
 def _check_fit(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
     if different := sorted(saved.keys() ^ parameters.keys()):
         raise BackendError(
-            f"{path} is the state of another model or adapter: {len(different)} tensors are only in one of "
-            f"them, for example {different[0]!r}"
+            f"{path} is the state of another model or adapter: {len(different)} tensors exist only in the "
+            f"state or only in the model, for example {different[0]!r}"
         )
     for name, parameter in parameters.items():
         if saved[name].shape != parameter.shape:
             raise BackendError(
-                f"{path} is the state of another model or adapter: {name!r} is "
-                f"{tuple(saved[name].shape)} instead of {tuple(parameter.shape)}"
+                f"{path} is the state of another model or adapter: {name!r} has the shape "
+                f"{tuple(saved[name].shape)} in the state and {tuple(parameter.shape)} in the model"
             )
 
 

@@ -1,8 +1,4 @@
-"""A verl platform for the CPU.
-
-verl 0.9.1 has platforms for CUDA, ROCm and NPU, and accepts others through `set_platform`. Memory queries and
-device synchronization are no-ops on a CPU.
-"""
+"""A verl platform for the CPU. verl itself has platforms for CUDA, ROCm and NPU."""
 
 # verl is installed in a separate environment.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -36,8 +32,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self) -> str:
-        """Return the device that tensors are moved to. verl usually returns an index, which torch would take
-        for a GPU."""
+        # The base class returns an index, which torch would interpret as a GPU.
         return "cpu"
 
     def device_count(self) -> int:
@@ -88,8 +83,7 @@ class PlatformCPU(PlatformBase):
 
 
 class _CpuModule(ModuleType):
-    """A replacement for torch.cpu with the functions of torch.cuda that verl calls while it builds and trains
-    a model."""
+    """torch.cpu with the additional functions of torch.cuda that verl calls."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -114,6 +108,6 @@ _CPU = _CpuModule("torch.cpu")
 
 @cache
 def use_cpu() -> None:
-    """Select the CPU as verl's platform. Must be called before other modules of verl are imported, because
-    they read the platform."""
+    """Select the CPU as verl's platform. Call this function before other modules of verl are imported,
+    because they read the platform."""
     set_platform(PlatformCPU())

@@ -1,4 +1,4 @@
-"""Distributes a batch over the ranks, and gathers the results in the order of the batch."""
+"""The data that the backend and its ranks exchange, and the distribution of a batch over the ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from instar.config import LoraConfig
 from instar.types import Floats, Ids, Sample
 
 if TYPE_CHECKING:
@@ -16,8 +17,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    folder: str
+    """The folder of the base model."""
+    device: str
+    dtype: str
+    """The dtype of the computation, `fp32` or `bf16`. The sharded weights are fp32."""
+    lora: LoraConfig | None
+    ranks: int
+    deadline: float
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankSample:
-    """The fields of a sample that a rank needs. They are aligned like the fields of `instar.types.Sample`."""
+    """The fields of an `instar.types.Sample` that a rank needs."""
 
     token_ids: Ids
     mask: Floats
@@ -28,10 +42,10 @@ class RankSample:
 @dataclass(frozen=True, slots=True)
 class RankShares:
     samples: list[list[RankSample]]
-    """The samples of each rank. All ranks have equally many, because they run the same number of
+    """The samples of each rank. Every rank has the same number, because all ranks must run the same number of
     micro-batches."""
     indices: list[list[int]]
-    """The index in the batch of each rank's samples. Samples beyond these are padding."""
+    """The indices in the batch of each rank's samples. The remaining samples of a rank are padding."""
     max_tokens: int
     """The largest number of tokens in one micro-batch of a rank."""
 
@@ -39,15 +53,13 @@ class RankShares:
 @dataclass(frozen=True, slots=True)
 class RankResult:
     is_finite: bool
-    """True if the loss was finite on every rank; otherwise no gradient was added."""
+    """True if the loss was finite on every rank. Otherwise no gradient was added."""
     logprobs: list[Floats]
     micro_batches: int
 
 
 @dataclass(frozen=True, slots=True)
 class SerializedWeight:
-    """A weight that rank 0 sends as bytes."""
-
     name: str
     dtype: str
     shape: list[int]
@@ -56,38 +68,32 @@ class SerializedWeight:
     def tensor(self) -> Tensor:
         import torch
 
-        # A copy, because arrays in Ray's object store are read-only.
+        # Arrays in Ray's object store are read-only, and torch needs a writable one.
         return torch.from_numpy(self.content.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
 def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> RankShares:
-    """Return each rank's share of the samples. They are dealt out in alternating directions, longest first,
-    to balance the number of tokens."""
+    """Return each rank's share of the samples. To balance the number of tokens, the samples are assigned from
+    the longest to the shortest, to the ranks in alternating order."""
     indices: list[list[int]] = [[] for _ in range(ranks)]
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
-    for turn, i in enumerate(by_length):
-        lap, rank = divmod(turn, ranks)
-        indices[rank if lap % 2 == 0 else ranks - 1 - rank].append(i)
-    padding = _make_padding(samples[by_length[-1]])
-    size = max(len(own) for own in indices)
-    shares = [[_rank_sample(samples[i]) for i in own] + [padding] * (size - len(own)) for own in indices]
+    for position, i in enumerate(by_length):
+        round_number, rank = divmod(position, ranks)
+        indices[rank if round_number % 2 == 0 else ranks - 1 - rank].append(i)
+    zeros = np.zeros(len(samples[by_length[-1]]), np.float32)
+    padding = RankSample(samples[by_length[-1]].token_ids, zeros, zeros, zeros)
+    rank_samples = [RankSample(s.token_ids, s.mask, s.advantages, s.logprobs) for s in samples]
+    size = max(map(len, indices))
+    shares = [[rank_samples[i] for i in own] + [padding] * (size - len(own)) for own in indices]
     return RankShares(shares, indices, max(micro_batch_tokens, len(samples[by_length[0]])))
 
 
 def gather_logprobs(
     shares: RankShares, logprobs: Sequence[Sequence[Floats]], samples: Sequence[Sample]
 ) -> list[Floats]:
+    """Return the logprobs of all ranks, in the order of the samples and without padding."""
     results: list[Floats] = [np.empty(0, np.float32)] * len(samples)
-    for own, values in zip(shares.indices, logprobs, strict=True):
-        for i, value in zip(own, values, strict=False):
-            results[i] = value
+    for indices, rank_logprobs in zip(shares.indices, logprobs, strict=True):
+        for i, row in zip(indices, rank_logprobs, strict=False):
+            results[i] = row
     return results
-
-
-def _rank_sample(sample: Sample) -> RankSample:
-    return RankSample(sample.token_ids, sample.mask, sample.advantages, sample.logprobs)
-
-
-def _make_padding(sample: Sample) -> RankSample:
-    zeros = np.zeros(len(sample), np.float32)
-    return RankSample(sample.token_ids, zeros, zeros, zeros)

@@ -1,8 +1,8 @@
-"""One rank: verl's training worker with Instar's losses, samples and files. Runs in a Ray actor.
+"""One rank: verl's training worker with Instar's losses, samples and files. It runs in a Ray actor.
 
-Model, sharding, forward, backward, clipping, optimizer and checkpoints are verl's. Instar's additions: losses
-are sums over the tokens of all ranks (verl averages over ranks), a call whose loss is not finite adds no
-gradient, and policies are written in the format that engines load.
+verl provides the model, sharding, forward and backward passes, clipping, optimizer and checkpoints. Instar
+changes three things: losses are sums over the tokens of all ranks, while verl averages over the ranks; a call
+whose loss is not finite adds no gradient; and policies are written in the format that engines load.
 """
 
 # verl is installed in a separate environment.
@@ -35,8 +35,7 @@ from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
 from instar.backends.local.losses import TrainedTokens, token_loss
 from instar.backends.local.state import write_adapter_files, write_weights
-from instar.backends.verl.settings import WorkerSettings, training_config
-from instar.backends.verl.sharding import RankResult, RankSample, SerializedWeight
+from instar.backends.verl.sharding import RankResult, RankSample, SerializedWeight, WorkerSettings
 from instar.backends.weight_export import iterate_served_weights
 from instar.config import AdamConfig, LossConfig
 from instar.types import Floats
@@ -47,17 +46,18 @@ class InstarWorker(TinkerTrainingWorker):
         _init_process_group(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        _allow_checkpoints()
-        super().__init__(training_config(settings))
+        _allow_numpy_random_state()
+        super().__init__(_make_training_config(settings))
         self._settings = settings
+        self._export_dtype = torch.float32 if settings.dtype == "fp32" else torch.bfloat16
 
     def start(self, seed: int) -> None:
-        """Reset to the base model with a new adapter, initialized from the seed on rank 0."""
+        """Reset to the base model, with a new adapter that rank 0 initializes from the seed."""
         torch.manual_seed(seed)
         self.reset()
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
-                # Gradients are summed over ranks: Gloo has no average, and the losses are sums.
+                # Gradients are summed over the ranks, because the losses are sums and Gloo has no average.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
             if isinstance(module, nn.Dropout):
@@ -71,34 +71,35 @@ class InstarWorker(TinkerTrainingWorker):
 
     # --- called by the backend -----------------------------------------------------------------------
 
-    def logprobs(self, samples: Sequence[RankSample], max_tokens: int, base: bool) -> list[Floats]:
-        """Return the logprob of every token of each sample (NaN at index 0). With ``base``, the adapter is
-        disabled."""
+    def logprobs(self, samples: Sequence[RankSample], max_tokens: int, use_base_model: bool) -> list[Floats]:
+        """Return the logprob of every token of each sample (NaN at index 0)."""
         data = _make_tensordict(samples, max_tokens)
-        tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=base)
+        tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=use_base_model)
         return _unshift(self.infer_batch(data)["log_probs"])
 
     def train(self, samples: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
-        """Accumulate the gradient of the samples. If the loss is not finite on any rank, no rank's gradient
-        changes."""
+        """Accumulate the gradient of the samples. No rank's gradient changes if the loss is not finite on any
+        rank."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
-        before = [parameter.grad for parameter in parameters]
+        previous_grads = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         output = self.forward_backward(_make_tensordict(samples, max_tokens))
-        losses_finite: list[bool] = tu.get(output, "finite")
-        is_finite = _all_ranks(all(losses_finite))
-        for parameter, old in zip(parameters, before, strict=True):
+        finite_micro_batches: list[bool] = tu.get(output, "finite")
+        finite_on_all_ranks = torch.tensor([int(all(finite_micro_batches))])
+        dist.all_reduce(finite_on_all_ranks, op=dist.ReduceOp.MIN)
+        is_finite = bool(finite_on_all_ranks.item())
+        for parameter, grad in zip(parameters, previous_grads, strict=True):
             if not is_finite:
-                parameter.grad = old
-            elif old is not None:
-                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-        return RankResult(is_finite, _unshift(output["log_probs"]), len(losses_finite))
+                parameter.grad = grad
+            elif grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        return RankResult(is_finite, _unshift(output["log_probs"]), len(finite_micro_batches))
 
     def step(self, adam: AdamConfig) -> float:
-        """Apply the gradient, clear it and return its norm before clipping. If the norm is not finite, verl
-        skips the update but still clears the gradient."""
+        """Apply the gradient, clear it and return its norm before clipping. verl skips the update if the norm
+        is not finite, but still clears the gradient."""
         self.engine.optimizer_config.clip_grad = adam.grad_clip_norm or math.inf
         settings = {
             "lr": adam.lr,
@@ -119,7 +120,7 @@ class InstarWorker(TinkerTrainingWorker):
         self.load_checkpoint(folder)
 
     def publish(self, folder: str) -> None:
-        """Write the weights on rank 0. Every rank must call this, because the shards are gathered."""
+        """Write the policy on rank 0. Every rank must call this method, because the shards are gathered."""
         tensors, adapter = self.engine.get_per_tensor_param(base_sync_done=True)
         if adapter is None:
             self._publish_weights(tensors, Path(folder))
@@ -130,26 +131,24 @@ class InstarWorker(TinkerTrainingWorker):
         dist.barrier()
 
     def _publish_weights(self, tensors: Any, folder: Path) -> None:
-        # Tied weights are one tensor with two names and are written under the first.
+        # Tied weights are one tensor with two names, which is written under the first name.
         distinct = dict(self._module.named_parameters())
         names = dict(self._module.named_parameters(remove_duplicate=False))
-        dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
         weights: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if self.rank == 0 and (name in distinct or name not in names):
-                weights[name] = tensor.detach().to("cpu", dtype)
+                weights[name] = tensor.detach().to("cpu", self._export_dtype)
         if self.rank == 0:
-            write_weights(weights, Path(self._settings.folder), folder, dtype)
+            write_weights(weights, Path(self._settings.folder), folder, self._export_dtype)
 
     def next_weights(self, is_first: bool, max_bytes: int) -> tuple[list[SerializedWeight], bool]:
         """Return about ``max_bytes`` of the weights that an engine would serve, and True if there are more.
-        Every rank must call this, because the shards are gathered; only rank 0 returns weights."""
+        Every rank must call this method, because the shards are gathered, but only rank 0 returns weights."""
         if is_first:
-            self._module.state_dict()  # discards weights from an earlier pass, which may be old
-            trained: Any = self._module
-            dtype = torch.float32 if self._settings.dtype == "fp32" else torch.bfloat16
-            causal = trained.base_model.model if hasattr(trained, "peft_config") else trained
-            self._weight_iterator = iterate_served_weights(causal, dtype)
+            self._module.state_dict()  # discards gathered weights of an earlier pass, which may be outdated
+            module: Any = self._module
+            model = module.base_model.model if hasattr(module, "peft_config") else module
+            self._weight_iterator = iterate_served_weights(model, self._export_dtype)
         weights: list[SerializedWeight] = []
         size = 0
         for name, tensor in self._weight_iterator:
@@ -165,14 +164,14 @@ class InstarWorker(TinkerTrainingWorker):
     # --- called by verl ------------------------------------------------------------------------------
 
     def _postprocess_output(self, output: dict[str, Any], **_: Any) -> Any:
-        """Return the output of a pass. Replaces verl's method, which averages the loss over ranks and gathers
-        memory and speed metrics."""
+        """Return the logprobs of a pass and, for each micro-batch, True if its loss is finite. verl's own
+        method averages the loss over ranks and gathers memory and speed metrics."""
         finite = output["metrics"].get("finite", [])
         return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
 
 
 def create_worker_group(settings: WorkerSettings, environment: dict[str, str]) -> Any:
-    """Return the ranks as a new RayWorkerGroup of verl. Called in the process that controls the ranks."""
+    """Create the ranks as a RayWorkerGroup of verl. Called in the process that controls the ranks."""
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -190,23 +189,22 @@ def create_worker_group(settings: WorkerSettings, environment: dict[str, str]) -
 def _sum_loss(
     *, config: LossConfig, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, bool]]:
-    """Return the loss of a micro-batch and whether it is finite. Position i refers to token i + 1, here and
-    in the batch."""
-    new = model_output["log_probs"].values().float()
+    """Return the loss of a micro-batch, and True as the metric ``finite`` if the loss is finite. Position i
+    of all tensors refers to token i + 1."""
+    new_logprobs = model_output["log_probs"].values().float()
     mask = data["loss_mask"].values()
-    trained = mask > 0
+    is_trained = mask > 0
     tokens = TrainedTokens(
-        mask=mask[trained],
-        advantages=data["advantages"].values()[trained],
-        logprobs=data["old_log_probs"].values()[trained],
+        mask=mask[is_trained],
+        advantages=data["advantages"].values()[is_trained],
+        logprobs=data["old_log_probs"].values()[is_trained],
     )
-    loss, _ = token_loss(config, new[trained], tokens)
+    loss, _ = token_loss(config, new_logprobs[is_trained], tokens)
     return loss, {"finite": math.isfinite(float(loss.detach()))}
 
 
 def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
-    """Return the jagged TensorDict that verl's engine expects, shifted so that position i refers to token i +
-    1."""
+    """Return the jagged TensorDict that verl's engine expects. Position i refers to token i + 1."""
 
     def jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         return torch.nested.as_nested_tensor(
@@ -228,14 +226,14 @@ def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
 
 
 def _unshift(log_probs: Tensor) -> list[Floats]:
-    """Return the logprobs shifted back, so that index i refers to token i."""
+    """Return the logprobs, shifted so that index i refers to token i."""
     rows = [row.float().cpu().numpy() for row in log_probs.unbind()]
     return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
 
 
 def _init_process_group(settings: WorkerSettings) -> None:
-    """Create the process group that verl uses. The one that verl creates would listen on every interface, use
-    torch's timeouts and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch rejects."""
+    """Create the process group that verl uses. The group that verl creates would listen on every interface,
+    use torch's timeouts and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch rejects."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=settings.deadline)
@@ -247,15 +245,48 @@ def _init_process_group(settings: WorkerSettings) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _all_ranks(flag: bool) -> bool:
-    tensor = torch.tensor([int(flag)])
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-    return bool(tensor.item())
+def _make_training_config(settings: WorkerSettings) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import (
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        HFModelConfig,
+        TrainingWorkerConfig,
+    )
+
+    lora = settings.lora
+    adapter: dict[str, Any] = {"lora_rank": 0}
+    if lora is not None:
+        adapter = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
+    compute = "fp32" if settings.dtype == "fp32" else "bf16"
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=HFModelConfig(
+            path=settings.folder,
+            load_tokenizer=False,
+            # Packing without padding needs FlashAttention, which CPUs and some GPUs do not have.
+            use_remove_padding=False,
+            override_config={"attn_implementation": "sdpa"},
+            **adapter,
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            # Without this size, verl leaves the root's weights gathered after a forward pass, and the next
+            # pass would use outdated weights if there was a step in between.
+            fsdp_size=settings.ranks,
+            model_dtype="fp32",
+            mixed_precision={"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            use_torch_compile=False,
+        ),
+        # Each step sets all fields of the optimizer again.
+        optimizer_config=FSDPOptimizerConfig(),
+        checkpoint_config=CheckpointConfig(save_lora_only=lora is not None),
+    )
 
 
-def _allow_checkpoints() -> None:
-    """Allow NumPy's random state in verl's checkpoints. They are loaded with pickle; the backend sets
-    TORCH_FORCE_WEIGHTS_ONLY_LOAD, so torch loads only tensors, plain values and the types allowed here."""
+def _allow_numpy_random_state() -> None:
+    """Allow NumPy's random state in verl's checkpoints. The checkpoints are pickled, and the backend sets
+    TORCH_FORCE_WEIGHTS_ONLY_LOAD, so that torch loads only tensors, plain values and types allowed here."""
     from numpy._core.multiarray import _reconstruct  # pyright: ignore[reportPrivateUsage]
 
     torch.serialization.add_safe_globals(

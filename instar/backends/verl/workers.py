@@ -1,4 +1,4 @@
-"""Starts the ranks as processes on Ray, calls them with a deadline and stops them. All functions block."""
+"""Start the ranks as processes on Ray, call them with a deadline and stop them. All functions block."""
 
 # verl and Ray are installed in a separate environment.
 # pyright: reportMissingImports=false
@@ -10,21 +10,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from instar.backends.verl.settings import WorkerSettings
+from instar.backends.verl.sharding import WorkerSettings
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 
-STORE_BYTES = 256 * 2**20
-"""The size of Ray's object store, which holds tokens, logprobs and chunks of exported weights."""
-CONNECT_TIMEOUT = 10.0
-"""Seconds for a Ray cluster to accept a connection."""
-PEER_FAILURE_GRACE = 5.0
-"""Seconds to find out whether a rank failed because another one died."""
-NO_WORKERS = "verl's workers are gone"
+OBJECT_STORE_BYTES = 256 * 2**20
+"""The size of Ray's object store, which stores tokens, logprobs and chunks of exported weights."""
+CONNECT_TIMEOUT_SECONDS = 10.0
+PEER_FAILURE_TIMEOUT_SECONDS = 5.0
+"""The time to find out whether a rank failed because another rank died."""
+NO_WORKERS = "verl's workers are not running; call start or load_state first"
 
 
 class RayWorkers:
-    """The processes of all ranks. If one rank fails, dies or misses a deadline, all are stopped, because FSDP
-    cannot continue with fewer."""
+    """The processes of all ranks. All ranks are stopped if one rank fails, dies or misses a deadline, because
+    FSDP cannot continue with fewer ranks."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -36,8 +35,8 @@ class RayWorkers:
         return self._group is not None
 
     def start(self) -> None:
-        """Start the ranks. Raises BackendUnavailable if Ray is unreachable or has no free resources within
-        the deadline."""
+        """Start the ranks. Raises BackendUnavailable if Ray is unreachable or does not have enough free
+        resources within the deadline."""
         self._start_ray()
         self._wait_for_resources()
         if self._settings.device == "cpu":
@@ -50,7 +49,7 @@ class RayWorkers:
 
     def call(self, method: str, *arguments: Any, shares: Sequence[Any] | None = None) -> list[Any]:
         """Call a method on every rank with the rank's share and the common arguments, and return the results
-        by rank. If a rank dies or misses the deadline, stop all ranks and raise BackendLost."""
+        by rank. Stops all ranks and raises BackendLost if a rank dies or misses the deadline."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -74,19 +73,20 @@ class RayWorkers:
             except RayActorError as error:
                 self.end()
                 if error.actor_init_failed:
-                    # Not BackendLost, because a retry would fail too. The reason is the last line of the
-                    # traceback.
+                    # BackendLost would cause a retry, which would fail too.
                     reason = str(error).strip().splitlines()[-1]
-                    raise BackendError(f"a worker of verl failed to start: {reason}") from error
-                raise BackendLost(f"a worker of verl died in {method}: {_first_line(error)}") from error
+                    raise BackendError(f"a verl worker failed to start: {reason}") from error
+                raise BackendLost(f"a verl worker died during {method}: {_first_line(error)}") from error
             except RayTaskError as error:
                 error_class = BackendLost if self._has_dead_peer(waiting) else BackendError
                 self.end()
-                raise error_class(f"verl failed in {method}: {_first_line(error.cause or error)}") from error
+                raise error_class(
+                    f"verl failed during {method}: {_first_line(error.cause or error)}"
+                ) from error
         return ray.get(references)
 
     def end(self) -> None:
-        """Kill the processes; their unsaved state is lost."""
+        """Kill the processes of all ranks. Their unsaved state is lost."""
         if self._group is None:
             return
         import ray
@@ -101,7 +101,7 @@ class RayWorkers:
             remove_placement_group(placement)
 
     def close(self) -> None:
-        """Stop the ranks, and Ray too if it was started here."""
+        """Stop the ranks, and also Ray if this object started it."""
         self.end()
         if self._started_ray:
             import ray
@@ -113,7 +113,7 @@ class RayWorkers:
         address = os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not address:
-            # Makes Ray's servers listen on loopback only. Ray reads this variable when it is imported.
+            # With this variable, Ray's servers listen on loopback only. Ray reads it when it is imported.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
@@ -129,14 +129,14 @@ class RayWorkers:
                 "num_cpus": self._settings.ranks,
                 "num_gpus": None if cuda else 0,
                 "include_dashboard": False,
-                "object_store_memory": STORE_BYTES,
+                "object_store_memory": OBJECT_STORE_BYTES,
                 # By default, Ray gives its workers a lower priority than other processes.
                 "_system_config": {"worker_niceness": 0},
             }
         try:
             ray.init(**options)
         except (RuntimeError, OSError) as error:
-            problem = f"cannot join the Ray cluster at {address}" if address else "Ray does not start"
+            problem = f"cannot join the Ray cluster at {address}" if address else "cannot start Ray"
             raise BackendUnavailable(f"{problem}: {_first_line(error)}") from error
         self._started_ray = True
 
@@ -147,39 +147,38 @@ class RayWorkers:
         ranks = self._settings.ranks
         if (total := ray.cluster_resources().get(resource, 0)) < ranks:
             raise ConfigError(
-                f"backend.ranks: {ranks} ranks need {ranks} {resource}s, and Ray has {total:.0f}"
+                f"backend.ranks: given {ranks}, which needs {ranks} {resource}s, but Ray has {total:.0f}"
             )
         deadline = time.monotonic() + self._settings.deadline
-        while (free := ray.available_resources().get(resource, 0)) < ranks:
+        while (available := ray.available_resources().get(resource, 0)) < ranks:
             if time.monotonic() > deadline:
                 raise BackendUnavailable(
-                    f"Ray has {free:.0f} of the {ranks} {resource}s free that verl needs"
+                    f"verl needs {ranks} free {resource}s, but Ray has {available:.0f} after "
+                    f"{self._settings.deadline:.0f} s"
                 )
             time.sleep(0.2)
 
     def _environment(self) -> dict[str, str]:
         env = {
-            # verl's checkpoints are pickled: load only tensors and plain values, no code.
+            # verl's checkpoints are pickled, so torch must not load code from them.
             "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
             "INSTAR_VERL_DEVICE": self._settings.device,
             "TOKENIZERS_PARALLELISM": "false",
         }
         if self._settings.device == "cpu":
-            # verl registers its FSDP engine only for GPUs; this variable selects it on a CPU.
+            # verl registers its FSDP engine only for GPUs. This variable selects the engine on a CPU.
             env["VERL_ENGINE_DEVICE"] = "cuda"
         return env
 
     def _has_dead_peer(self, waiting: Sequence[Any]) -> bool:
-        """Return True if another rank died. The remaining ranks fail too, and their failures may arrive
-        first."""
+        """Return True if another rank died. If so, the remaining ranks fail too, and their failures may
+        arrive before the failure of that rank."""
         import ray
         from ray.exceptions import RayActorError
 
-        ready, _ = (
-            ray.wait(list(waiting), num_returns=len(waiting), timeout=PEER_FAILURE_GRACE)
-            if waiting
-            else ([], [])
-        )
+        if not waiting:
+            return False
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=PEER_FAILURE_TIMEOUT_SECONDS)
         for reference in ready:
             try:
                 ray.get(reference)
@@ -191,18 +190,18 @@ class RayWorkers:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise BackendUnavailable if the address cannot be reached. Ray itself would wait for minutes. Addresses
-    such as `auto` are not checked."""
+    """Raise BackendUnavailable if the address cannot be reached, for which Ray itself would wait for minutes.
+    Addresses without a port, such as `auto`, are not checked."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
         raise BackendUnavailable(f"the Ray cluster at {address} is unreachable: {error}") from error
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the error as one line, without the traceback that Ray adds."""
+    """Return the type and the first line of an error, without the traceback that Ray adds."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

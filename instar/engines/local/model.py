@@ -18,7 +18,7 @@ from instar.engines.local.linear import LoraPair, install_adapter, pack_weights,
 from instar.engines.local.lora import read_adapter
 from instar.engines.local.rows import KVShape
 from instar.errors import EngineError
-from instar.models import device_and_dtype, resolve_model, share_weights
+from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
 from instar.types import Policy
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,7 +60,7 @@ class EngineModel:
         """Return a model with the same weights but its own adapters. Loading full weights into one affects
         both."""
         shared = copy.copy(self)
-        shared._model = share_weights(self._model)
+        shared._model = copy_with_shared_weights(self._model)
         return shared
 
     def eos_ids(self) -> set[int]:
@@ -126,7 +126,7 @@ class EngineModel:
 
 def _prepare_shared_model(base: Any) -> Any:
     """Return a model that shares the weights of ``base`` and uses this engine's attention."""
-    model = share_weights(base)
+    model = copy_with_shared_weights(base)
     model.set_attn_implementation(attention.NAME)
     return model.eval().requires_grad_(False)
 

@@ -111,7 +111,7 @@ def test_detection_with_unrecognized_url_does_not_ignore_it() -> None:
         detect(base_url=local, installed=("weaver",)).reason == "the only service whose package is installed"
     )
     for installed in ((), ("tinker", "weaver")):
-        with pytest.raises(ConfigError, match=r"backend\.base_url: it does not tell which service"):
+        with pytest.raises(ConfigError, match=r"backend\.base_url: cannot tell which service"):
             detect(base_url=local, installed=installed)
 
 
@@ -130,7 +130,7 @@ def test_detection_recognizes_service_by_environment(env: dict[str, str], name: 
 
 @pytest.mark.parametrize("env", [TINKER | WEAVER, MINT | WEAVER, MINT | TINKER])
 def test_detection_with_two_services_in_environment_names_both(env: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="2 services are configured at once") as error:
+    with pytest.raises(ConfigError, match="2 services are configured, and a run can use only one") as error:
         detect(env)
     assert all(variable in str(error.value) for variable in env)
     assert KEY not in str(error.value)
@@ -210,13 +210,13 @@ def test_auto_backend_without_service_is_local_and_rejects_service_settings() ->
     assert config.backend.lora is not None
     assert config.backend.lora.rank == 8
     assert config.engine.type == "local"
-    with pytest.raises(ConfigError, match=r"backend\.train_mlp: nothing names a service"):
+    with pytest.raises(ConfigError, match=r"backend\.train_mlp: given False, but no service is configured"):
         resolve_run(make_config(backend={"type": "auto", "train_mlp": False}), {})
 
 
 def test_resolve_run_rejects_engine_that_does_not_fit_backend() -> None:
     with pytest.raises(
-        ConfigError, match=r"engine\.type: local cannot sample what tinker.*engine\.type: cloud"
+        ConfigError, match=r"engine\.type: local cannot load the weights that tinker.*engine\.type to cloud"
     ):
         resolve_run(make_config(backend="tinker", engine="local"), TINKER)
     with pytest.raises(ConfigError, match=r"engine\.type: cloud.*backend\.type is 'local'"):

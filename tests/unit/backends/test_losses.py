@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from instar.backends.local.losses import TrainedTokens, metrics, token_loss
+from instar.backends.local.losses import TrainedTokens, compute_metrics, token_loss
 from instar.config import LossConfig
 
 NEW = np.array([-1.0, -2.0, -0.5, -3.0, -0.1], np.float32)
@@ -26,7 +26,7 @@ def compute_loss(**config: Any) -> tuple[float, np.ndarray, dict[str, float]]:
     )
     value.backward()
     assert new.grad is not None
-    return float(value.detach()), new.grad.numpy(), metrics(loss, [sums])
+    return float(value.detach()), new.grad.numpy(), compute_metrics(loss, [sums])
 
 
 def test_cross_entropy_matches_formula() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from instar.backends.local.attention import INLINE_TOKENS, make_attention_plan
+from instar.backends.local.attention import MAX_INLINE_ANCESTOR_TOKENS, make_attention_plan
 from instar.backends.local.pack import NO_TOKEN, PackedRow, pack, split_micro_batches
 
 
@@ -59,7 +59,7 @@ def test_packed_tokens_attend_to_exactly_their_prefix(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_attention_plan_covers_each_pair_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    stems = [rng.integers(0, 9, n).astype(np.int32) for n in (3, INLINE_TOKENS, 40)]
+    stems = [rng.integers(0, 9, n).astype(np.int32) for n in (3, MAX_INLINE_ANCESTOR_TOKENS, 40)]
     sequences = [np.concatenate([stem, s]) for stem in stems for s in make_random_sequences(seed)[:12]]
     packed = pack(sequences)
     plan = make_attention_plan(packed, "cpu")

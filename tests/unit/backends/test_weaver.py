@@ -163,12 +163,12 @@ async def test_weaver_load_state_rejects_missing_or_foreign_state(
     make_backend: MakeBackend, tmp_path: Path
 ) -> None:
     backend = make_backend()
-    with pytest.raises(BackendError, match="does not contain a saved state"):
+    with pytest.raises(BackendError, match=r"state\.json is missing or invalid"):
         await backend.load_state(tmp_path / "nothing")
     await backend.start()
     await backend.save_state(tmp_path / "state")
     other = make_backend(rank=4)
-    with pytest.raises(BackendError, match="rank 16, not 4"):
+    with pytest.raises(BackendError, match="saved with rank 16, but this backend has rank 4"):
         await other.load_state(tmp_path / "state")
     state_path = tmp_path / "state" / "state.json"
     state_path.write_text(state_path.read_text().replace("/state-", "/gone-"))
@@ -205,7 +205,7 @@ async def test_weaver_published_policy_can_be_sampled(
 async def test_weaver_close_keeps_model_at_service(make_backend: MakeBackend, url: str) -> None:
     backend = make_backend()
     await backend.start()
-    model_id = backend.model_id
+    model_id = (await backend._get_model()).client.model_id
     assert get_status(url, f"/models/{model_id}") == 200
     await backend.close()
     assert get_status(url, f"/models/{model_id}") == 200
@@ -216,9 +216,9 @@ async def test_weaver_close_keeps_model_at_service(make_backend: MakeBackend, ur
 async def test_weaver_restart_deletes_previous_model(make_backend: MakeBackend, url: str) -> None:
     backend = make_backend()
     await backend.start()
-    before = backend.model_id
+    before = (await backend._get_model()).client.model_id
     await backend.start()
-    assert backend.model_id != before
+    assert (await backend._get_model()).client.model_id != before
     assert await asyncio.to_thread(get_status, url, f"/models/{before}") == 404
 
 

@@ -69,7 +69,7 @@ async def test_exported_tensors_merge_small_updates_in_full_precision(model_fold
     """The merged weight is bf16(base + delta), which differs from bf16(base) + bf16(delta)."""
     backend = make_backend(model_folder, LoraConfig(rank=4), dtype="bf16")
     tensors = await train_and_export(backend)
-    layer = backend._model.causal.get_submodule("model.layers.0.mlp.up_proj")
+    layer = backend._model.model.get_submodule("model.layers.0.mlp.up_proj")
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     exact = layer.base_layer.weight.float() + layer.scaling["default"] * b @ a
     assert torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], exact.to(torch.bfloat16))

@@ -63,8 +63,8 @@ MISTAKES = {
         trainer: {{loss: {{name: ppo}}}}
         rollout: {{agent: {AGENT}, tasks: {{type: python, function: "instar.demo.tasks:train_tasks"}}}}
         """,
-        "trainer.loss.name: 'ppo' is not computed by this backend; supported: cross_entropy, "
-        "importance_sampling. trainer.loss_fallback names another loss to use instead",
+        "trainer.loss.name: this backend does not support 'ppo'; supported: cross_entropy, "
+        "importance_sampling. Choose one of these losses, or set trainer.loss_fallback",
     ),
     "no fraction": (
         "trainer: {steps: 1.5}",

@@ -119,7 +119,7 @@ async def test_models_share_the_base_weights(model: ModelConfig) -> None:
     second, _ = create_backend(base_model, model, AdapterSpec(rank=8, train_unembed=True), threads=1)
     base = {parameter.data_ptr() for parameter in base_model.parameters()}
     for backend in (first, second):
-        frozen = [p for p in backend._model.causal.parameters() if not p.requires_grad]
+        frozen = [p for p in backend._model.model.parameters() if not p.requires_grad]
         assert {p.data_ptr() for p in frozen} == base
         await backend.close()
 
