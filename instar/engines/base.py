@@ -1,5 +1,4 @@
-"""The interface of engines: token ids in, token ids out. Every variant passes
-tests/unit/engines/conformance.py.
+"""The interface of engines: token ids in, token ids out.
 
 Each engine runs in its own process behind `instar.engines.server`. Other processes use it through
 `instar.engines.remote.RemoteEngine`, which is an Engine too.
@@ -18,24 +17,23 @@ from instar.errors import EngineError
 from instar.types import ArtifactKind, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
 Prompt = Sequence[int] | Ids
-"""Token ids. An int32 array is used without a copy."""
+"""Token ids. An int32 array is not copied."""
 
 LiveRoute = Literal["ipc", "nccl", "ray"]
-"""A route by which weights reach an engine without files."""
+"""A route that sends weights to an engine without writing files."""
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
-    """A message of a live route. It contains some of a policy's weights or says how the weights will
-    arrive."""
+    """A message that contains some of a policy's weights, or that says how the weights will arrive."""
 
     policy: Policy
     route: LiveRoute
     body: Json
-    """The route's own content, written by `instar.sync` and read by the engine."""
+    """The content, written by `instar.sync` and read by the engine."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """The capabilities of an engine. An engine's capabilities do not change while it runs."""
+    """The capabilities of an engine. They do not change while the engine runs."""
 
     kind: str
     model: str
@@ -46,32 +44,31 @@ class EngineInfo(msgspec.Struct, frozen=True):
     streams: bool = True
     """False if a reply arrives as one chunk."""
     versions_per_token: bool = True
-    """False if all tokens of a reply have the same version."""
+    """False if all tokens of a reply have the same policy version."""
     scores: bool = False
     """True if ``logprobs`` is implemented."""
     routes: tuple[LiveRoute, ...] = ()
     """The routes by which ``stage`` accepts weights."""
 
 
-class EngineStatus(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct):
     version: int
-    """The version of the served policy; -1 after a failed weight change, when no request is served until a
-    policy is loaded."""
+    """The version of the served policy, or -1 if a weight change failed and no policy is served."""
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0
-    """Tokens generated since the start."""
+    """The number of tokens generated since the engine started."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were reused."""
+    """The number of prompt tokens whose keys and values were reused."""
     draining: bool = False
-    """True if the engine finishes its current replies and rejects new requests."""
+    """True if the engine finishes its current replies but rejects new requests."""
 
 
 class Engine(ABC):
     async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
-        """Start the engine. Must be called once, before any other method. ``log_path`` is the log file of
-        this process; a child process logs to a file next to it. ``report`` writes a log line."""
+        """Start the engine. This method must be called once, before any other method. ``log_path`` is the log
+        file of this process; a child process logs to a file next to it. ``report`` writes a log line."""
 
     @property
     @abstractmethod
@@ -79,48 +76,49 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        """Stream a reply. Only the last chunk has a ``finish_reason``; a chunk may hold several tokens.
-        Closing the iterator (``aclose``) or cancelling its consumer cancels the request."""
+        """Stream a reply. Only the last chunk has a ``finish_reason``. Closing the iterator (``aclose``) or
+        cancelling its consumer cancels the request."""
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        """Return the logprob of every token under the served policy, given the preceding tokens (NaN at index
-        0). At most ``max_context`` tokens are accepted."""
+        """Return the logprob of every token under the served policy, or NaN for the first token. At most
+        ``max_context`` tokens are accepted."""
         raise EngineError(f"The {self.info.kind} engine does not compute the logprobs of given tokens.")
 
     def for_session(self, session: str) -> Engine:
-        """Return the engine to use for a session, preferably one that has its earlier turns cached."""
+        """Return the engine to use for a session, preferably one that has cached the session's earlier
+        turns."""
         return self
 
     async def refresh(self) -> EngineInfo:
-        """Fetch ``info`` again and return it: the engine behind an address may have been replaced."""
+        """Fetch and return ``info``, because a different engine may have started at the same address."""
         return self.info
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:
         """Serve this policy, starting with the next token. Requests in flight continue under the new policy.
-        Requests that begin later never use keys and values computed under the old weights."""
+        Later requests never reuse keys and values that were computed under the old weights."""
 
     async def upload_files(self, policy: Policy) -> Policy:
-        """Upload the policy's files to an engine that cannot read the local folder. Returns the policy with
-        the path of its files on the engine's machine."""
+        """Upload the policy's files if the engine cannot read the local folder. Return the policy with the
+        path of its files on the engine's machine."""
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:
         """Receive some of a policy's weights without affecting requests, and return the response for the
-        sender. Weights staged for a different policy are dropped."""
+        sender. Weights that were staged for a different policy are dropped."""
         raise EngineError(f"The {self.info.kind} engine does not accept weights over {transfer.route}.")
 
     async def commit(self, policy: Policy) -> None:
-        """Serve the staged weights, as ``load`` does. If that fails, the engine serves its previous policy,
-        or none (version -1) if the previous weights are lost."""
+        """Serve the staged weights, as ``load`` does. After a failure, the engine serves the previous policy,
+        or no policy (version -1) if the previous weights were overwritten."""
         raise EngineError(f"The {self.info.kind} engine has no staged weights.")
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
-        """Compute on ``count`` CPU cores, starting with the next step. Ignored by engines that do not compute
-        in this process."""
+        """Compute on ``count`` CPU cores, starting with the next step. Engines that do not compute in this
+        process ignore this call."""
 
     @abstractmethod
     async def close(self) -> None: ...

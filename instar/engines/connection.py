@@ -1,5 +1,4 @@
-"""The HTTP connection to an engine or a vLLM server. It uses a fast client for streams and a general one for
-other calls."""
+"""The HTTP connection to an engine or a vLLM server."""
 
 from __future__ import annotations
 
@@ -13,15 +12,15 @@ from instar.http.client import HttpClient, HttpResponse, NoResponse
 from instar.http.plain import PlainClient, PlainResponse
 from instar.http.retry import RetryPolicy
 
-CONNECT_SECONDS = 10.0
+CONNECT_TIMEOUT = 10.0
 CONNECT_RETRY = RetryPolicy(first_delay=0.05, max_delay=1.0, jitter=(1.0, 1.0))
 STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class EngineConnection:
-    """An HTTP connection to one server. Its calls raise EngineUnavailable if the server cannot be reached.
-    ``name`` is the kind of server, for messages. ``idle_seconds`` is how long an idle connection is kept for
-    the next stream; the server must keep idle connections longer."""
+    """An HTTP connection to one server. Calls raise EngineUnavailable if the server cannot be reached.
+    ``name`` is the kind of server, for messages. ``idle_seconds`` is how long an idle connection is reused
+    for streams; the server must keep idle connections open longer."""
 
     def __init__(
         self, url: str, token: str | None, name: str, *, idle_seconds: float, keep_alive: float = 15.0
@@ -33,15 +32,16 @@ class EngineConnection:
         self._name = name
         self._path = address.path
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # Streams use a client with less overhead for each request.
         self._streams = PlainClient(
-            address.hostname, address.port or 80, idle_seconds=idle_seconds, connect_seconds=CONNECT_SECONDS
+            address.hostname, address.port or 80, idle_seconds=idle_seconds, connect_seconds=CONNECT_TIMEOUT
         )
         self._calls = HttpClient(
-            headers=self._headers, connect_timeout=CONNECT_SECONDS, keep_alive=keep_alive, secret=token
+            headers=self._headers, connect_timeout=CONNECT_TIMEOUT, keep_alive=keep_alive, secret=token
         )
 
     async def stream(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> PlainResponse:
-        """Send a POST request and return the response as soon as it has begun."""
+        """Send a POST request and return the response once its headers have arrived."""
         try:
             return await self._streams.post(self._path + path, {**self._headers, **(headers or {})}, body)
         except STREAM_ERRORS as error:
@@ -51,12 +51,12 @@ class EngineConnection:
         self,
         method: str,
         path: str,
-        seconds: float,
+        timeout: float,
         body: bytes | AsyncIterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> HttpResponse:
         try:
-            return await self._calls.request(method, self.url + path, body, headers=headers, timeout=seconds)
+            return await self._calls.request(method, self.url + path, body, headers=headers, timeout=timeout)
         except NoResponse as error:
             raise self.unavailable(error) from error
 
@@ -65,6 +65,5 @@ class EngineConnection:
         return EngineUnavailable(f"The {self._name} at {self.url} cannot be reached: {reason}")
 
     async def close(self) -> None:
-        """Close all connections, including those with a response in progress."""
         self._streams.close()
         await self._calls.close()

@@ -1,4 +1,4 @@
-"""Creates the engine that a run's config describes, and clients of engines in other processes."""
+"""Creates the engine of a run, and clients of engines in other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.types import Json
 
 
 def create_engine(config: RunConfig) -> Engine:
-    """Return a new engine. Call its ``bring_up`` before any other method."""
+    """Return a new engine that has not been started with ``bring_up``."""
     if isinstance(config.engine, CloudEngineConfig):
         return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
     section = (
@@ -25,8 +25,7 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """Return the section with the settings that depend on the run: how policies are loaded, the adapter's
-    rank and the share of GPU memory."""
+    """Return the section with values for the settings that depend on the rest of the run's config."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -46,14 +45,14 @@ async def connect_engines(
     timeout: float = 60.0,
     newest_policy: PolicySource | None = None,
 ) -> Engine:
-    """Return one engine that uses all engines at these addresses. Waits until one of them responds. For
-    ``newest_policy`` see EnginePool."""
+    """Return one engine that uses all engines at these addresses, once one of them responds.
+    ``newest_policy`` is passed to EnginePool."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)
     try:
         await pool.start(timeout)
-    except BaseException:  # also when cancelled: nothing else would close it
+    except BaseException:  # cancellation too, because no one else has a reference to the pool
         await pool.close()
         raise
     return pool

@@ -1,9 +1,8 @@
 """A pool of engines that behaves like one engine.
 
-A session stays with the engine that it used last, which has its earlier turns cached, while that engine is
-healthy and not much busier than the others. Other requests go to the least busy engine. An unreachable engine
-is skipped until it responds again and serves the newest policy. A request that it had not begun to answer is
-sent to another engine.
+A session stays on its engine, which has cached the earlier turns, while that engine is healthy and not much
+busier than the others. Other requests go to the least busy engine. An unreachable engine gets no requests
+until it responds again and serves the newest policy. Its requests without a first token go to other engines.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ PolicySource = Callable[[], Awaitable[Policy | None]]
 
 MAX_MISSED_CHECKS = 2
 MAX_SESSIONS = 65_536
-"""The number of sessions whose engine is remembered. The least recently used are forgotten."""
+"""The number of sessions whose engine is stored. The least recently used sessions are removed."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
-"""A session moves if its engine has over LOAD_FACTOR × the requests of the idlest engine, plus LOAD_SLACK."""
-
+"""A session moves if its engine has more than LOAD_FACTOR × the requests of the least busy engine +
+LOAD_SLACK."""
 SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens")
 
 
@@ -43,15 +42,15 @@ class PoolMember:
     reason: str = "it has not responded yet"
     missed_checks: int = 0
     draining: bool = False
-    """True if the engine is healthy but rejects new requests."""
+    """True if the engine rejects new requests, although it is healthy."""
     in_flight: int = 0
     other_requests: int = 0
-    """The number of requests from other clients at the last check."""
+    """The number of requests from other clients at the latest health check."""
     total_requests: int = 0
     loaded_version: int | None = None
-    """The last version that this pool loaded into the engine."""
+    """The latest version that this pool loaded into the engine."""
     check_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set after a failure, so that the next health check happens immediately."""
+    """Set after a failed request, so that the next health check starts immediately."""
     first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
 
     @property
@@ -59,7 +58,7 @@ class PoolMember:
         return self.in_flight + self.other_requests
 
     @property
-    def is_open(self) -> bool:
+    def accepts_requests(self) -> bool:
         return self.healthy and not self.draining
 
     def mark_unhealthy(self, reason: str) -> None:
@@ -67,14 +66,14 @@ class PoolMember:
         self.reason = reason
         self.check_requested.set()
 
-    def release_waiting(self) -> None:
-        """Abort the wait of requests without a first token, so that they go to other engines."""
+    def release_waiting_requests(self) -> None:
+        """Send the requests without a first token to other engines."""
         while self.first_token_timeouts:
             self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
 
     @contextlib.contextmanager
     def request(self) -> Generator[None]:
-        """Count a request while the block runs; EngineUnavailable marks the engine as unhealthy."""
+        """Count a request while the block runs. EngineUnavailable marks the engine as unhealthy."""
         self.in_flight += 1
         try:
             yield
@@ -86,22 +85,21 @@ class PoolMember:
 
 
 class EnginePool(Engine):
-    """Distributes requests over several engines, which it owns and closes. Call ``start`` first.
-    ``newest_policy`` returns the policy that an unreachable engine must load when it responds again, if other
-    processes load policies."""
+    """Distributes requests over several engines and closes them at the end. Call ``start`` first. If other
+    processes load policies, ``newest_policy`` returns the policy that an unreachable engine must load when it
+    responds again. ``check_timeout`` is the deadline of a health check."""
 
     def __init__(
         self,
         engines: Sequence[Engine],
         *,
-        period: float = 1.0,
-        timeout: float = 3.0,
+        check_interval: float = 1.0,
+        check_timeout: float = 3.0,
         newest_policy: PolicySource | None = None,
     ) -> None:
-        """``period`` is the time between two checks of an engine, ``timeout`` the deadline of a check."""
         self.members = [PoolMember(engine, index) for index, engine in enumerate(engines)]
-        self._period = period
-        self._timeout = timeout
+        self._check_interval = check_interval
+        self._check_timeout = check_timeout
         self._newest_policy = newest_policy
         self._policy: Policy | None = None
         self._info: EngineInfo | None = None
@@ -109,16 +107,13 @@ class EnginePool(Engine):
         self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
 
     async def start(self, timeout: float = 60.0) -> None:
-        """Wait at most ``timeout`` seconds until an engine responds. Raises ConfigError if two engines serve
-        different models."""
-        async with contextlib.AsyncExitStack() as undo:
-            undo.push_async_callback(self._stop)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await CONNECT_RETRY.run(self._check_all, retry_on=EngineUnavailable, seconds=timeout)
-            self._pick(())
-            self._watchers = {member: asyncio.create_task(self._watch(member)) for member in self.members}
-            undo.pop_all()
+        """Wait until an engine responds. Raises EngineUnavailable after ``timeout`` seconds, and ConfigError
+        if two engines serve different models."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await CONNECT_RETRY.run(self._check_all, retry_on=EngineUnavailable, seconds=timeout)
+        self._pick(())
+        self._watchers = {member: asyncio.create_task(self._watch(member)) for member in self.members}
 
     async def _check_all(self) -> None:
         await asyncio.gather(*(self._check(member) for member in self.members))
@@ -169,50 +164,42 @@ class EnginePool(Engine):
                 return await member.engine.logprobs(token_ids)
 
     async def load(self, policy: Policy) -> None:
-        """Load the policy into every healthy engine; the others load it when they respond again. Raises the
-        error of an engine that rejects the policy, and EngineUnavailable if no engine could be reached."""
-        before, self._policy = self._policy, policy
+        """Load the policy into every healthy engine. The other engines load it when they respond again.
+        Raises the error of an engine that rejects the policy, and EngineUnavailable if no engine could be
+        reached."""
+        previous, self._policy = self._policy, policy
         healthy = [member for member in self.members if member.healthy]
         outcomes = await asyncio.gather(
             *(self._load(member, policy) for member in healthy), return_exceptions=True
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineUnavailable):
-                self._policy = before
+                self._policy = previous
                 raise outcome
         self._pick(())
 
     async def replace(self, engines: Sequence[Engine]) -> None:
-        """Replace the engines. A new engine serves once it has responded. Removed engines are closed: replies
-        in progress break off, and requests without a first token go to other engines."""
+        """Replace the engines. A new engine gets requests once it has responded. Removed engines are closed,
+        which aborts their replies in progress. Their requests without a first token go to other engines."""
         removed = [member for member in self.members if member.engine not in engines]
-        known = {member.engine for member in self.members}
-        index = max((member.index for member in self.members), default=-1)
+        current = {member.engine for member in self.members}
+        next_index = max((member.index for member in self.members), default=-1) + 1
         self.members = [member for member in self.members if member not in removed]
-        for engine in engines:
-            if engine not in known:
-                index += 1
-                self._add(PoolMember(engine, index))
+        for index, engine in enumerate((engine for engine in engines if engine not in current), next_index):
+            member = PoolMember(engine, index)
+            self.members.append(member)
+            if self._watchers is not None:
+                member.check_requested.set()
+                self._watchers[member] = asyncio.create_task(self._watch(member))
         for member in removed:
-            await self._remove(member)
-
-    def _add(self, member: PoolMember) -> None:
-        self.members.append(member)
-        if self._watchers is not None:
-            member.check_requested.set()
-            self._watchers[member] = asyncio.create_task(self._watch(member))
-
-    async def _remove(self, member: PoolMember) -> None:
-        if self._watchers is not None:
-            watcher = self._watchers.pop(member)
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
-        member.healthy, member.reason = False, "it was removed from the pool"
-        member.release_waiting()
-        await member.engine.close()
+            if self._watchers is not None:
+                await _cancel_tasks([self._watchers.pop(member)])
+            member.healthy, member.reason = False, "it was removed from the pool"
+            member.release_waiting_requests()
+            await member.engine.close()
 
     async def status(self) -> EngineStatus:
-        """Return the sums over all engines that respond, and the lowest of their versions."""
+        """Return the sums over all engines that respond, and the lowest version."""
         healthy = [member for member in self.members if member.healthy]
         outcomes = await asyncio.gather(*map(self._status, healthy), return_exceptions=True)
         statuses = [status for status in outcomes if isinstance(status, EngineStatus)]
@@ -222,35 +209,28 @@ class EnginePool(Engine):
         return EngineStatus(version=min(status.version for status in statuses), **sums)
 
     async def close(self) -> None:
-        await self._stop()
+        watchers, self._watchers = self._watchers or {}, None
+        await _cancel_tasks(watchers.values())
         await asyncio.gather(*(member.engine.close() for member in self.members))
 
-    async def _stop(self) -> None:
-        watchers, self._watchers = self._watchers or {}, None
-        for watcher in watchers.values():
-            watcher.cancel()
-        await asyncio.gather(*watchers.values(), return_exceptions=True)
-
-    # --- one request -------------------------------------------------------------------------------
-
     def _pick(self, tried: Collection[PoolMember], session: str | None = None) -> PoolMember:
-        candidates = [member for member in self.members if member.is_open and member not in tried]
+        candidates = [member for member in self.members if member.accepts_requests and member not in tried]
         if not candidates:
             raise self._none_available()
-        idlest = min(candidates, key=lambda member: (member.load, member.total_requests, member.index))
+        least_busy = min(candidates, key=lambda member: (member.load, member.total_requests, member.index))
         if session is None:
-            return idlest
-        last = self._sessions.get(session)
-        stays = last in candidates and last.load <= LOAD_FACTOR * idlest.load + LOAD_SLACK
-        self._sessions[session] = chosen = last if last is not None and stays else idlest
+            return least_busy
+        previous = self._sessions.get(session)
+        has_capacity = previous in candidates and previous.load <= LOAD_FACTOR * least_busy.load + LOAD_SLACK
+        self._sessions[session] = chosen = previous if previous is not None and has_capacity else least_busy
         self._sessions.move_to_end(session)
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return chosen
 
     async def _first_chunk(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
-        """Return the first chunk of a reply. Raises EngineUnavailable if the engine is marked unhealthy
-        during the wait, or was restarted and does not serve the policy that the pool loaded."""
+        """Return the first chunk of a reply. Raises EngineUnavailable if the engine becomes unhealthy during
+        the wait, or if it has restarted and does not serve the policy that the pool loaded."""
         expected = member.loaded_version
         timeout = asyncio.timeout(None)
         try:
@@ -262,7 +242,7 @@ class EnginePool(Engine):
                 raise
             raise EngineUnavailable(member.reason) from None
         except StopAsyncIteration:
-            raise EngineUnavailable("The engine ended a reply before its first token.") from None
+            raise EngineUnavailable("The engine finished a reply without any token.") from None
         finally:
             member.first_token_timeouts.discard(timeout)
         if expected is not None and chunk.versions and chunk.versions[0] < expected:
@@ -273,17 +253,15 @@ class EnginePool(Engine):
         reasons = "; ".join(
             f"engine {member.index}: {'it is being drained' if member.healthy else member.reason}"
             for member in self.members
-            if not member.is_open
+            if not member.accepts_requests
         )
         count = len(self.members)
-        return EngineUnavailable(f"None of the {count} engines can answer ({reasons or 'all were tried'}).")
-
-    # --- health ------------------------------------------------------------------------------------
+        return EngineUnavailable(f"None of the {count} engines can answer ({reasons or 'all have failed'}).")
 
     async def _watch(self, member: PoolMember) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._period):
+                async with asyncio.timeout(self._check_interval):
                     await member.check_requested.wait()
             member.check_requested.clear()
             await self._check(member)
@@ -301,29 +279,28 @@ class EnginePool(Engine):
             if not member.healthy or member.missed_checks >= MAX_MISSED_CHECKS:
                 member.healthy = False
                 member.reason = str(error)
-                member.release_waiting()
+                member.release_waiting_requests()
             return
         member.missed_checks = 0
         member.other_requests = max(0, status.running + status.waiting - member.in_flight)
 
     async def _status(self, member: PoolMember) -> EngineStatus:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._check_timeout):
                 return await member.engine.status()
         except TimeoutError as error:
-            raise EngineUnavailable(f"The engine did not respond within {self._timeout:g} s.") from error
+            raise EngineUnavailable(f"The engine did not respond in {self._check_timeout:g} s.") from error
 
     async def _admit(self, member: PoolMember) -> None:
-        """Mark a member healthy once it serves the same model and policy as the others."""
         info = await member.engine.refresh()
         if self._info is None:
             self._info = info
         elif _served_model(info) != _served_model(self._info):
-            raise EngineError(f"It serves {_describe(info)}, the others {_describe(self._info)}.")
+            raise EngineError(f"It serves {_describe(info)}, the other engines {_describe(self._info)}.")
         else:
             self._info = _common_info(info, self._info)
         while True:
-            # The status comes first: a policy is known as the newest before an engine can serve it.
+            # Read the status first: the newest policy is published before any engine can serve it.
             status = await self._status(member)
             policy = await self._newest_policy() if self._newest_policy else self._policy
             if policy is None or status.version == policy.version:
@@ -353,8 +330,6 @@ class EnginePool(Engine):
 
 
 class _SessionEngine(Engine):
-    """The pool as one session uses it."""
-
     def __init__(self, pool: EnginePool, session: str) -> None:
         self._pool = pool
         self._session = session
@@ -376,7 +351,13 @@ class _SessionEngine(Engine):
         return await self._pool.status()
 
     async def close(self) -> None:
-        """Do nothing: other sessions use the pool too."""
+        """Do nothing, because other sessions use the same pool."""
+
+
+async def _cancel_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _served_model(info: EngineInfo) -> tuple[str, int, int]:
@@ -387,14 +368,13 @@ def _describe(info: EngineInfo) -> str:
     return f"{info.model} (a vocabulary of {info.vocab_size} tokens, a context of {info.max_context})"
 
 
-def _common_info(one: EngineInfo, other: EngineInfo) -> EngineInfo:
-    """Return the capabilities that both engines have."""
+def _common_info(info: EngineInfo, other: EngineInfo) -> EngineInfo:
     return msgspec.structs.replace(
-        one,
-        kind=one.kind if one.kind == other.kind else "mixed",
-        artifacts=tuple(kind for kind in one.artifacts if kind in other.artifacts),
-        streams=one.streams and other.streams,
-        versions_per_token=one.versions_per_token and other.versions_per_token,
-        scores=one.scores and other.scores,
-        routes=tuple(route for route in one.routes if route in other.routes),
+        info,
+        kind=info.kind if info.kind == other.kind else "mixed",
+        artifacts=tuple(kind for kind in info.artifacts if kind in other.artifacts),
+        streams=info.streams and other.streams,
+        versions_per_token=info.versions_per_token and other.versions_per_token,
+        scores=info.scores and other.scores,
+        routes=tuple(route for route in info.routes if route in other.routes),
     )

@@ -26,16 +26,15 @@ from instar.http.plain import PlainResponse
 from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
 
 T = TypeVar("T")
-LOAD_SECONDS = 600.0
-SCORE_SECONDS = 600.0
-STATUS_SECONDS = 30.0
+LOAD_TIMEOUT = 600.0
+SCORE_TIMEOUT = 600.0
+STATUS_TIMEOUT = 30.0
 IDLE_SECONDS = 30.0
-"""The server keeps idle connections longer than this."""
+"""The server keeps idle connections open longer than this."""
 
 
 class RemoteEngine(Engine):
-    """An Engine in another process, used over HTTP. Create it with ``await RemoteEngine.connect(url)``, or
-    call ``refresh`` before ``info``."""
+    """An engine in another process. Create it with ``connect``, or call ``refresh`` before ``info``."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._connection = EngineConnection(url, token, "engine", idle_seconds=IDLE_SECONDS)
@@ -44,17 +43,17 @@ class RemoteEngine(Engine):
 
     @classmethod
     async def connect(cls, url: str, token: str | None = None, timeout: float = 60.0) -> Self:
-        """Return a connected engine. Waits at most ``timeout`` seconds until it responds."""
+        """Return an engine that has responded. Raises EngineUnavailable after ``timeout`` seconds."""
         engine = cls(url, token)
         try:
             await CONNECT_RETRY.run(engine.refresh, retry_on=EngineUnavailable, seconds=timeout)
-        except BaseException:  # also when cancelled: nothing else would close it
+        except BaseException:  # cancellation too, because no one else has a reference to the engine
             await engine.close()
             raise
         return engine
 
     async def refresh(self) -> EngineInfo:
-        self._info = self._decode(await self._call("GET", "/info", STATUS_SECONDS), EngineInfo)
+        self._info = self._decode(await self._call("GET", "/info", STATUS_TIMEOUT), EngineInfo)
         return self._info
 
     @property
@@ -71,9 +70,9 @@ class RemoteEngine(Engine):
             response = await self._connection.stream("/generate", body)
             if response.status != 200:
                 raise _decode_error(await response.read(), response.status)
-            rest = b""
+            unread = b""
             while data := await response.readany():
-                *lines, rest = (rest + data).split(b"\n")
+                *lines, unread = (unread + data).split(b"\n")
                 chunk, error = _decode_lines(lines)
                 if chunk is not None:
                     is_finished = chunk.finish_reason is not None
@@ -88,17 +87,15 @@ class RemoteEngine(Engine):
             if response is not None:
                 response.close()
         if not is_finished:
-            raise EngineUnavailable(
-                f"The engine at {self._url} closed the connection in the middle of a reply."
-            )
+            raise EngineUnavailable(f"The engine at {self._url} closed the connection during a reply.")
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = to_ids(token_ids)
-        body = await self._call("POST", "/logprobs", SCORE_SECONDS, pack_ids(ids))
+        body = await self._call("POST", "/logprobs", SCORE_TIMEOUT, pack_ids(ids))
         return unpack_floats(body, len(ids))
 
     async def load(self, policy: Policy) -> None:
-        await self._call("POST", "/load", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
+        await self._call("POST", "/load", LOAD_TIMEOUT, msgspec.json.encode({"policy": policy}))
 
     async def upload_files(self, policy: Policy) -> Policy:
         if policy.artifact.kind not in ("adapter", "weights"):
@@ -107,33 +104,33 @@ class RemoteEngine(Engine):
         try:
             files = await asyncio.to_thread(read_file_stats, folder)
         except OSError:
-            return policy  # the folder is not on this machine either; the engine reports the error
+            return policy  # the folder is not on this machine; the engine will report the error
         check = msgspec.json.encode(FolderCheck(str(folder), files))
-        response = await self._call("POST", "/seen", STATUS_SECONDS, check)
+        response = await self._call("POST", "/seen", STATUS_TIMEOUT, check)
         if self._decode(response, FolderCheckResult).seen:
             return policy
-        response = await self._call("POST", "/upload", LOAD_SECONDS, encode_folder(folder, files))
+        response = await self._call("POST", "/upload", LOAD_TIMEOUT, encode_folder(folder, files))
         artifact = msgspec.structs.replace(policy.artifact, path=self._decode(response, UploadResult).path)
         return msgspec.structs.replace(policy, artifact=artifact)
 
     async def stage(self, transfer: WeightTransfer) -> Json:
-        body = await self._call("POST", "/stage", LOAD_SECONDS, msgspec.json.encode(transfer))
+        body = await self._call("POST", "/stage", LOAD_TIMEOUT, msgspec.json.encode(transfer))
         return self._decode(body, Json)
 
     async def commit(self, policy: Policy) -> None:
-        await self._call("POST", "/commit", LOAD_SECONDS, msgspec.json.encode({"policy": policy}))
+        await self._call("POST", "/commit", LOAD_TIMEOUT, msgspec.json.encode({"policy": policy}))
 
     async def status(self) -> EngineStatus:
-        return self._decode(await self._call("GET", "/status", STATUS_SECONDS), EngineStatus)
+        return self._decode(await self._call("GET", "/status", STATUS_TIMEOUT), EngineStatus)
 
     async def close(self) -> None:
-        """Close the connections and cancel their requests; the engine itself keeps running."""
+        """Close the connections, which cancels their requests. The engine itself keeps running."""
         await self._connection.close()
 
     async def _call(
-        self, method: str, path: str, seconds: float, body: bytes | AsyncIterable[bytes] | None = None
+        self, method: str, path: str, timeout: float, body: bytes | AsyncIterable[bytes] | None = None
     ) -> bytes:
-        response = await self._connection.request(method, path, seconds, body)
+        response = await self._connection.request(method, path, timeout, body)
         if response.status != 200:
             raise _decode_error(response.body, response.status)
         return response.body
@@ -145,13 +142,12 @@ class RemoteEngine(Engine):
             raise self._malformed(error) from error
 
     def _malformed(self, error: msgspec.DecodeError) -> EngineUnavailable:
-        """Return the error for a response that did not come from an engine, for example one from a proxy."""
-        return EngineUnavailable(f"The server at {self._url} is no engine: {error}")
+        # A proxy may have sent the response.
+        return EngineUnavailable(f"The server at {self._url} did not respond like an engine: {error}")
 
 
 def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineError | None]:
-    """Return one chunk with the tokens of all lines, and the error that ended the reply, if any. The busier
-    this process is, the fewer chunks it handles."""
+    """Return one chunk with the tokens of all lines, and the error in the last line, if there is one."""
     chunks: list[TokenChunk] = []
     error = None
     for line in lines:
@@ -163,8 +159,8 @@ def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineErro
 
 
 def _decode_error(body: bytes, status: int) -> EngineError:
-    """Return the error that the engine raised, as an instance of the same class; a plain EngineError if the
-    body does not come from an engine."""
+    """Return the error that the engine raised, with the same class. If the body does not come from an engine,
+    the error is a plain EngineError."""
     try:
         detail: dict[str, Any] = msgspec.json.decode(body)["error"]
         kind, message = getattr(errors, str(detail["type"]), EngineError), str(detail["message"])

@@ -1,12 +1,13 @@
-"""An engine that returns scripted replies, token by token, through the model's real tokenizer.
+"""An engine that returns scripted replies, encoded with the model's tokenizer.
 
-It is deterministic: the logprob of a token depends on the ids up to it and on the seed. Policies are accepted
-without being read; only their version is used.
+The logprob of a token depends only on the preceding ids, the token and the seed. Policies are not read; only
+their version is used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -16,16 +17,16 @@ import numpy as np
 
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import check_request, check_score_request, to_ids
+from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
 from instar.engines.stopping import StopRule
-from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.errors import ConfigError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
 from instar.registry import load_object
 from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
 MAX_BURST_TOKENS = 64
-"""The number of tokens sent without yielding to other tasks when there is no delay."""
+"""The number of tokens that are sent before other tasks run, if there is no delay."""
 MAX_CACHED_REPLIES = 256
 
 
@@ -33,9 +34,9 @@ class ScriptedEngine(Engine):
     def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
         self._tokenizer: Any = load_tokenizer(resolve_model(model.name))
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(f"model.name: the tokenizer of {model.name} has no end-of-sequence token")
+            raise ConfigError(f"model.name: the tokenizer of {model.name} has no end-of-sequence token.")
         if not config.replies and config.function is None:
-            raise ConfigError("engine.replies: give at least one reply, or set engine.function.")
+            raise ConfigError("engine.replies: the list is empty; add a reply or set engine.function.")
         self._config = config
         self._script = cast(Script, load_object(config.function)) if config.function else None
         self._eos: int = self._tokenizer.eos_token_id
@@ -50,8 +51,7 @@ class ScriptedEngine(Engine):
             artifacts=("adapter", "weights", "base", "remote"),
             scores=True,
         )
-        self._version = 0
-        self._running = self._generated = self._prompted = 0
+        self._status = EngineStatus(version=0)
         self._closed = False
 
     @property
@@ -62,25 +62,25 @@ class ScriptedEngine(Engine):
         prompt = to_ids(prompt_ids)
         check_request(self._info, prompt, params)
         self._check_open()
-        stop = StopRule(params, self._info.max_context - len(prompt), [self._eos], self._tokenizer)
+        stop_rule = StopRule(params, self._info.max_context - len(prompt), [self._eos], self._tokenizer)
         prompt_bytes = prompt.tobytes()
         reply = self._reply(prompt, prompt_bytes, params.seed)
-        state, delay = _state(prompt_bytes, params.seed), self._config.delay
-        self._prompted += len(prompt)
-        self._running += 1
+        state, delay = _initial_state(prompt_bytes, params.seed), self._config.delay
+        self._status.prompt_tokens += len(prompt)
+        self._status.running += 1
         try:
             for position, token in enumerate(reply):
                 if delay or position % MAX_BURST_TOKENS == 0:
                     await asyncio.sleep(delay)
                     self._check_open()
                 state = _next_state(state, token)
-                reason, stop_string = stop.push(token)
-                self._generated += 1
+                reason, stop_string = stop_rule.push(token)
+                self._status.generated_tokens += 1
                 logprob = _logprob(state)
                 yield TokenChunk(
                     token_ids=[token],
                     logprobs=[logprob],
-                    versions=[self._version],
+                    versions=[self._status.version],
                     behavior_logprobs=[logprob] if params.modifies_distribution else None,
                     finish_reason=reason,
                     stop=stop_string,
@@ -88,13 +88,13 @@ class ScriptedEngine(Engine):
                 if reason is not None:
                     return
         finally:
-            self._running -= 1
+            self._status.running -= 1
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = to_ids(token_ids)
         check_score_request(self._info, ids)
         self._check_open()
-        state = _state(ids[:1].tobytes(), None)
+        state = _initial_state(ids[:1].tobytes(), None)
         values = np.full(len(ids), np.nan, np.float32)
         for position, token in enumerate(ids[1:].tolist(), 1):
             state = _next_state(state, token)
@@ -102,19 +102,11 @@ class ScriptedEngine(Engine):
         return values
 
     async def load(self, policy: Policy) -> None:
-        if policy.artifact.kind not in self._info.artifacts:
-            raise EngineError(
-                f"The scripted engine loads base, adapter and weights, not {policy.artifact.kind}."
-            )
-        self._version = policy.version
+        check_artifact(self._info, policy)
+        self._status.version = policy.version
 
     async def status(self) -> EngineStatus:
-        return EngineStatus(
-            version=self._version,
-            running=self._running,
-            generated_tokens=self._generated,
-            prompt_tokens=self._prompted,
-        )
+        return copy.copy(self._status)
 
     async def close(self) -> None:
         self._closed = True
@@ -124,8 +116,8 @@ class ScriptedEngine(Engine):
             raise EngineUnavailable("The engine is closed.")
 
     def _reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
-        """Return the reply of this turn. A prompt that contains n scripted replies is at turn n. After the
-        last reply, the script starts over."""
+        """Return the reply for this turn. The turn is the number of scripted replies in the prompt; the list
+        of replies is repeated."""
         if self._script is not None:
             text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
             return self._encoded(self._script(text, seed))
@@ -137,7 +129,7 @@ class ScriptedEngine(Engine):
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """Return how many of the replies the prompt contains, in order. Ids are 4 bytes each."""
+    """Return the number of replies that the prompt contains in order. A token id has 4 bytes."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]
@@ -149,7 +141,7 @@ def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
         turns, start = turns + 1, position + len(reply)
 
 
-def _state(prompt: bytes, seed: int | None) -> int:
+def _initial_state(prompt: bytes, seed: int | None) -> int:
     return int.from_bytes(blake2b(prompt, key=str(seed).encode(), digest_size=8).digest(), "little")
 
 

@@ -1,4 +1,4 @@
-"""Decides when a reply ends: at a stop token, at a stop string or by its length."""
+"""Decides when a reply ends: at a stop token, at a stop string or at the maximum length."""
 
 from __future__ import annotations
 
@@ -13,33 +13,29 @@ class TokenDecoder(Protocol):
 
 
 class StopStrings:
-    """Finds stop strings in a growing reply, decoding each token about twice.
-
-    A token may end inside a character, so text is used only up to the last complete one. Decoding starts a
-    few tokens back, because some tokenizers decode the first token differently.
-    """
+    """Finds stop strings in a growing reply. Text is searched only up to the last complete character.
+    Decoding starts a few tokens earlier, because some tokenizers decode the first token differently."""
 
     def __init__(self, tokenizer: TokenDecoder, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
-        self._keep = max(map(len, stop)) - 1
+        self._overlap = max(map(len, stop)) - 1
         self._ids: list[int] = []
         self._start = 0
-        self._read = 0
+        self._searched = 0
         self._tail = ""
 
     def push(self, token_id: int) -> str | None:
-        """Add a token and return the stop string that it completed, if any; the leftmost one if there are
-        several."""
+        """Add a token and return the leftmost stop string that the token completes, or None."""
         self._ids.append(token_id)
-        before = self._decode(self._ids[self._start : self._read])
+        known_text = self._decode(self._ids[self._start : self._searched])
         text = self._decode(self._ids[self._start :])
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        if len(text) <= len(known_text) or text.endswith("\ufffd"):
             return None
-        self._start, self._read = self._read, len(self._ids)
-        self._tail += text[len(before) :]
+        self._start, self._searched = self._searched, len(self._ids)
+        self._tail += text[len(known_text) :]
         stop = find_stop_string(self._tail, self._stop)
-        self._tail = self._tail[-self._keep :] if self._keep else ""
+        self._tail = self._tail[-self._overlap :] if self._overlap else ""
         return stop
 
     def _decode(self, ids: list[int]) -> str:
@@ -53,21 +49,27 @@ def find_stop_string(text: str, stop: Collection[str]) -> str | None:
 
 
 class StopRule:
-    """Decides after each sampled token whether the reply ends with it."""
-
     def __init__(
         self, params: SamplingParams, context_left: int, eos_ids: Collection[int], tokenizer: TokenDecoder
     ) -> None:
-        self._left = min(params.max_tokens, context_left)
+        self._tokens_left = min(params.max_tokens, context_left)
         self._ids = {*eos_ids, *params.stop_token_ids}
         self._strings = StopStrings(tokenizer, params.stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[FinishReason | None, str | None]:
-        """Add a token. Returns the finish reason if this token is the last one, and the stop string that it
-        completed."""
-        self._left -= 1
+        """Add a token. Return the finish reason if the reply ends with this token, and the stop string that
+        the token completes."""
+        self._tokens_left -= 1
         if token_id in self._ids:
             return "stop", None
         if self._strings is not None and (stop := self._strings.push(token_id)) is not None:
             return "stop", stop
-        return ("length", None) if self._left <= 0 else (None, None)
+        return ("length", None) if self._tokens_left <= 0 else (None, None)
+
+
+def collect_eos_ids(*config_values: int | list[int] | None) -> set[int]:
+    """Return the end-of-sequence ids in the ``eos_token_id`` fields of a model's config files."""
+    eos_ids: set[int] = set()
+    for ids in config_values:
+        eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return eos_ids

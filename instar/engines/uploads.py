@@ -1,12 +1,11 @@
 """Uploads of policy folders to an engine on a machine that cannot read them.
 
-    POST /seen    {path, files}   → {seen}: true if the folder exists here with these files
-    POST /upload  a folder        → {path}: where it was stored
+    POST /seen    {path, files}   → {seen}: true if this machine has the folder with these files
+    POST /upload  a folder        → {path}: the path of the stored folder
 
 ``files`` maps names to size and modification time, which are equal on machines that share a file system. The
 body of /upload is the length of the header (4 bytes, little-endian), the header (names and sizes as JSON),
-the contents of the files, and their SHA-256. A folder becomes visible only when it is complete. Old folders
-are deleted.
+the contents of the files, and their SHA-256. A folder becomes visible only when it is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 
 from instar.errors import EngineError, EngineUnavailable
 
@@ -29,9 +27,9 @@ LENGTH_BYTES = 4
 READ_BYTES = 4 * 2**20
 MAX_HEADER_BYTES = 2**20
 MAX_UPLOADS = 3
-"""The number of uploaded folders to keep: replies under an older policy may still need its files."""
+"""The number of uploaded folders to keep, because replies under an older policy may still need its files."""
 FileStats = dict[str, tuple[int, int]]
-"""Size and modification time by file name."""
+"""The size and modification time of each file, by name."""
 
 
 class FolderCheck(msgspec.Struct, forbid_unknown_fields=True):
@@ -57,7 +55,6 @@ def read_file_stats(folder: Path) -> FileStats:
 
 
 async def encode_folder(folder: Path, files: FileStats) -> AsyncGenerator[bytes, None]:
-    """Yield the body of an /upload request."""
     header = msgspec.json.encode(_UploadHeader([(name, size) for name, (size, _) in files.items()]))
     yield len(header).to_bytes(LENGTH_BYTES, "little") + header
     digest = hashlib.sha256()
@@ -70,26 +67,23 @@ async def encode_folder(folder: Path, files: FileStats) -> AsyncGenerator[bytes,
 
 
 class UploadStore:
-    """The folders that were uploaded to this process. They are deleted when the process exits."""
+    """The folders that were uploaded to this process. The process deletes them when it exits."""
 
     def __init__(self) -> None:
         self._root: str | None = None
         self._folders: list[Path] = []
         self.loaded_path = ""
-        """The folder that was loaded last. It is kept, because a server that restarts reads it again."""
+        """The path of the served policy. Its folder is kept, because a restarted server reads it again."""
 
-    async def check_folder(self, request: Request) -> Response:
+    async def check_folder(self, check: FolderCheck) -> FolderCheckResult:
         try:
-            check = msgspec.json.decode(await request.body(), type=FolderCheck)
-        except msgspec.DecodeError as error:
-            raise EngineError(f"The body cannot be read: {error}") from error
-        try:
-            seen = await asyncio.to_thread(read_file_stats, Path(check.path)) == check.files
+            return FolderCheckResult(
+                await asyncio.to_thread(read_file_stats, Path(check.path)) == check.files
+            )
         except OSError:
-            seen = False
-        return _json_response(FolderCheckResult(seen))
+            return FolderCheckResult(seen=False)
 
-    async def receive_folder(self, request: Request) -> Response:
+    async def receive_folder(self, request: Request) -> UploadResult:
         if self._root is None:
             self._root = tempfile.mkdtemp(prefix="instar-policies-")
             weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
@@ -109,51 +103,45 @@ class UploadStore:
             oldest = next(folder for folder in self._folders if str(folder) != self.loaded_path)
             self._folders.remove(oldest)
             await asyncio.to_thread(shutil.rmtree, oldest, ignore_errors=True)
-        return _json_response(UploadResult(str(folder)))
+        return UploadResult(str(folder))
 
 
 async def _write_folder(stream: _UploadStream, folder: Path) -> None:
-    """Write the files of an upload to a folder. Raises EngineError if the upload is incomplete or
-    malformed."""
     length = int.from_bytes(await stream.read(LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
-        raise EngineError("The upload does not begin with the names of its files.")
+        raise EngineError(
+            f"The upload begins with a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed."
+        )
     try:
         header = msgspec.json.decode(await stream.read(length), type=_UploadHeader)
     except msgspec.DecodeError as error:
-        raise EngineError(f"The upload's header cannot be read: {error}") from error
+        raise EngineError(f"The header of the upload cannot be read: {error}") from error
     digest = hashlib.sha256()
     for name, size in header.files:
         if name != Path(name).name or name in ("", ".."):
-            raise EngineError(f"An uploaded file cannot be called {name!r}; use a plain file name.")
+            raise EngineError(f"{name!r} is not a plain file name, so the file cannot be uploaded.")
         with (folder / name).open("xb") as file:
             async for data in stream.read_chunks(size):
                 digest.update(data)
                 await asyncio.to_thread(file.write, data)
     if await stream.read(digest.digest_size) != digest.digest():
-        raise EngineError("The upload was damaged: its hash does not match its contents.")
+        raise EngineError("The uploaded files do not match their SHA-256 hash; send them again.")
 
 
 class _UploadStream:
-    """A request body from which exact numbers of bytes can be read."""
-
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
         self._stream = stream
-        self._rest = b""
+        self._unread = b""
 
     async def read(self, size: int) -> bytes:
         return b"".join([data async for data in self.read_chunks(size)])
 
     async def read_chunks(self, size: int) -> AsyncGenerator[bytes, None]:
         while size:
-            if not self._rest:
-                self._rest = await anext(self._stream, b"")
-                if not self._rest:
-                    raise EngineError("The upload is incomplete.")
-            data, self._rest = self._rest[:size], self._rest[size:]
+            if not self._unread:
+                self._unread = await anext(self._stream, b"")
+                if not self._unread:
+                    raise EngineError(f"The upload is incomplete; at least {size} more bytes were expected.")
+            data, self._unread = self._unread[:size], self._unread[size:]
             size -= len(data)
             yield data
-
-
-def _json_response(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -1,5 +1,4 @@
-"""The wire format between RemoteEngine and an engine's server: the body of a request and the lines of a
-reply."""
+"""The wire format between RemoteEngine and an engine's server."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ FLOAT_TYPE = np.dtype("<f4")
 
 
 class _ChunkLine(msgspec.Struct):
-    """A TokenChunk in which a missing logprob is null instead of NaN, which JSON does not have."""
+    """A TokenChunk with None for missing logprobs, because JSON has no NaN."""
 
     token_ids: list[int]
     logprobs: list[float | None]
@@ -34,13 +33,11 @@ _decode_params = msgspec.json.Decoder(SamplingParams).decode
 
 
 def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
-    head = _encode(params)
-    return b"".join((len(head).to_bytes(LENGTH_BYTES, "little"), head, pack_ids(prompt)))
+    header = _encode(params)
+    return b"".join((len(header).to_bytes(LENGTH_BYTES, "little"), header, pack_ids(prompt)))
 
 
 def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
-    """Return the prompt ids and the params of a request. Raises EngineError if the body was not made by
-    ``pack_request``."""
     start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     if len(body) < start or (len(body) - start) % ID_TYPE.itemsize:
         raise EngineError("The body must be a length, that many bytes of JSON, and 4-byte token ids.")
@@ -48,7 +45,7 @@ def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
         params = _decode_params(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
         raise EngineError(f"The sampling params cannot be read: {error}") from error
-    # Copied, because the ids may be unaligned in the body and a view of the body would be read-only.
+    # A copy, because the ids may be unaligned in the body and a view of the body would be read-only.
     return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), params
 
 
@@ -58,7 +55,7 @@ def pack_ids(ids: Ids) -> bytes:
 
 def unpack_ids(body: bytes | bytearray) -> Ids:
     if len(body) % ID_TYPE.itemsize:
-        raise EngineError("The body must consist of 4-byte token ids.")
+        raise EngineError(f"The body must consist of 4-byte token ids, but it has {len(body)} bytes.")
     return np.frombuffer(body, ID_TYPE).astype(np.int32)
 
 
@@ -73,7 +70,6 @@ def unpack_floats(body: bytes, length: int) -> Floats:
 
 
 def join_chunks(chunks: Sequence[TokenChunk]) -> TokenChunk:
-    """Return one chunk with the tokens of several consecutive chunks of a reply."""
     if len(chunks) == 1:
         return chunks[0]
     behavior = None
@@ -98,17 +94,11 @@ def encode_line(chunk: TokenChunk) -> bytes:
 
 
 def decode_line(line: bytes) -> TokenChunk:
-    decoded = _decode_line(line)
-    behavior = decoded.behavior_logprobs
-    return TokenChunk(
-        token_ids=decoded.token_ids,
-        logprobs=_floats(decoded.logprobs),
-        versions=decoded.versions,
-        behavior_logprobs=None if behavior is None else _floats(behavior),
-        finish_reason=decoded.finish_reason,
-        stop=decoded.stop,
-    )
+    chunk = _decode_line(line)
+    behavior = None if chunk.behavior_logprobs is None else _replace_none(chunk.behavior_logprobs)
+    logprobs = _replace_none(chunk.logprobs)
+    return TokenChunk(chunk.token_ids, logprobs, chunk.versions, behavior, chunk.finish_reason, chunk.stop)
 
 
-def _floats(values: list[float | None]) -> list[float]:
+def _replace_none(values: list[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]

@@ -1,1 +1,0 @@
-"""Engines that sample from the training service."""

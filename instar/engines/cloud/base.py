@@ -1,28 +1,28 @@
 """The base class of engines that sample from a training service.
 
-A service returns complete replies: each is one chunk, with the version that was served when it began.
+A service returns a complete reply, which is one chunk with the version that was served when it began.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
 from instar.clouds.errors import CloudError
 from instar.config import CloudConfig, CloudEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import check_request, check_score_request, to_ids
-from instar.engines.stopping import StopRule
-from instar.errors import EngineError, EngineUnavailable
+from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
+from instar.engines.stopping import StopRule, collect_eos_ids
+from instar.errors import EngineUnavailable
 from instar.models import load_tokenizer, resolve_tokenizer
 from instar.types import FinishReason, Floats, Ids, Policy, SamplingParams, TokenChunk
 
@@ -33,32 +33,32 @@ T = TypeVar("T")
 class CloudReply:
     token_ids: list[int]
     logprobs: list[float]
-    """NaN for logprobs that the service did not return."""
+    """The logprob of each token, or NaN if the service did not return it."""
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
     version: int
-    path: str | None
-    """The policy's path on the service; None for the base model."""
     client: Any
 
 
 class CloudEngine(Engine):
-    """The base class of engines that sample from a training service. A subclass implements four methods that
-    call the service's SDK and raise CloudError."""
+    """An engine that samples from a training service. A subclass implements four methods that call the
+    service's SDK and raise CloudError."""
 
     def __init__(self, model: ModelConfig, section: CloudConfig, config: CloudEngineConfig) -> None:
         folder = resolve_tokenizer(model.name)
-        self._tokenizer: Any = load_tokenizer(folder)
-        self._eos = _eos_ids(folder, self._tokenizer)
+        self.tokenizer: Any = load_tokenizer(folder)
+        paths = [folder / name for name in ("config.json", "generation_config.json")]
+        values = [json.loads(path.read_text()).get("eos_token_id") for path in paths if path.is_file()]
+        self.eos_ids = collect_eos_ids(self.tokenizer.eos_token_id, *values)
         self.model = model
         self.section = section
         self._info = EngineInfo(
             kind=section.type,
             model=model.name,
-            vocab_size=len(self._tokenizer),
+            vocab_size=len(self.tokenizer),
             max_context=model.max_context,
             artifacts=("base", "remote"),
             streams=False,
@@ -68,47 +68,39 @@ class CloudEngine(Engine):
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._policy_lock = asyncio.Lock()
         self._served: ServedPolicy | None = None
-        self._target = (0, cast("str | None", None))
-        """The version and path of `_served`, or of the policy that will replace it."""
-        self._running = self._waiting = self._generated_tokens = self._prompt_tokens = 0
+        self._path: str | None = None
+        """The path of the policy to serve, which has the version in ``_status``."""
+        self._status = EngineStatus(version=0)
         self._closed = False
 
     @abstractmethod
     async def open_sampler(self, path: str | None) -> Any:
         """Return a client that samples from the policy at ``path``, or from the base model if ``path`` is
-        None. Connects to the service if needed."""
+        None. Connects to the service if necessary."""
 
     @abstractmethod
     async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> CloudReply:
-        """Return one reply. Stop strings and ids are sent only to save tokens, because the caller truncates
-        the reply anyway."""
+        """Return one reply. The caller truncates it at the first stop string or stop id."""
 
     @abstractmethod
     async def score(self, client: Any, token_ids: Ids) -> Floats:
-        """Return the logprob of every token given the preceding tokens (NaN at index 0)."""
+        """Return the logprob of every token, or NaN for the first token."""
 
     @abstractmethod
     async def disconnect(self) -> None:
-        """Close the connection, if there is one. Does not raise."""
+        """Close the connection, if there is one, without raising errors."""
 
     @property
     def info(self) -> EngineInfo:
         return self._info
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._eos
-
-    def decode_token(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
         check_request(self._info, prompt, params)
         async with self._slot():
             chunk = await self._reply(prompt, params)
-            self._prompt_tokens += len(prompt)
-            self._generated_tokens += len(chunk.token_ids)
+            self._status.prompt_tokens += len(prompt)
+            self._status.generated_tokens += len(chunk.token_ids)
             yield chunk
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
@@ -117,80 +109,68 @@ class CloudEngine(Engine):
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
         async with self._slot():
-            return await self._with_reconnect(lambda served: self.score(served.client, ids))
+            return (await self._with_reconnect(lambda client: self.score(client, ids)))[0]
 
     @asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None]:
-        """Hold one of the ``max_in_flight`` request slots, waiting until one is free. A CloudError in the
-        block is raised as an engine error."""
-        self._waiting += 1
+        """Limit concurrent requests to ``max_in_flight``, and raise a CloudError as an EngineError."""
+        self._status.waiting += 1
         try:
             await self._slots.acquire()
         finally:
-            self._waiting -= 1
-        self._running += 1
+            self._status.waiting -= 1
+        self._status.running += 1
         try:
             yield
         except CloudError as failure:
             raise failure.to_engine_error() from None
         finally:
-            self._running -= 1
+            self._status.running -= 1
             self._slots.release()
 
     async def _reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
-        context_left = self._info.max_context - len(prompt)
-
-        async def sample(served: ServedPolicy) -> tuple[CloudReply, ServedPolicy]:
-            return await self.sample(served.client, prompt, params), served
-
-        reply, served = await self._with_reconnect(sample)
-        ids, reason, stop = self._cut(reply, params, context_left)
+        reply, served = await self._with_reconnect(lambda client: self.sample(client, prompt, params))
+        ids, reason, stop = self._truncate(reply, params, self._info.max_context - len(prompt))
         logprobs = reply.logprobs[: len(ids)]
         behavior = None
         if params.modifies_distribution:
-            logprobs, behavior = await self._logprobs_of_truncated(served, prompt, ids, params)
-        return TokenChunk(
-            token_ids=ids,
-            logprobs=logprobs,
-            versions=[served.version] * len(ids),
-            behavior_logprobs=behavior,
-            finish_reason=reason,
-            stop=stop,
-        )
+            logprobs, behavior = await self._modified_logprobs(served, prompt, ids, params)
+        return TokenChunk(ids, logprobs, [served.version] * len(ids), behavior, reason, stop)
 
-    def _cut(
+    def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Return the ids of the reply up to where Instar's own rules end it, the finish reason and the stop
-        string. Services differ in where they stop."""
-        rule = StopRule(params, context_left, self._eos, self._tokenizer)
+        """Return the ids up to the end of the reply, the finish reason and the stop string. Services stop at
+        different tokens."""
+        rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)
             if reason is not None:
                 return reply.token_ids[: position + 1], reason, stop
         return reply.token_ids, reply.finish_reason, None
 
-    async def _logprobs_of_truncated(
+    async def _modified_logprobs(
         self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
-        """Return the logprobs under the full softmax and under the distribution that was sampled from. The
-        service's own numbers are not used, because it does not say which of the two they are. A greedy reply
-        is scored in a second request; for other replies both lists are NaN."""
+        """Return the logprobs under the full softmax and under the modified distribution. The service's own
+        logprobs are not used, because they could be either. A greedy reply is scored in a second request; the
+        logprobs of other replies are NaN."""
         if params.temperature > 0 or not ids or not params.score:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
-    async def _with_reconnect(self, work: Callable[[ServedPolicy], Awaitable[T]]) -> T:
-        """Return the result of ``work`` for the served policy. If the service has lost the connection,
-        reconnect and call ``work`` again."""
+    async def _with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
+        """Return the result of ``call(client)`` and the served policy. If the service has lost the
+        connection, reconnect and try again."""
         served = await self._current()
         try:
-            return await work(served)
+            return await call(served.client), served
         except CloudError as failure:
             if failure.kind != "lost":
                 raise
-        return await work(await self._current(instead_of=served))
+        served = await self._current(instead_of=served)
+        return await call(served.client), served
 
     async def _current(self, instead_of: ServedPolicy | None = None) -> ServedPolicy:
         async with self._policy_lock:
@@ -200,16 +180,13 @@ class CloudEngine(Engine):
                 return self._served
             if instead_of is not None:
                 await self.disconnect()
-            version, path = self._target
-            self._served = ServedPolicy(version, path, await self.open_sampler(path))
+            client = await self.open_sampler(self._path)
+            self._served = ServedPolicy(self._status.version, client)
             return self._served
 
     async def load(self, policy: Policy) -> None:
-        """Serve the policy; requests in flight finish under the version they began with."""
-        if policy.artifact.kind not in self._info.artifacts:
-            raise EngineError(
-                f"The {self._info.kind} engine loads base and remote, not {policy.artifact.kind}."
-            )
+        """Serve the policy. Requests in flight finish under the previous policy."""
+        check_artifact(self._info, policy)
         path = None if policy.artifact.kind == "base" else policy.artifact.path
         async with self._policy_lock:
             if self._closed:
@@ -218,8 +195,8 @@ class CloudEngine(Engine):
                 client = await self._reopen_sampler(path)
             except CloudError as failure:
                 raise failure.to_engine_error() from None
-            self._target = (policy.version, path)
-            self._served = ServedPolicy(policy.version, path, client)
+            self._status.version, self._path = policy.version, path
+            self._served = ServedPolicy(policy.version, client)
 
     async def _reopen_sampler(self, path: str | None) -> Any:
         try:
@@ -231,13 +208,7 @@ class CloudEngine(Engine):
         return await self.open_sampler(path)
 
     async def status(self) -> EngineStatus:
-        return EngineStatus(
-            version=self._target[0],
-            running=self._running,
-            waiting=self._waiting,
-            generated_tokens=self._generated_tokens,
-            prompt_tokens=self._prompt_tokens,
-        )
+        return copy.copy(self._status)
 
     async def close(self) -> None:
         async with self._policy_lock:
@@ -245,13 +216,3 @@ class CloudEngine(Engine):
                 self._closed = True
                 self._served = None
                 await self.disconnect()
-
-
-def _eos_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a reply, collected from all of the model's files."""
-    eos_ids = set[int]() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            ids = json.loads((folder / name).read_text()).get("eos_token_id")
-            eos_ids.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(eos_ids)

@@ -14,8 +14,6 @@ from instar.types import FinishReason, Floats, Ids, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TinkerSamplingClient:
-    """A sampling client of the SDK, together with its connection."""
-
     cloud: TinkerConnection
     client: Any
 
@@ -34,7 +32,7 @@ class TinkerSampler(CloudEngine):
         sdk_params = cloud.sdk.types.SamplingParams(
             max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
             seed=params.seed,
-            stop=self._stops(params),
+            stop=self._stop_list(params),
             temperature=params.temperature,
             top_k=params.top_k or -1,
             top_p=params.top_p,
@@ -42,22 +40,22 @@ class TinkerSampler(CloudEngine):
         sampling = client.client.sample_async(build_model_input(cloud.sdk, prompt), 1, sdk_params)
         response = await cloud.await_result("sampling", sampling)
         if len(response.sequences) != 1:
-            raise CloudError("broken", f"sampling: {len(response.sequences)} replies came back for one")
+            raise CloudError("broken", f"sampling: expected 1 reply, received {len(response.sequences)}")
         sequence = response.sequences[0]
         ids = [int(token) for token in sequence.tokens]
         logprobs = [float(value) for value in sequence.logprobs or [math.nan] * len(ids)]
         if len(logprobs) != len(ids):
-            raise CloudError("broken", f"sampling: {len(logprobs)} logprobs came back for {len(ids)} tokens")
+            raise CloudError("broken", f"sampling: received {len(logprobs)} logprobs for {len(ids)} tokens")
         reason: FinishReason = "length" if sequence.stop_reason == "length" else "stop"
         return CloudReply(ids, logprobs, reason)
 
-    def _stops(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """Return the stop strings or the stop ids to send, because the SDK does not accept both. Either list
-        replaces the end-of-sequence ids that the SDK stops at by default, so it includes them. None means the
-        default."""
+    def _stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
+        """Return the stop strings or the stop ids, because the SDK does not accept both. Each list includes
+        the end-of-sequence ids, because it replaces the SDK's default, which is None."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
-            return [*params.stop, *filter(None, map(self.decode_token, ids))]
+            texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            return [*params.stop, *filter(None, texts)]
         return ids if params.stop_token_ids else None
 
     async def score(self, client: TinkerSamplingClient, token_ids: Ids) -> Floats:
@@ -72,4 +70,4 @@ class TinkerSampler(CloudEngine):
 
 
 class MintSampler(TinkerSampler):
-    """An engine that samples from MinT. It differs from TinkerSampler only in the SDK."""
+    """An engine that samples from MinT, whose SDK has the same interface as Tinker's."""

@@ -21,7 +21,7 @@ from instar.config import CloudEngineConfig, ModelConfig, WeaverBackendConfig
 from instar.engines.cloud.base import CloudEngine, CloudReply
 from instar.types import FinishReason, Floats, Ids, SamplingParams
 
-MODEL_OF_PATH = re.compile(r"weaver://([^/]+)/")
+MODEL_ID_IN_PATH = re.compile(r"weaver://([^/]+)/")
 
 
 class WeaverSampler(CloudEngine):
@@ -36,30 +36,22 @@ class WeaverSampler(CloudEngine):
             service = WeaverClient(self._access)
             try:
                 await self._calls.call("connect", service.connect)
-            except BaseException:  # also when cancelled: nothing else would close it
+            except BaseException:  # cancellation too, because no one else has a reference to the client
                 await service.aclose()
                 raise
             self._service = service
         service, base = self._service, self._access.base_model
-        owner = None if path is None else MODEL_OF_PATH.match(path)
+        match = None if path is None else MODEL_ID_IN_PATH.match(path)
         return await self._calls.call(
             "create_sampling_client",
             lambda: service.create_sampling_client(
-                base_model=base, model_path=path, model_id=owner[1] if owner else None
+                base_model=base, model_path=path, model_id=match[1] if match else None
             ),
         )
 
     async def sample(self, client: AsyncSamplingClient, prompt: Ids, params: SamplingParams) -> CloudReply:
-        handle = await self._calls.call(
-            "sample",
-            lambda: client.sample(
-                prompt=build_model_input(prompt), sampling_params=self._params(prompt, params), wait=False
-            ),
-        )
-        return _parse_reply(await self._calls.await_operation("sample", handle))
-
-    def _params(self, prompt: Ids, params: SamplingParams) -> WeaverSamplingParams:
-        return WeaverSamplingParams(
+        model_input = build_model_input(prompt)
+        weaver_params = WeaverSamplingParams(
             max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
             temperature=params.temperature,
             top_p=params.top_p,
@@ -67,6 +59,10 @@ class WeaverSampler(CloudEngine):
             stop=[*params.stop, *params.stop_token_ids],
             seed=params.seed,
         )
+        handle = await self._calls.call(
+            "sample", lambda: client.sample(prompt=model_input, sampling_params=weaver_params, wait=False)
+        )
+        return _parse_reply(await self._calls.await_operation("sample", handle))
 
     async def score(self, client: AsyncSamplingClient, token_ids: Ids) -> Floats:
         return await self._calls.call("compute_logprobs", lambda: fetch_prompt_logprobs(client, token_ids))
@@ -78,17 +74,15 @@ class WeaverSampler(CloudEngine):
 
 
 def _parse_reply(result: Any) -> CloudReply:
-    """Return the reply in a sampling result. A reply without logprobs can be served, but must not be trained
-    on."""
-    inner = result.get("result", result) if isinstance(result, dict) else None
+    reply = result.get("result", result) if isinstance(result, dict) else None
     try:
-        sequence = cast(dict[str, Any], inner)["sequences"][0]
+        sequence = cast(dict[str, Any], reply)["sequences"][0]
         ids = [int(token) for token in sequence["tokens"]]
         values = sequence.get("logprobs") or [None] * len(ids)
         logprobs = [math.nan if value is None else float(value) for value in values]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise malformed_response(f"sample: {type(error).__name__}: {error}") from None
     if len(logprobs) != len(ids):
-        raise malformed_response(f"sample: {len(logprobs)} logprobs for {len(ids)} tokens")
+        raise malformed_response(f"sample: received {len(logprobs)} logprobs for {len(ids)} tokens")
     reason: FinishReason = "length" if sequence.get("stop_reason") == "length" else "stop"
     return CloudReply(ids, logprobs, reason)

@@ -1,8 +1,8 @@
-"""Attention over a packed ragged batch, plugged into transformers models by name.
+"""The attention of the local engine, which is registered in transformers under a name.
 
-One forward pass runs over [1, T] tokens: one token of every decoding row, then parts of prompts. The linear
-layers see exactly T tokens. This function is called once per layer with the step's plan; it writes the new
-keys and values into the rows and attends within each row.
+A step runs the model on [1, T] tokens: one token of every decoding row, then pieces of prompts. Each layer
+calls ``attend`` with the plan of the step. It writes the new keys and values into the rows and attends within
+each row.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ NAME = "instar_engine"
 
 @dataclass(slots=True)
 class DecodeBlock:
-    """Adjacent rows that decode together. Each row has one query token, and keys up to ``length``."""
+    """Adjacent rows that decode together, each with one query token and at most ``length`` keys."""
 
     start: int
     stop: int
     length: int
     mask: Tensor
-    """[rows, 1, 1, length], added to scores: 0 for visible keys, -inf for others. A boolean mask would be
-    converted to this in every layer."""
+    """[rows, 1, 1, length]: 0 for visible keys, -inf for others. Every layer would convert a boolean mask to
+    this form."""
 
 
 @dataclass(slots=True)
 class PrefillPiece:
-    """The next piece of the prompt in ``row``. It consists of the tokens ``start:stop`` of the step."""
+    """A piece of the prompt in ``row``: the tokens ``start:stop`` of the step."""
 
     start: int
     stop: int
     row: int
     length: int
-    """The number of keys in the row after the piece is written."""
+    """The number of keys in the row, including those of the piece."""
     mask: Tensor | None
-    """Boolean [piece, length]; None for plain causal attention, when the piece is the first of its row."""
+    """Boolean [piece, length], or None for the first piece of a row, which uses causal attention."""
 
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """A prefix that several rows have in common. The keys of the row ``source`` are used for all of them."""
+    """A prefix that several rows share. All of them use the keys of the row ``source``."""
 
     rows: Tensor
     source: int
@@ -58,22 +58,21 @@ class StepPlan:
     kv: Tensor
     """[layers, 2, rows, kv heads, capacity, head dim]"""
     rows: Tensor
-    """[T] row of every token."""
+    """[T] the row of every token."""
     positions: Tensor
-    """[T] position of every token in its row."""
+    """[T] the position of every token in its row."""
     decoding: int
-    """The number of decoding rows. The step begins with one token of each, in the order of the rows."""
+    """The number of decoding rows. The step begins with one token of each."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
-    """The number of keys at the beginning of every decoding row that are covered by `prefixes`. The decode
-    blocks cover the remaining keys."""
+    """The length of the prefixes in ``prefixes``. With prefixes, ``blocks`` is used only for later keys."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """A stand-in for the plan while the model is loaded. It records the shape of keys and values."""
+    """A replacement for the plan that records the shape of keys and values in each layer."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -91,8 +90,8 @@ def attend(
     """Return the attention output [1, T, heads, head dim] for query [1, heads, T, head dim] and key and value
     [1, kv heads, T, head dim]."""
     if isinstance(instar_plan, ShapeProbe):
-        return _probe(module, query, key, value, instar_plan, kwargs), None
-    assert instar_plan is not None, "the model does not pass its keyword arguments to attention"
+        return _record_shape(module, query, key, value, instar_plan, kwargs), None
+    assert instar_plan is not None, "the model does not pass keyword arguments to its attention"
     plan = instar_plan
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     keys, values = plan.kv[layer, 0], plan.kv[layer, 1]
@@ -105,8 +104,7 @@ def attend(
     if plan.prefixes:
         outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
     for block in plan.blocks if not plan.prefixes else ():
-        # The heads that share keys are moved to the query-length axis, so that keys are read once and not
-        # copied.
+        # Heads that share keys are moved to the axis of query tokens, so that the keys are not copied.
         attended = F.scaled_dot_product_attention(
             query[:, :, block.start : block.stop].permute(2, 0, 1, 3),
             keys[block.start : block.stop, :, : block.length],
@@ -130,15 +128,15 @@ def attend(
 
 
 def can_share_prefixes(device: str) -> bool:
-    """Return True if attention can be split by keys. That requires a kernel that returns its log-sum-exp. On
-    a GPU the plain kernels are fast enough, so the result is False."""
+    """Return True if a kernel returns the log-sum-exp that is necessary to split attention by keys. On GPUs
+    the result is False, because the plain kernels are fast enough."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """Return the attention output of the decoding rows [rows, heads, head dim] for query [kv heads, heads per
-    kv head, T, head dim]. The shared prefix takes one matrix product for all rows and the remaining keys one
-    per row; the two parts are joined by their log-sum-exps."""
+    kv head, T, head dim]. Attention to a shared prefix is one matrix product for all of its rows. The result
+    is combined with the attention to later keys by the two log-sum-exps."""
     rows, kv_heads, head_dim = plan.decoding, query.shape[0], query.shape[3]
     query_R = query[:, :, :rows].permute(2, 0, 1, 3)
     output_R = torch.empty(query_R.shape, dtype=torch.float32)
@@ -153,38 +151,37 @@ def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, 
                 scale=scaling,
             )
         )
-    for part in plan.prefixes:
+    for prefix in plan.prefixes:
         # [kv heads, rows × heads per kv head, head dim]
-        shared_query = query_R[part.rows].transpose(0, 1).reshape(kv_heads, -1, head_dim).float()
+        shared_query = query_R[prefix.rows].transpose(0, 1).reshape(kv_heads, -1, head_dim).float()
         scores = torch.baddbmm(
             shared_query.new_empty(()),
             shared_query,
-            keys[part.source, :, : plan.shared_length].float().transpose(1, 2),
+            keys[prefix.source, :, : plan.shared_length].float().transpose(1, 2),
             beta=0,
             alpha=scaling,
         )
         lse = scores.logsumexp(-1, keepdim=True)
         shared_output = torch.bmm(
-            scores.sub_(lse).exp_(), values[part.source, :, : plan.shared_length].float()
+            scores.sub_(lse).exp_(), values[prefix.source, :, : plan.shared_length].float()
         )
-        shape = (kv_heads, len(part.rows), -1, head_dim)
+        shape = (kv_heads, len(prefix.rows), -1, head_dim)
         lse = lse.view(*shape[:3]).transpose(0, 1)
-        # The share of the softmax that falls on the shared keys.
-        share = torch.sigmoid(lse - lse_R[part.rows])[..., None]
-        output_R[part.rows] = output_R[part.rows].lerp_(shared_output.view(shape).transpose(0, 1), share)
+        # The part of the softmax that belongs to the shared keys.
+        weight = torch.sigmoid(lse - lse_R[prefix.rows])[..., None]
+        output_R[prefix.rows] = output_R[prefix.rows].lerp_(shared_output.view(shape).transpose(0, 1), weight)
     return output_R.to(query.dtype).reshape(rows, -1, head_dim)
 
 
-def _probe(
+def _record_shape(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, probe: ShapeProbe, kwargs: dict[str, Any]
 ) -> Tensor:
     for name in ("sliding_window", "softcap", "s_aux", "sinks", "position_bias"):
         if kwargs.get(name) is not None:
-            raise EngineError(
-                f"The local engine does not implement this model's attention, which uses {name}."
-            )
+            raise EngineError(f"The local engine does not support models whose attention uses {name}.")
     if key.shape != value.shape:
-        raise EngineError("The local engine needs keys and values of the same shape.")
+        shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
+        raise EngineError(f"The local engine needs keys and values of the same shape, not {shapes}.")
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     probe.shapes[layer] = (key.shape[1], key.shape[3])
     return torch.zeros_like(query).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The local engine: a scheduler in its own thread behind an asyncio interface."""
+"""The local engine, which runs a scheduler in its own thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import aclosing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import check_request, check_score_request, to_ids
-from instar.engines.local.model import EngineModel
+from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
+from instar.engines.local.model import EngineModel, PolicyUpdate
 from instar.engines.local.rows import KVShape
 from instar.engines.local.scheduler import Emission, Scheduler, SchedulerRequest
 from instar.engines.stopping import StopRule
@@ -30,8 +31,8 @@ ReplyQueue = asyncio.Queue[TokenChunk | EngineError]
 
 
 class LocalEngine(Engine):
-    """An engine that samples with torch. ``weights`` is an already loaded model, for engines that share one.
-    With ``stop_at_eos=False`` replies run to their ``max_tokens``, for benchmarks."""
+    """An engine that samples with torch. ``weights`` is a model that several engines share. Benchmarks set
+    ``stop_at_eos=False``, so that every reply has ``max_tokens`` tokens."""
 
     def __init__(
         self,
@@ -44,13 +45,13 @@ class LocalEngine(Engine):
     ) -> None:
         self._model = weights or EngineModel(model)
         self._tokenizer: Any = tokenizer or load_tokenizer(self._model.folder)
-        self._eos = self._eos_ids() if stop_at_eos else set[int]()
+        self._eos_ids = self._model.eos_ids(self._tokenizer) if stop_at_eos else set[int]()
         self._threads = config.threads
         context = self._model.max_context
         kv_tokens = config.kv_tokens or default_kv_tokens(self._model.kv_shape, config.max_batch * context)
         if kv_tokens < context:
             raise ConfigError(
-                f"engine.kv_tokens: {kv_tokens} tokens do not fit one context of {context} tokens"
+                f"engine.kv_tokens: {kv_tokens} is less than the model's context of {context} tokens."
             )
         self._scheduler = Scheduler(
             self._model,
@@ -69,7 +70,7 @@ class LocalEngine(Engine):
         self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: EngineError | None = None
-        self._loading = threading.Lock()
+        self._load_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="local-engine", daemon=True)
         self._thread.start()
 
@@ -77,90 +78,73 @@ class LocalEngine(Engine):
     def info(self) -> EngineInfo:
         return self._info
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
         check_request(self._info, prompt, params)
         context_left = self._info.max_context - len(prompt)
-        request = SchedulerRequest(
-            prompt=prompt,
-            params=params,
-            stop=StopRule(params, context_left, self._eos, self._tokenizer),
-            rng=Random(params.seed),
-            length_limit=len(prompt) + min(params.max_tokens, context_left),
+        return self._run_request(
+            SchedulerRequest(
+                prompt=prompt,
+                params=params,
+                stop=StopRule(params, context_left, self._eos_ids, self._tokenizer),
+                rng=Random(params.seed),
+                length_limit=len(prompt) + min(params.max_tokens, context_left),
+            )
         )
-        replies: ReplyQueue = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        # Register before posting: a failure wakes every registered queue, and _post raises for queues that
-        # are registered later.
-        self._queues[request] = (loop, replies)
-        self._post(lambda: self._scheduler.add(request))
-        finished = False
-        try:
-            while not finished:
-                item = await replies.get()
-                finished = isinstance(item, EngineError) or item.finish_reason is not None
-                if isinstance(item, EngineError):
-                    raise item
-                yield item
-        finally:
-            if not finished:
-                self._commands.put(lambda: self._cancel(request))
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = to_ids(token_ids)
         check_score_request(self._info, ids)
         params = SamplingParams(max_tokens=1)
+        stop = StopRule(params, 1, (), self._tokenizer)
         scores = np.full(len(ids), np.nan, np.float32)
-        request = SchedulerRequest(
-            prompt=ids,
-            params=params,
-            stop=StopRule(params, 1, (), self._tokenizer),
-            rng=Random(0),
-            length_limit=len(ids),
-            scores=scores,
-        )
-        replies: ReplyQueue = asyncio.Queue()
-        self._queues[request] = (asyncio.get_running_loop(), replies)
-        self._post(lambda: self._scheduler.add(request))
-        try:
-            item = await replies.get()
-        except BaseException:  # also when cancelled: the request must not keep running
-            self._commands.put(lambda: self._cancel(request))
-            raise
-        if isinstance(item, EngineError):
-            raise item
+        request = SchedulerRequest(ids, params, stop, Random(0), length_limit=len(ids), scores=scores)
+        async with aclosing(self._run_request(request)) as chunks:
+            async for _ in chunks:
+                pass
         return scores
 
+    async def _run_request(self, request: SchedulerRequest) -> AsyncGenerator[TokenChunk, None]:
+        chunks: ReplyQueue = asyncio.Queue()
+        # Register before posting: a failure wakes every registered queue, and _post raises for queues that
+        # are registered later.
+        self._queues[request] = (asyncio.get_running_loop(), chunks)
+        self._post(lambda: self._scheduler.add(request))
+        is_finished = False
+        try:
+            while not is_finished:
+                item = await chunks.get()
+                is_finished = isinstance(item, EngineError) or item.finish_reason is not None
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+        finally:
+            if not is_finished:
+                self._commands.put(lambda: self._cancel(request))
+
     async def load(self, policy: Policy) -> None:
+        check_artifact(self._info, policy)
         await asyncio.to_thread(self._load, policy)
 
     async def status(self) -> EngineStatus:
-        """Return the status. Raises the error that stopped the engine, if one did."""
         self._check_alive()
         return self._scheduler.status()
 
     def use_cores(self, count: int) -> None:
-        """Use this number of threads unless the config sets one."""
         if self._threads is None:
             self._commands.put(lambda: torch.set_num_threads(count))
 
     def set_kv_tokens(self, count: int) -> None:
-        """Limit the number of tokens in the KV cache. The limit is at least one full context."""
+        """Set the maximum number of tokens in the KV cache. One full context always fits."""
         self._commands.put(lambda: self._scheduler.set_kv_tokens(count))
 
     def release_memory(self) -> None:
-        """Free the KV cache's memory if there are no requests."""
+        """Free the memory of the KV cache if there are no requests."""
         self._commands.put(self._scheduler.release_memory)
 
     async def close(self) -> None:
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
-
-    # --- called by users of the engine ---
-
-    def _eos_ids(self) -> set[int]:
-        ids = self._model.eos_ids()
-        return ids if self._tokenizer.eos_token_id is None else {*ids, self._tokenizer.eos_token_id}
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -171,17 +155,17 @@ class LocalEngine(Engine):
         self._check_alive()
 
     def _load(self, policy: Policy) -> None:
-        with self._loading:  # one at a time, because reading depends on the current weights
-            change = self._model.read(policy)
-            done: Future[None] = Future()
-            self._post(lambda: _resolve(done, lambda: self._scheduler.apply(change)))
-            while not done.done():
+        with self._load_lock:  # reading a policy depends on the current weights
+            update = self._model.read(policy)
+            applied: Future[None] = Future()
+            self._post(lambda: self._apply(update, applied))
+            while not applied.done():
                 try:
-                    return done.result(timeout=1)
+                    return applied.result(timeout=1)
                 except TimeoutError:
                     self._check_alive()
 
-    # --- called in the engine's thread ---
+    # --- methods that run in the engine's thread ---
 
     def _run(self) -> None:
         if self._threads is not None:
@@ -195,11 +179,12 @@ class LocalEngine(Engine):
         except Exception as error:  # noqa: BLE001 - any error must reach every caller
             self._failure = EngineError(f"The local engine stopped: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
-        self._fail_all(self._failure)
+        for loop, chunks in list(self._queues.values()):
+            _wake(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the commands that callers posted; wait for one if there are no requests. Returns False if the
-        engine must stop."""
+        """Run the posted commands, and wait for one if there are no requests. Return False if the engine must
+        stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)
@@ -214,38 +199,31 @@ class LocalEngine(Engine):
             self._scheduler.cancel(request)
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Deliver the sampled tokens, waking each event loop only once per step for all of its replies."""
+        """Send the sampled tokens to their replies. Each event loop is woken only once in a step."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[ReplyQueue, TokenChunk | EngineError]]] = {}
         for request, chunk in emissions:
-            loop, replies = self._queues[request]
+            loop, chunks = self._queues[request]
             if request.finished:
                 del self._queues[request]
-            batches.setdefault(loop, []).append((replies, chunk))
+            batches.setdefault(loop, []).append((chunks, chunk))
         for loop, batch in batches.items():
             _wake(loop, batch)
 
-    def _fail_all(self, error: EngineError) -> None:
-        for loop, replies in list(self._queues.values()):
-            _wake(loop, [(replies, error)])
-
-
-def _resolve(done: Future[None], work: Callable[[], None]) -> None:
-    """Run ``work`` and set the result of ``done``. A failure also stops the engine, because its weights may
-    be partially changed."""
-    try:
-        work()
-    except BaseException as error:  # whatever it is, the caller must not wait forever
-        done.set_exception(EngineError(f"The policy could not be applied: {error}"))
-        raise
-    done.set_result(None)
+    def _apply(self, update: PolicyUpdate, applied: Future[None]) -> None:
+        try:
+            self._scheduler.apply(update)
+        except BaseException as error:  # every error, because the caller of load waits for the result
+            applied.set_exception(EngineError(f"The policy could not be applied: {error}"))
+            raise  # stop the engine, because its weights may be partially changed
+        applied.set_result(None)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenChunk | EngineError]]) -> None:
     def put() -> None:
-        for replies, item in batch:
-            replies.put_nowait(item)
+        for chunks, item in batch:
+            chunks.put_nowait(item)
 
-    # A closed event loop raises an error. It can be ignored, because nothing waits on that loop any more.
+    # call_soon_threadsafe raises RuntimeError if the loop is closed. Then no caller waits for the tokens.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(put)
 
@@ -253,14 +231,14 @@ def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenCh
 def default_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
     """Return the number of tokens that fit into a third of the free memory, but at most twice the tokens of a
     full batch."""
-    free = _free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
-    return min(2 * batch_tokens, free // 3 // shape.token_bytes)
+    free_bytes = _read_free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
+    return min(2 * batch_tokens, free_bytes // 3 // shape.token_bytes)
 
 
-def _free_memory() -> int:
+def _read_free_memory() -> int:
     try:
         with Path("/proc/meminfo").open() as lines:
             fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return 4 << 30  # no such file outside Linux: assume a small machine
+        return 4 << 30  # a guess, because only Linux has this file

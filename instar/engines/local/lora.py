@@ -1,22 +1,26 @@
-"""Reads PEFT adapter folders as updates of linear layers."""
+"""Linear layers with a LoRA update that is applied separately, and PEFT adapters for these layers.
+
+Weights and updates are never merged, so loading an adapter copies only the adapter's own matrices.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from instar.engines.local.linear import LoraPair
 from instar.errors import EngineError
 
-PREFIX = "base_model.model."
-UNSUPPORTED = (
+PEFT_PREFIX = "base_model.model."
+UNSUPPORTED_SETTINGS = (
     "use_dora",
     "modules_to_save",
     "fan_in_fan_out",
@@ -32,72 +36,156 @@ UNSUPPORTED = (
     "arrow_config",
     "kasa_config",
 )
+# These operators are private to torch's compiler, so some builds do not have them.
+_MKLDNN_OPERATORS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
+_has_mkldnn = torch.backends.mkldnn.is_available() and all(
+    hasattr(torch.ops.mkldnn, name) for name in _MKLDNN_OPERATORS
+)
+MKLDNN: Any = torch.ops.mkldnn if _has_mkldnn else None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """The LoRA update of one layer: x → (x @ down.T) @ up. ``up`` includes the scale."""
+
+    down: Tensor
+    """[rank, in]"""
+    up: Tensor
+    """[rank, out]"""
+
+
+class EngineLinear(nn.Linear):
+    """A linear layer with an optional LoRA update. On CPUs, ``packed`` is a second copy of the weight in the
+    layout of the bf16 kernels."""
+
+    pair: LoraPair | None
+    packed: Tensor | None
+
+    @classmethod
+    def from_linear(cls, base: nn.Linear) -> EngineLinear:
+        layer = cls(1, 1, bias=False, device="meta")
+        layer.in_features, layer.out_features = base.in_features, base.out_features
+        layer.weight, layer.bias = base.weight, base.bias
+        layer.pair = None
+        # A buffer, so that models that share their weights also share the packed copy.
+        layer.register_buffer("packed", None, persistent=False)
+        return layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.packed is None:
+            output = F.linear(input, self.weight, self.bias)
+        else:
+            output = MKLDNN._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+        if self.pair is None:
+            return output
+        low_rank = F.linear(input.reshape(-1, self.in_features), self.pair.down)
+        output.view(-1, self.out_features).addmm_(low_rank, self.pair.up)
+        return output
+
+
+def replace_linears(model: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, EngineLinear.from_linear(child))
+
+
+def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
+    """Replace the adapter with the updates by module name. An empty dict restores the base model."""
+    for name, module in model.named_modules():
+        if isinstance(module, EngineLinear):
+            module.pair = adapter.get(name)
+
+
+def pack_weights(model: nn.Module) -> None:
+    """Convert bf16 weights to the layout of the CPU kernels. A decoding step with few rows then takes 0.4 to
+    0.9 of the time, and the results are the same."""
+    for module in model.modules():
+        if isinstance(module, EngineLinear) and _can_pack(module.weight):
+            module.packed = MKLDNN._reorder_linear_weight(module.weight.detach(), 16)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    return (
+        MKLDNN is not None
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, LoraPair]:
-    """Return the LoRA update of each module, by module name. Raises EngineError for unsupported adapters."""
-    halves, scale = read_updates(folder)
+    """Return the LoRA update of each module by name. Raises EngineError if the adapter is not supported."""
+    updates, scale = read_updates(folder)
     modules = dict(model.named_modules())
-    return {name: _pair(name, ab, modules.get(name), scale, dtype, device) for name, ab in halves.items()}
+    return {
+        name: _build_pair(name, matrices, modules.get(name), scale, dtype, device)
+        for name, matrices in updates.items()
+    }
 
 
 def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
-    """Return the matrices A and B of each module as stored in the folder, and the scale of B A."""
+    """Return the matrices A and B of each module, and the scale of their product B A."""
     try:
         config: dict[str, Any] = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict)
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
         raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
-    scale = _scale(config, folder)
-    halves: dict[str, dict[str, Tensor]] = {}
+    scale = _read_scale(config, folder)
+    updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        module, _, half = name.removeprefix(PREFIX).rpartition(".lora_")
-        if not name.startswith(PREFIX) or half not in ("A.weight", "B.weight"):
-            raise EngineError(
-                f"The adapter in {folder} holds {name}, which the local engine does not implement"
-            )
-        halves.setdefault(module, {})[half[0]] = tensor
-    return halves, scale
+        module, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+        if not name.startswith(PEFT_PREFIX) or matrix not in ("A.weight", "B.weight"):
+            raise _unsupported(folder, f"contains {name}")
+        updates.setdefault(module, {})[matrix[0]] = tensor
+    return updates, scale
 
 
-def _scale(config: dict[str, Any], folder: Path) -> float:
+def _read_scale(config: dict[str, Any], folder: Path) -> float:
     if config.get("peft_type") != "LORA":
-        raise EngineError(
-            f"The adapter in {folder} is of type {config.get('peft_type')}; only LORA is implemented"
-        )
-    for name in UNSUPPORTED:
+        raise _unsupported(folder, f"has the type {config.get('peft_type')}")
+    for name in UNSUPPORTED_SETTINGS:
         if config.get(name):
-            raise EngineError(
-                f"The adapter in {folder} uses {name}, which the local engine does not implement"
-            )
+            raise _unsupported(folder, f"uses {name}")
     if config.get("bias", "none") != "none":
-        raise EngineError(f"The adapter in {folder} trains biases, which the local engine does not implement")
-    # These settings change the base weights at the start, and the adapter's folder does not contain the
+        raise _unsupported(folder, "trains biases")
+    # These methods change the base weights at the start, and the adapter's folder does not contain the
     # change.
-    start = str(config.get("init_lora_weights", True)).lower()
-    if start.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
-        raise EngineError(
-            f"The adapter in {folder} was initialized by {start}, which the local engine does not implement"
-        )
+    init = str(config.get("init_lora_weights", True)).lower()
+    if init.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
+        raise _unsupported(folder, f"was initialized with {init}")
     rank = float(config["r"])
     return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _pair(
+def _unsupported(folder: Path, problem: str) -> EngineError:
+    return EngineError(f"The adapter in {folder} {problem}, which Instar does not support.")
+
+
+def _build_pair(
     name: str,
-    halves: dict[str, Tensor],
+    matrices: dict[str, Tensor],
     module: nn.Module | None,
     scale: float,
     dtype: torch.dtype,
     device: str,
 ) -> LoraPair:
     if not isinstance(module, nn.Linear):
-        raise EngineError(f"The adapter adapts {name}, which is no linear layer of this model")
-    if halves.keys() != {"A", "B"}:
-        raise EngineError(f"The adapter has only one of lora_A and lora_B for {name}")
-    down, up = halves["A"], halves["B"].float().T * scale
-    if down.shape[1] != module.in_features or up.shape[1] != module.out_features or len(down) != len(up):
-        raise EngineError(f"The adapter's update of {name} does not have that layer's shape")
+        raise EngineError(f"The adapter updates {name}, which is not a linear layer of this model.")
+    check_update(name, matrices, (module.out_features, module.in_features))
+    down, up = matrices["A"], matrices["B"].float().T * scale
     if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-        raise EngineError(f"The adapter's update of {name} is not finite")
+        raise EngineError(f"The adapter's update of {name} contains values that are not finite.")
     return LoraPair(down.to(device, dtype).contiguous(), up.to(device, dtype).contiguous())
+
+
+def check_update(name: str, matrices: dict[str, Tensor], weight_shape: tuple[int, ...]) -> None:
+    """Raise EngineError unless the product of the matrices B A has the shape of the layer's weight."""
+    if matrices.keys() != {"A", "B"}:
+        raise EngineError(f"The adapter's update of {name} must consist of lora_A and lora_B.")
+    a_shape, b_shape = tuple(matrices["A"].shape), tuple(matrices["B"].shape)
+    if (b_shape[0], a_shape[1]) != weight_shape or b_shape[1] != a_shape[0]:
+        raise EngineError(
+            f"The adapter's update of {name} has the shapes {b_shape} × {a_shape}, but the layer's weight "
+            f"has the shape {weight_shape}."
+        )

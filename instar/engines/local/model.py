@@ -1,4 +1,4 @@
-"""The engine's transformers model: loading, weight changes and the forward pass."""
+"""The transformers model of the local engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 from instar.config import ModelConfig
 from instar.engines.local import attention
-from instar.engines.local.linear import LoraPair, install_adapter, pack_weights, replace_linears
-from instar.engines.local.lora import read_adapter
+from instar.engines.local.lora import LoraPair, install_adapter, pack_weights, read_adapter, replace_linears
 from instar.engines.local.rows import KVShape
+from instar.engines.stopping import collect_eos_ids
 from instar.errors import EngineError
 from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
 from instar.types import Policy
@@ -26,19 +26,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """A policy that was read from disk and can be applied between two steps."""
+    """The contents of a policy's files, which can be applied between two steps."""
 
     version: int
     adapter: dict[str, LoraPair]
     source: Path
     """The folder of the full weights under the adapter."""
     state: dict[str, Tensor] | None
-    """The full weights in ``source``; None if they are already loaded."""
+    """The full weights in ``source``, or None if the model already has these weights."""
 
 
 class EngineModel:
-    """The transformers model that an engine serves. ``base`` is an already loaded model; its tensors are
-    shared, not copied."""
+    """The model that an engine serves. If ``base`` is set, its weights are shared and not copied."""
 
     def __init__(self, config: ModelConfig, base: Any = None) -> None:
         transformers_logging.disable_progress_bar()
@@ -46,7 +45,11 @@ class EngineModel:
         self.dtype = DTYPES[dtype]
         self.folder = resolve_model(config.name)
         self._source = self.folder
-        self._model = _load_model(self.folder, self.dtype) if base is None else _prepare_shared_model(base)
+        if base is None:
+            self._model = _load_model(self.folder, self.dtype)
+        else:
+            self._model = copy_with_shared_weights(base).eval().requires_grad_(False)
+            self._model.set_attn_implementation(attention.NAME)
         self._model.to(self.device)
         replace_linears(self._model)
         pack_weights(self._model)
@@ -57,22 +60,18 @@ class EngineModel:
         self.kv_shape = self._probe(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model with the same weights but its own adapters. Loading full weights into one affects
-        both."""
+        """Return a model that shares the weights but has its own adapter. Loading full weights affects both
+        models."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
         return shared
 
-    def eos_ids(self) -> set[int]:
-        """Return the ids that end a reply, collected from all of the model's files."""
-        eos_ids: set[int] = set()
-        for config in (self._model.generation_config, self._model.config):
-            ids = getattr(config, "eos_token_id", None)
-            eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        return eos_ids
+    def eos_ids(self, tokenizer: Any) -> set[int]:
+        sources = (self._model.generation_config, self._model.config, tokenizer)
+        return collect_eos_ids(*(getattr(source, "eos_token_id", None) for source in sources))
 
     def forward(self, ids: Tensor, positions: Tensor, sampled: Tensor, plan: attention.StepPlan) -> Tensor:
-        """Run the model and return the logits [len(sampled), vocabulary] at the token indices ``sampled``."""
+        """Return the logits [len(sampled), vocabulary] at the token indices ``sampled``."""
         return self._model(
             input_ids=ids[None],
             position_ids=positions[None],
@@ -82,37 +81,35 @@ class EngineModel:
         ).logits[0]
 
     def read(self, policy: Policy) -> PolicyUpdate:
-        """Return the contents of a policy's files. Does not change the model, so ``forward`` may run at the
-        same time."""
+        """Read a policy without changing the model. ``forward`` may run at the same time."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
-        if kind not in ("base", "adapter", "weights"):
-            raise EngineError(f"The local engine loads base, adapter and weights, not {kind}.")
         source = path.resolve() if kind == "weights" else self.folder
         adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
-        # Full weights are read again even if this folder is already loaded: its files may have changed.
+        # Full weights are read again even if they come from the same folder, because its files may have
+        # changed.
         state = self._read_state(source) if kind == "weights" or source != self._source else None
         return PolicyUpdate(policy.version, adapter, source, state)
 
-    def apply(self, change: PolicyUpdate) -> None:
-        if change.state is not None:
-            self._model.load_state_dict(change.state)
-            self._source = change.source
+    def apply(self, update: PolicyUpdate) -> None:
+        if update.state is not None:
+            self._model.load_state_dict(update.state)
+            self._source = update.source
             pack_weights(self._model)
-        install_adapter(self._model, change.adapter)
+        install_adapter(self._model, update.adapter)
 
     def _read_state(self, folder: Path) -> dict[str, Tensor]:
         try:
             state: dict[str, Tensor] = _load_model(folder, self.dtype).state_dict()
         except (OSError, ValueError) as error:
             raise EngineError(f"The weights in {folder} cannot be read: {error}") from error
-        ours: dict[str, Tensor] = self._model.state_dict()
-        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in ours.items()}:
-            raise EngineError(f"The weights in {folder} are of another architecture.")
+        current: dict[str, Tensor] = self._model.state_dict()
+        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in current.items()}:
+            raise EngineError(f"The weights in {folder} do not have the architecture of {self.folder}.")
         return state
 
     def _probe(self, layers: int) -> KVShape:
-        """Run one token and return the shape of keys and values. Checks that every layer uses the attention
-        that this engine implements."""
+        """Run one token and return the shape of keys and values. Raises EngineError if the engine does not
+        implement the attention of a layer."""
         probe = attention.ShapeProbe()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.inference_mode():
@@ -122,13 +119,6 @@ class EngineModel:
             raise EngineError("The local engine needs a model with the same full attention in every layer.")
         ((kv_heads, head_dim),) = shapes
         return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)
-
-
-def _prepare_shared_model(base: Any) -> Any:
-    """Return a model that shares the weights of ``base`` and uses this engine's attention."""
-    model = copy_with_shared_weights(base)
-    model.set_attn_implementation(attention.NAME)
-    return model.eval().requires_grad_(False)
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> Any:

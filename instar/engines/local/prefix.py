@@ -1,14 +1,18 @@
-"""A cache of keys and values: a radix tree over token ids, exact to the token, with LRU eviction."""
+"""Common prefixes of prompts: a cache of their keys and values, and the search for rows that share one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from instar.types import Ids
+
+MIN_SHARED_TOKENS = 64
+MIN_SHARED_ROWS = 4
+"""The minimum average number of rows that share a prefix."""
 
 
 @dataclass(eq=False, slots=True)
@@ -18,29 +22,30 @@ class PrefixNode:
     """[layers, 2, kv heads, len(ids), head dim]; None at the root."""
     parent: PrefixNode | None
     children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
-    used: int = 0
+    last_used: int = 0
 
 
 def common_length(a: Ids, b: Ids) -> int:
-    """Return the length of the common prefix of ``a`` and ``b``."""
-    shorter = min(len(a), len(b))
-    differ = a[:shorter] != b[:shorter]
-    return int(differ.argmax()) if differ.any() else shorter
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 class PrefixCache:
+    """A radix tree over token ids with LRU eviction."""
+
     def __init__(self) -> None:
         self._root = PrefixNode(np.empty(0, np.int32), None, None)
         self._clock = 0
         self.tokens = 0
 
     def match(self, ids: Ids) -> list[tuple[Tensor, int]]:
-        """Return the keys and values of the longest cached prefix of ``ids``, in pieces, each with the number
-        of its tokens to use."""
+        """Return the keys and values of the longest cached prefix of ``ids``, in pieces. Each piece comes
+        with the number of matching tokens at its beginning."""
         self._clock += 1
         pieces: list[tuple[Tensor, int]] = []
         for node, count in self._walk(ids):
-            node.used = self._clock
+            node.last_used = self._clock
             assert node.kv is not None
             pieces.append((node.kv, count))
         return pieces
@@ -49,25 +54,26 @@ class PrefixCache:
         return sum(count for _, count in self._walk(ids))
 
     def insert(self, ids: Ids, row: Tensor) -> None:
-        """Cache the keys and values of ``ids``. Those that are not cached yet are copied from a row [layers,
-        2, kv heads, ≥ len(ids), head dim]."""
+        """Cache the keys and values of ``ids``. Only new ones are copied from ``row``, which has the shape
+        [layers, 2, kv heads, ≥ len(ids), head dim]."""
         self._clock += 1
-        parent, done = self._root, 0
+        parent, matched = self._root, 0
         for node, count in self._walk(ids):
-            parent, done = node, done + count
+            parent, matched = node, matched + count
             if count < len(node.ids):
                 parent = self._split(node, count)
-            parent.used = self._clock
-        if done == len(ids):
+            parent.last_used = self._clock
+        if matched == len(ids):
             return
-        kept = row[:, :, :, done : len(ids)].clone()
-        parent.children[int(ids[done])] = PrefixNode(ids[done:].copy(), kept, parent, used=self._clock)
-        self.tokens += len(ids) - done
+        kv = row[:, :, :, matched : len(ids)].clone()
+        node = PrefixNode(ids[matched:].copy(), kv, parent, last_used=self._clock)
+        parent.children[int(ids[matched])] = node
+        self.tokens += len(ids) - matched
 
-    def trim(self, tokens: int) -> None:
-        """Evict the least recently used entries until at most ``tokens`` are cached."""
-        while self.tokens > tokens:
-            leaf = min(self._leaves(), key=lambda node: node.used)
+    def trim(self, max_tokens: int) -> None:
+        """Evict the least recently used prefixes until at most ``max_tokens`` are cached."""
+        while self.tokens > max_tokens:
+            leaf = min(self._leaves(), key=lambda node: node.last_used)
             assert leaf.parent is not None
             del leaf.parent.children[int(leaf.ids[0])]
             self.tokens -= len(leaf.ids)
@@ -77,23 +83,23 @@ class PrefixCache:
         self.tokens = 0
 
     def _walk(self, ids: Ids) -> Iterator[tuple[PrefixNode, int]]:
-        """Yield the nodes along ``ids`` with the number of matching tokens; only the last may match
-        partially."""
-        node, done = self._root, 0
-        while done < len(ids) and (child := node.children.get(int(ids[done]))):
-            count = common_length(child.ids, ids[done:])
+        """Yield the nodes along ``ids``, each with the number of matching tokens. Only the last node may
+        match partially."""
+        node, matched = self._root, 0
+        while matched < len(ids) and (child := node.children.get(int(ids[matched]))):
+            count = common_length(child.ids, ids[matched:])
             is_full_match = count == len(child.ids)  # before the yield: the caller may split the node
             yield child, count
             if not is_full_match:
                 return
-            node, done = child, done + count
+            node, matched = child, matched + count
 
     def _split(self, node: PrefixNode, count: int) -> PrefixNode:
-        """Split a node after ``count`` tokens and return the upper part."""
+        """Split a node after ``count`` tokens and return the node with these tokens."""
         assert node.parent is not None
         assert node.kv is not None
         upper = PrefixNode(
-            node.ids[:count].copy(), node.kv[:, :, :, :count].clone(), node.parent, used=node.used
+            node.ids[:count].copy(), node.kv[:, :, :, :count].clone(), node.parent, last_used=node.last_used
         )
         node.parent.children[int(node.ids[0])] = upper
         node.ids, node.kv, node.parent = node.ids[count:].copy(), node.kv[:, :, :, count:].clone(), upper
@@ -108,3 +114,22 @@ class PrefixCache:
                 stack.extend(node.children.values())
             else:
                 yield node
+
+
+def find_shared_prefixes(
+    prompts: Sequence[Ids], weights_epochs: Sequence[int]
+) -> tuple[int, list[list[int]]] | None:
+    """Return the length of the shared prefixes and the rows that share each one, or None if sharing does not
+    pay off. ``weights_epochs`` identifies the weights that computed the prefix of each row. Attention to a
+    shared prefix is one matrix product for all of its rows."""
+    groups: dict[tuple[int, bytes], list[int]] = {}
+    for row, (prompt, epoch) in enumerate(zip(prompts, weights_epochs, strict=True)):
+        groups.setdefault((epoch, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)
+    if len(prompts) < MIN_SHARED_ROWS * len(groups):
+        return None
+    length = min(
+        min(common_length(prompts[rows[0]], prompts[row]) for row in rows) for rows in groups.values()
+    )
+    # Each row must have a key that is not shared, because an attention block must not be empty.
+    length = min(length, min(len(prompt) for prompt in prompts) - 1)
+    return (length, list(groups.values())) if length >= MIN_SHARED_TOKENS else None

@@ -1,4 +1,4 @@
-"""Keys and values of the replies in progress: one contiguous row each, all layers in one tensor."""
+"""The keys and values of the replies in progress. Each reply has one contiguous row."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STEP = 64
-"""Capacities are multiples of this."""
+CAPACITY_STEP = 64
+"""The capacity of a row is a multiple of this number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,64 +26,58 @@ class KVShape:
 
 
 def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
-    """Return zeros [layers, 2, rows, kv heads, capacity, head dim]. Values beyond a row's length are masked,
-    but still multiplied by zero, so they must be finite. On the CPU the memory comes from calloc, which does
-    not touch zero pages."""
+    """Return zeros [layers, 2, rows, kv heads, capacity, head dim]. Values beyond the end of a row are
+    multiplied by zero, so they must be finite. NumPy's zeros take no time on CPUs, because they come from
+    calloc."""
     size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
     if shape.device != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    raw = np.zeros(size, dtype={2: np.uint16, 4: np.float32}[shape.dtype.itemsize])
-    return torch.from_numpy(raw).view(shape.dtype)
+    array = np.zeros(size, dtype={2: np.uint16, 4: np.float32}[shape.dtype.itemsize])
+    return torch.from_numpy(array).view(shape.dtype)
 
 
 class KVRows:
-    """The keys and values of all rows, in memory that grows as needed. The rows in use are ``0 .. used-1``;
-    the last one is moved to close a gap."""
+    """The keys and values of all rows, in memory that grows when necessary."""
 
     def __init__(self, shape: KVShape, max_rows: int, max_tokens: int) -> None:
         self.shape = shape
         self._max_rows = max_rows
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self.kv = allocate_kv(shape, 0, 0)
 
     @property
     def tokens(self) -> int:
-        """Return the capacity of the allocated rows in tokens."""
+        """The capacity of the allocated memory in tokens."""
         return self.kv.shape[2] * self.kv.shape[4]
 
     def grown_size(self, rows: int, length: int) -> tuple[int, int]:
         """Return the size to allocate for ``rows`` rows of ``length`` tokens."""
-        have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
-        new_length = max(have_length, -(-length // STEP) * STEP)
-        if rows <= have_rows:
-            return have_rows, new_length
-        ample = min(max(8, 2 * have_rows), self._max_rows)
-        return (ample if rows <= ample and ample * new_length <= self._max_tokens else rows), new_length
+        current_rows, capacity = self.kv.shape[2], self.kv.shape[4]
+        new_capacity = max(capacity, -(-length // CAPACITY_STEP) * CAPACITY_STEP)
+        if rows <= current_rows:
+            return current_rows, new_capacity
+        doubled = min(max(8, 2 * current_rows), self._max_rows)
+        can_double = rows <= doubled and doubled * new_capacity <= self.max_tokens
+        return (doubled if can_double else rows), new_capacity
 
     def can_fit(self, rows: int, length: int) -> bool:
-        """Return True if this many rows of this length fit after growing. One row always fits."""
-        new_rows, new_length = self.grown_size(rows, length)
-        return rows == 1 or new_rows * new_length <= self._max_tokens
+        """Return True if the memory can grow to these rows. One row always fits."""
+        new_rows, capacity = self.grown_size(rows, length)
+        return rows == 1 or new_rows * capacity <= self.max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """Return True if the allocated memory is too large to keep for a first row of ``length`` tokens."""
+        """Return True if less memory should be allocated for a first row of ``length`` tokens."""
         rows, capacity = self.grown_size(1, length)
-        return rows * capacity > self._max_tokens or self.tokens > 4 * self._max_rows * length
-
-    def set_max_tokens(self, max_tokens: int) -> None:
-        """Change the limit. Memory that is already allocated is kept until it holds no rows."""
-        self._max_tokens = max_tokens
+        return rows * capacity > self.max_tokens or self.tokens > 4 * self._max_rows * length
 
     def ensure(self, rows: int, length: int) -> None:
-        have_rows, have_length = self.kv.shape[2], self.kv.shape[4]
-        new_rows, new_length = self.grown_size(rows, length)
-        if (new_rows, new_length) == (have_rows, have_length):
-            return
-        old, self.kv = self.kv, allocate_kv(self.shape, new_rows, new_length)
-        self.kv[:, :, :have_rows, :, :have_length].copy_(old)
+        old, size = self.kv, self.grown_size(rows, length)
+        if size != (old.shape[2], old.shape[4]):
+            self.kv = allocate_kv(self.shape, *size)
+            self.kv[:, :, : old.shape[2], :, : old.shape[4]].copy_(old)
 
     def reset(self) -> None:
-        """Free all memory. No row may be in use."""
+        """Free the memory. No row may be in use."""
         self.kv = allocate_kv(self.shape, 0, 0)
 
     def row(self, index: int) -> Tensor:
@@ -94,6 +88,6 @@ class KVRows:
         self.kv[:, :, target, :, :length].copy_(self.kv[:, :, source, :, :length])
 
     def swap(self, a: int, length_a: int, b: int, length_b: int) -> None:
-        kept = self.kv[:, :, a, :, :length_a].clone()
+        copy_a = self.kv[:, :, a, :, :length_a].clone()
         self.move(b, a, length_b)
-        self.kv[:, :, b, :, :length_a].copy_(kept)
+        self.kv[:, :, b, :, :length_a].copy_(copy_a)

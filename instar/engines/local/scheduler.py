@@ -1,8 +1,7 @@
-"""Continuous batching: decides which tokens each step computes. Single-threaded.
+"""Continuous batching: decides which tokens each step computes. It is not thread-safe.
 
-Rows ``0 .. decoding-1`` hold replies that sample one token per step. The rows after them hold requests whose
-prompt is still being computed, in pieces. Requests that score a prompt finish as soon as the prompt is
-computed.
+The first rows belong to replies that sample one token in each step. The other rows belong to requests whose
+prompt is still being computed in pieces.
 """
 
 from __future__ import annotations
@@ -11,29 +10,23 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
 import numpy as np
 import torch
 
 from instar.engines.base import EngineStatus
-from instar.engines.local.attention import (
-    DecodeBlock,
-    PrefillPiece,
-    SharedPrefix,
-    StepPlan,
-    can_share_prefixes,
-)
+from instar.engines.local import attention
 from instar.engines.local.model import EngineModel, PolicyUpdate
-from instar.engines.local.prefix import PrefixCache, common_length
+from instar.engines.local.prefix import MIN_SHARED_ROWS, PrefixCache, common_length, find_shared_prefixes
 from instar.engines.local.rows import KVRows
 from instar.engines.local.sampling import SampledTokens, Sampler, gather_logprobs
-from instar.engines.local.sharing import MIN_SHARED_ROWS, find_shared_prefixes
 from instar.engines.stopping import StopRule
 from instar.types import Floats, Ids, SamplingParams, TokenChunk
 
 MIN_SAVED_TOKENS = 16
-"""A request waits for the prefill of another request if that saves at least this many tokens."""
+"""A request waits for the prompt of another request if it can then reuse at least this many more tokens."""
 BLOCK_OVERHEAD = 2048
-"""The number of row × key cells of attention that cost as much as starting another block."""
+"""The number of attention scores (rows × keys) that take as long as starting another block."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,26 +36,20 @@ class SchedulerRequest:
     stop: StopRule
     rng: Random
     length_limit: int
-    """The maximum number of tokens of prompt and reply together."""
+    """The maximum number of tokens in prompt and reply."""
     sampled: list[int] = field(default_factory=list[int])
     computed: int = 0
     """The number of tokens whose keys and values are in the request's row."""
     row: int = -1
     admission_order: int = 0
     has_mixed_versions: bool = False
-    """True if the request's keys and values were computed under several versions, so that other requests must
-    not reuse them."""
+    """True if the keys and values were computed under several versions, so that they must not be cached."""
     weights_epoch: int = 0
     """The number of weight changes before the prompt was computed, or a unique value if versions are
     mixed."""
     finished: bool = False
     scores: Floats | None = None
-    """An array that receives the logprobs of the prompt's tokens. Set only for requests that score a prompt
-    instead of sampling a reply."""
-
-    def computed_ids(self) -> Ids:
-        """Return the ids whose keys and values are in the request's row."""
-        return np.concatenate([self.prompt, np.asarray(self.sampled, np.int32)])[: self.computed]
+    """An array for the logprobs of the prompt, if the request scores a prompt and samples no reply."""
 
 
 Emission = tuple[SchedulerRequest, TokenChunk]
@@ -80,27 +67,18 @@ class Scheduler:
         self._waiting: deque[SchedulerRequest] = deque()
         self._running: list[SchedulerRequest] = []
         self._decoding = 0
-        self._version = 0
-        self._changes = 0
-        self._can_share = can_share_prefixes(model.device)
+        self._weights_epoch = 0
+        self._can_share = attention.can_share_prefixes(model.device)
         self._admitted = 0
-        self._generated = self._prompted = self._reused = 0
-
-    # --- called by the engine between steps ---
+        self._status = EngineStatus(version=0)
 
     @property
     def is_busy(self) -> bool:
         return bool(self._running or self._waiting)
 
     def status(self) -> EngineStatus:
-        return EngineStatus(
-            version=self._version,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            generated_tokens=self._generated,
-            prompt_tokens=self._prompted,
-            cached_tokens=self._reused,
-        )
+        running, waiting = len(self._running), len(self._waiting)
+        return msgspec.structs.replace(self._status, running=running, waiting=waiting)
 
     def add(self, request: SchedulerRequest) -> None:
         self._waiting.append(request)
@@ -112,11 +90,10 @@ class Scheduler:
             self._waiting.remove(request)
         request.finished = True
 
-    def apply(self, change: PolicyUpdate) -> None:
-        """Change the weights. Keys and values computed under the old weights are kept only in the rows of
-        running requests."""
-        self._model.apply(change)
-        self._version = change.version
+    def apply(self, update: PolicyUpdate) -> None:
+        """Change the weights. Only running requests keep keys and values of the old weights."""
+        self._model.apply(update)
+        self._status.version = update.version
         self._prefixes.clear()
         for request in self._running:
             request.has_mixed_versions = request.computed > 0
@@ -125,11 +102,11 @@ class Scheduler:
             request.weights_epoch = -request.admission_order
             if request.scores is not None:
                 request.computed = 0
-        self._changes += 1
+        self._weights_epoch += 1
 
     def set_kv_tokens(self, kv_tokens: int) -> None:
         self._kv_tokens = kv_tokens
-        self._rows.set_max_tokens(kv_tokens)
+        self._rows.max_tokens = kv_tokens
 
     def release_memory(self) -> None:
         if not self.is_busy:
@@ -137,7 +114,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def step(self) -> list[Emission]:
-        """Admit requests, run the model once and sample. Returns the new tokens, in no particular order."""
+        """Admit requests, run the model once and return the new tokens."""
         self._admit()
         if not self._running:
             return []
@@ -150,15 +127,12 @@ class Scheduler:
             self._running[piece.row].computed = piece.length
         if not sampling:
             return [self._end_scoring(request) for request in scored]
-        drawn = self._sampler.draw(
-            logits[: len(sampling)], [r.params for r in sampling], [r.rng for r in sampling]
-        )
+        params, rngs = [request.params for request in sampling], [request.rng for request in sampling]
+        drawn = self._sampler.draw(logits[: len(sampling)], params, rngs)
         for request in sampling[self._decoding :]:
             self._finish_prefill(request)
         emissions = [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
         return emissions + [self._end_scoring(request) for request in scored]
-
-    # --- admission ---
 
     def _admit(self) -> None:
         deferred: list[SchedulerRequest] = []
@@ -168,21 +142,20 @@ class Scheduler:
             if not self._rows.can_fit(len(self._running) + 1, length):
                 self._waiting.appendleft(request)
                 break
-            # The last prompt token is always computed: the reply begins from its logits.
+            # The last prompt token is always computed, because its logits are needed.
             reusable = request.prompt[:-1] if request.scores is None else request.prompt[:0]
-            if self._would_share(reusable):
+            if self._should_wait(reusable):
                 deferred.append(request)
                 continue
             self._start(request, reusable, length)
         self._waiting.extendleft(reversed(deferred))
 
-    def _would_share(self, ids: Ids) -> bool:
-        """Return True if a prompt in progress will cache a longer prefix of ``ids``. Scored prompts cache
-        none."""
+    def _should_wait(self, ids: Ids) -> bool:
+        """Return True if a prompt that is being computed will cache a longer prefix of ``ids``."""
         cached = self._prefixes.match_length(ids)
         return any(
             not other.has_mixed_versions
-            and other.scores is None
+            and other.scores is None  # scored prompts are not cached
             and common_length(other.prompt, ids) >= cached + MIN_SAVED_TOKENS
             for other in self._running[self._decoding :]
         )
@@ -193,22 +166,20 @@ class Scheduler:
         request.row = len(self._running)
         self._admitted += 1
         request.admission_order = self._admitted
-        request.weights_epoch = self._changes
+        request.weights_epoch = self._weights_epoch
         self._rows.ensure(request.row + 1, length)
         row = self._rows.row(request.row)
         for kv, count in self._prefixes.match(reusable):
             row[:, :, :, request.computed : request.computed + count].copy_(kv[:, :, :, :count])
             request.computed += count
         self._running.append(request)
-        self._prompted += len(request.prompt)
-        self._reused += request.computed
-        self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
+        self._status.prompt_tokens += len(request.prompt)
+        self._status.cached_tokens += request.computed
+        self._trim_prefixes()
 
-    # --- one step ---
-
-    def _plan(self) -> tuple[StepPlan, torch.Tensor, torch.Tensor, list[SchedulerRequest]]:
+    def _plan(self) -> tuple[attention.StepPlan, torch.Tensor, torch.Tensor, list[SchedulerRequest]]:
         """Return the plan, the token ids, the indices that need logits, and the requests that sample. The
-        logits of scored prompts come last."""
+        indices of scored prompts come last."""
         decoding = self._running[: self._decoding]
         ids = [r.sampled[-1] for r in decoding]
         rows = list(range(self._decoding))
@@ -217,7 +188,7 @@ class Scheduler:
         spans: list[tuple[int, int, int, int]] = []
         scored_at: list[int] = []
         budget = self._prefill_tokens
-        # In the order of admission, which is not the order of the rows once they have moved.
+        # The order of the rows is not the order of admission, because rows are moved.
         for request in sorted(self._running[self._decoding :], key=lambda r: r.admission_order):
             count = min(len(request.prompt) - request.computed, budget)
             if count == 0:
@@ -229,52 +200,51 @@ class Scheduler:
             rows.extend([request.row] * count)
             positions.extend(range(request.computed, end))
             if request.scores is not None:
-                last = len(ids) - (end == len(request.prompt))  # nothing is scored after the prompt
-                scored_at.extend(range(len(ids) - count, last))
+                scored_end = len(ids) - (
+                    end == len(request.prompt)
+                )  # the last token has no next token to score
+                scored_at.extend(range(len(ids) - count, scored_end))
             elif end == len(request.prompt):
                 sampled_at.append(len(ids) - 1)
                 sampling.append(request)
         sampled_at += scored_at
-        # One transfer to the device for all four.
+        # One transfer to the device for all values.
         packed = torch.tensor(ids + rows + positions + sampled_at).to(self._model.device, non_blocking=True)
         ids_T, rows_T, positions_T, sampled_N = packed.split([len(ids)] * 3 + [len(sampled_at)])
-        plan = StepPlan(self._rows.kv, rows_T, positions_T, self._decoding)
-        self._share(plan)
-        plan.blocks = self._blocks(positions_T, positions[: self._decoding])
-        plan.pieces = [self._piece(positions_T, *span) for span in spans]
+        plan = attention.StepPlan(self._rows.kv, rows_T, positions_T, self._decoding)
+        self._add_shared_prefixes(plan)
+        plan.blocks = self._build_blocks(positions_T, positions[: self._decoding])
+        for start, stop, row, length in spans:
+            mask = None
+            if length > stop - start:
+                mask = torch.arange(length, device=positions_T.device) <= positions_T[start:stop, None]
+            plan.pieces.append(attention.PrefillPiece(start, stop, row, length, mask))
         return plan, ids_T, sampled_N, sampling
 
-    def _share(self, plan: StepPlan) -> None:
-        """Find the prefix that decoding rows have in common and add it to the plan."""
+    def _add_shared_prefixes(self, plan: attention.StepPlan) -> None:
         decoding = self._running[: self._decoding]
         if not self._can_share or len(decoding) < MIN_SHARED_ROWS:
             return
         shared = find_shared_prefixes([r.prompt for r in decoding], [r.weights_epoch for r in decoding])
         if shared is not None:
             plan.shared_length, groups = shared
-            plan.prefixes = [SharedPrefix(torch.tensor(rows), rows[0]) for rows in groups]
+            plan.prefixes = [attention.SharedPrefix(torch.tensor(rows), rows[0]) for rows in groups]
 
-    def _blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[DecodeBlock]:
-        blocks: list[DecodeBlock] = []
+    def _build_blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[attention.DecodeBlock]:
+        blocks: list[attention.DecodeBlock] = []
         for start, stop in split_rows(positions):
-            # Rounded to a multiple of 8 keys, which the masks of GPU kernels require.
+            # A multiple of 8 keys, because the masks of GPU kernels require it.
             length = -(-(max(positions[start:stop]) + 1) // 8) * 8
             keys = torch.arange(length, device=positions_T.device)
-            unseen = keys > positions_T[start:stop, None]
-            mask = torch.zeros(unseen.shape, dtype=self._rows.kv.dtype, device=unseen.device)
-            mask.masked_fill_(unseen, -torch.inf)
-            blocks.append(DecodeBlock(start, stop, length, mask[:, None, None]))
+            is_hidden = keys > positions_T[start:stop, None]
+            mask = torch.zeros(is_hidden.shape, dtype=self._rows.kv.dtype, device=is_hidden.device)
+            mask.masked_fill_(is_hidden, -torch.inf)
+            blocks.append(attention.DecodeBlock(start, stop, length, mask[:, None, None]))
         return blocks
 
-    def _piece(self, positions_T: torch.Tensor, start: int, stop: int, row: int, length: int) -> PrefillPiece:
-        mask = None
-        if length > stop - start:
-            mask = torch.arange(length, device=positions_T.device) <= positions_T[start:stop, None]
-        return PrefillPiece(start, stop, row, length, mask)
-
     def _finish_prefill(self, request: SchedulerRequest) -> None:
-        """Cache the computed prompt and move the request to the decoding rows."""
-        self._keep(request)
+        """Cache the prompt and move the request to the decoding rows."""
+        self._cache(request)
         first = self._running[self._decoding]
         if first is not request:
             self._rows.swap(first.row, first.computed, request.row, request.computed)
@@ -282,9 +252,9 @@ class Scheduler:
             first.row, request.row = request.row, first.row
         self._decoding += 1
 
-    def _score(self, plan: StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
-        """Store the logprobs of scored prompts; return the requests that are complete."""
-        done: list[SchedulerRequest] = []
+    def _score(self, plan: attention.StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
+        """Store the logprobs of scored prompts and return the requests that are complete."""
+        complete: list[SchedulerRequest] = []
         start = 0
         for piece in plan.pieces:
             request = self._running[piece.row]
@@ -296,8 +266,8 @@ class Scheduler:
             request.scores[first : first + len(targets)] = logprobs
             start += len(targets)
             if piece.length == len(request.prompt):
-                done.append(request)
-        return done
+                complete.append(request)
+        return complete
 
     def _end_scoring(self, request: SchedulerRequest) -> Emission:
         self._release(request)
@@ -307,51 +277,53 @@ class Scheduler:
     def _accept(self, request: SchedulerRequest, index: int, drawn: SampledTokens) -> Emission:
         token, behavior = drawn.ids[index], drawn.behavior[index]
         request.sampled.append(token)
-        self._generated += 1
+        self._status.generated_tokens += 1
         reason, stop = request.stop.push(token)
         chunk = TokenChunk(
             token_ids=[token],
             logprobs=[drawn.logprobs[index]],
-            versions=[self._version],
+            versions=[self._status.version],
             behavior_logprobs=None if behavior is None else [behavior],
             finish_reason=reason,
             stop=stop,
         )
         if reason is not None:
-            self._keep(request)
+            self._cache(request)
             self._release(request)
             request.finished = True
         return request, chunk
 
-    def _keep(self, request: SchedulerRequest) -> None:
-        """Cache a row's keys and values for later requests."""
+    def _cache(self, request: SchedulerRequest) -> None:
         if not request.has_mixed_versions:
-            self._prefixes.insert(request.computed_ids(), self._rows.row(request.row))
-            self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
+            ids = np.concatenate([request.prompt, np.asarray(request.sampled, np.int32)])[: request.computed]
+            self._prefixes.insert(ids, self._rows.row(request.row))
+            self._trim_prefixes()
+
+    def _trim_prefixes(self) -> None:
+        self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
 
     def _release(self, request: SchedulerRequest) -> None:
-        """Free a request's row. The last decoding row and the last row move to close the gaps."""
-        hole = request.row
+        """Free the row of a request. The last decoding row and then the last row move into the free row."""
+        free_row = request.row
         request.row = -1
-        if hole < self._decoding:
+        if free_row < self._decoding:
             self._decoding -= 1
-            hole = self._fill(hole, self._decoding)
-        self._fill(hole, len(self._running) - 1)
+            self._move(self._decoding, free_row)
+            free_row = self._decoding
+        self._move(len(self._running) - 1, free_row)
         self._running.pop()
 
-    def _fill(self, hole: int, last: int) -> int:
-        """Move the row ``last`` into the hole and return the new hole."""
-        if hole != last:
-            moved = self._running[last]
-            self._rows.move(last, hole, moved.computed)
-            moved.row = hole
-            self._running[hole] = moved
-        return last
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            request = self._running[source]
+            self._rows.move(source, target, request.computed)
+            request.row = target
+            self._running[target] = request
 
 
 def split_rows(positions: list[int]) -> list[tuple[int, int]]:
-    """Return blocks of adjacent rows as (start, stop). Rows are grouped greedily: a block ends where padding
-    its short rows would cost more than starting another block."""
+    """Return blocks of adjacent rows as (start, stop). A block ends where padding its short rows would take
+    longer than starting another block."""
     spans: list[tuple[int, int]] = []
     start, longest, padding = 0, 0, 0
     for i, position in enumerate(positions):

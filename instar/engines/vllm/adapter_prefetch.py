@@ -1,8 +1,8 @@
-"""Runs inside vLLM's workers: reads adapters while the server continues to sample.
+"""Reads adapters in vLLM's workers while they continue to sample.
 
-vLLM reads an adapter's file between two steps, and every stream waits while some 400 small tensors are read,
-cast, packed and copied one after another. This module does that in a thread before vLLM loads the adapter, so
-that only the copy to the GPU remains between two steps.
+By itself, vLLM reads an adapter between two steps, and every stream waits until some 400 small tensors are
+read, cast, packed and copied. Here a thread reads the adapter before vLLM loads it, so that only the copy to
+the GPU remains between two steps.
 """
 
 # vLLM runs in its own environment.
@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 
-SWITCH_SECONDS = 0.0002
-"""The longest time that the thread holds the interpreter while the server samples; Python's default of 5 ms
-would delay every token."""
+SWITCH_INTERVAL = 0.0002
+"""The seconds after which the thread must release the interpreter. Python's default of 5 ms would delay every
+token."""
 
 
 class AdapterPrefetcher:
-    """A mixin for vLLM's worker class that reads adapters in advance. Its names must not occur in that
+    """A mixin for vLLM's worker class that reads adapters in advance. Its names must be unique in that
     class."""
 
     device: torch.device
     model_runner: Any
 
     def instar_read_adapter(self, path: str) -> dict[str, Any]:
-        """Start reading the adapter and return the state. Later calls return ``done`` once the adapter is
+        """Start reading the adapter and return immediately. Further calls return ``done`` when it has been
         read."""
         if "instar_prefetch" not in self.__dict__:
             self.__dict__["instar_prefetch"] = _AdapterPrefetch(self.model_runner.lora_manager, self.device)
@@ -38,18 +38,16 @@ class AdapterPrefetcher:
 
 
 class _AdapterPrefetch:
-    """An adapter that has been read or is being read."""
-
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._device = device
         self._manager = manager
-        self._load = manager._load_adapter
+        self._load_adapter = manager._load_adapter
         self._path = ""
         self._adapter: Any = None
         self._error = ""
         self._thread: threading.Thread | None = None
-        # vLLM's manager provides an adapter's weights only through this method.
-        manager._load_adapter = self._take
+        # vLLM's manager reads adapters only with this method.
+        manager._load_adapter = self._take_adapter
 
     def read(self, path: str) -> dict[str, Any]:
         if path != self._path:
@@ -70,25 +68,25 @@ class _AdapterPrefetch:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             with _short_switch_interval():
-                adapter = self._load(LoRARequest("prefetch", 1, path))
-                # vLLM also does this when it adds the adapter, and then has nothing left to do.
+                adapter = self._load_adapter(LoRARequest("prefetch", 1, path))
+                # vLLM calls this again when it adds the adapter, but then there is nothing left to do.
                 self._manager._adapter_manager._create_merged_loras_inplace(adapter)
             self._adapter = adapter
         except Exception as error:  # noqa: BLE001 - every error is returned to the caller
             self._error = f"{type(error).__name__}: {error}"
 
-    def _take(self, request: Any) -> Any:
+    def _take_adapter(self, request: Any) -> Any:
         if request.lora_path != self._path or self._adapter is None:
-            return self._load(request)
+            return self._load_adapter(request)
         adapter, self._path, self._adapter = self._adapter, "", None
         return adapter.clone(request.lora_int_id)
 
 
 @contextmanager
 def _short_switch_interval() -> Generator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    previous = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(previous)

@@ -1,8 +1,8 @@
-"""Middleware that protects every route of a vLLM server. vLLM itself requires its key only on sampling
-routes, not for weight changes.
+"""Middleware that requires the API key on every route of a vLLM server. vLLM itself requires the key only on
+sampling routes, not for weight changes.
 
-Servers are started with ``--middleware instar.engines.vllm.auth.RequireKeyMiddleware``. This module imports
-only the standard library and modules that do the same, because vLLM runs in its own environment.
+This module imports only the standard library and modules that do the same, because vLLM runs in its own
+environment.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-ERROR_BODY = b'{"error": {"message": "a bearer token is required"}}'
+ERROR_BODY = b'{"error": {"message": "A bearer token is required."}}'
 
 
 class RequireKeyMiddleware:
-    """An ASGI middleware that requires the key in `VLLM_API_KEY` on every path except /health."""
-
     def __init__(self, app: App) -> None:
         self._app = app
         self._key = os.environ["VLLM_API_KEY"]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] == "lifespan" or scope["path"] == "/health"
-        if is_open or has_bearer_token(scope["headers"], self._key):
+        is_public = scope["type"] == "lifespan" or scope["path"] == "/health"
+        if is_public or has_bearer_token(scope["headers"], self._key):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json")]

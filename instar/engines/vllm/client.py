@@ -1,26 +1,31 @@
-"""HTTP calls to one vLLM server."""
+"""HTTP calls to one vLLM server, and the capabilities that it reports."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
+from instar.config import VllmEngineConfig
 from instar.engines.connection import STREAM_ERRORS, EngineConnection
-from instar.errors import EngineError, EngineUnavailable
+from instar.engines.vllm.wire import GENERATE_PATH
+from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import Json
 
 IDLE_SECONDS = 2.0
-"""vLLM keeps idle connections for 5 seconds by default."""
-CALL_SECONDS = 600.0
-"""The deadline of a call; reading weights takes the longest."""
+"""The time that an idle connection is reused. By default, vLLM closes idle connections after 5 seconds."""
+CALL_TIMEOUT = 600.0
 JSON_HEADERS = {"content-type": "application/json"}
+FOR_ADAPTERS = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+FOR_MERGED = "started with VLLM_SERVER_DEV_MODE=1"
+LORA_METRIC = "vllm:lora_requests_info"
 
 
 class WorkerError(EngineError):
-    """An error for a failed call to vLLM's workers. ``weights_changed`` is False if all workers still have
-    their weights."""
+    """A call to vLLM's workers failed. ``weights_changed`` is False if all workers still have their
+    weights."""
 
     def __init__(self, message: str, *, weights_changed: bool) -> None:
         super().__init__(message)
@@ -29,24 +34,22 @@ class WorkerError(EngineError):
 
 class VllmClient:
     """An HTTP client of one vLLM server. Raises EngineUnavailable if the server cannot be reached or is
-    shutting down, and EngineError with the server's message if it rejects a call."""
+    shutting down, and EngineError with the server's message if the server rejects a call."""
 
     def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
         # Calls are rare, and vLLM closes a connection after an error, so connections are not kept alive.
-        self._connection = EngineConnection(
-            url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive=0.0
-        )
-        self.url = self._connection.url
+        self.connection = EngineConnection(url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive=0.0)
+        self.url = self.connection.url
 
-    async def get(self, path: str, *, timeout: float = CALL_SECONDS) -> Any:
+    async def get(self, path: str, *, timeout: float = CALL_TIMEOUT) -> Any:
         return await self._call("GET", path, None, timeout)
 
-    async def post(self, path: str, body: Json | None = None, *, timeout: float = CALL_SECONDS) -> Any:
+    async def post(self, path: str, body: Json | None = None, *, timeout: float = CALL_TIMEOUT) -> Any:
         return await self._call("POST", path, body, timeout)
 
     async def rpc(self, method: str, kwargs: Json | None = None) -> Any:
-        """Call a method of every worker and return the results. Dicts and lists arrive as they are, anything
-        else as text."""
+        """Call a method of every worker and return the results. Results that are not a dict or list are
+        converted to text."""
         response = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs or {}})
         return response["results"] if response else []
 
@@ -56,7 +59,7 @@ class VllmClient:
         results: list[Json] = await self.rpc(method, {"text": msgspec.json.encode(body).decode()})
         errors = [result["error"] for result in results if "error" in result]
         if errors:
-            changed = any("error" not in result or result.get("touched") for result in results)
+            changed = any("error" not in result or result.get("weights_changed") for result in results)
             raise WorkerError(f"A vLLM worker failed: {errors[0]}", weights_changed=changed)
         return results
 
@@ -65,30 +68,27 @@ class VllmClient:
         try:
             return await response.read()
         except STREAM_ERRORS as error:
-            raise self.unreachable_error(error) from error
+            raise self.connection.unavailable(error) from error
         finally:
             response.close()
 
     async def stream(self, path: str, body: bytes) -> PlainResponse:
         """Send a request and return the response once it has begun with status 200."""
-        response = await self._connection.stream(path, body, JSON_HEADERS)
+        response = await self.connection.stream(path, body, JSON_HEADERS)
         if response.status != 200:
             try:
                 raise response_error(response.status, await response.read())
             except STREAM_ERRORS as error:
-                raise self.unreachable_error(error) from error
+                raise self.connection.unavailable(error) from error
         return response
 
-    def unreachable_error(self, error: Exception) -> EngineUnavailable:
-        return self._connection.unavailable(error)
-
     async def close(self) -> None:
-        await self._connection.close()
+        await self.connection.close()
 
-    async def _call(self, method: str, path: str, body: Json | None, seconds: float) -> Any:
+    async def _call(self, method: str, path: str, body: Json | None, timeout: float) -> Any:
         data = None if body is None else msgspec.json.encode(body)
         headers = None if body is None else JSON_HEADERS
-        response = await self._connection.request(method, path, seconds, data, headers)
+        response = await self.connection.request(method, path, timeout, data, headers)
         if response.status != 200:
             raise response_error(response.status, response.body)
         try:
@@ -106,3 +106,52 @@ def response_error(status: int, body: bytes) -> EngineError:
     # A server whose engine core has died responds with 500 and exits.
     is_down = status in (502, 503, 504) or "EngineCore" in str(text)
     return (EngineUnavailable if is_down else EngineError)(f"vLLM responded with status {status}: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCapabilities:
+    loads_adapters: bool
+    replaces_weights: bool
+    stores_version: bool
+    """True if the server stores a name for its weights."""
+    generates: bool
+    base_path: str
+    """The path of the base model on the server."""
+    max_context: int
+
+    @classmethod
+    async def query(cls, client: VllmClient) -> ServerCapabilities:
+        paths = (await client.get("/openapi.json"))["paths"]
+        models = (await client.get("/v1/models"))["data"]
+        base = next(entry for entry in models if not entry.get("parent"))
+        metrics = await client.get("/metrics")
+        return cls(
+            loads_adapters="/v1/load_lora_adapter" in paths and LORA_METRIC in str(metrics),
+            replaces_weights={"/pause", "/resume", "/collective_rpc"} <= set(paths),
+            stores_version="/update_weight_version" in paths,
+            generates=GENERATE_PATH in paths,
+            base_path=base["root"],
+            max_context=base["max_model_len"],
+        )
+
+    def check(self, config: VllmEngineConfig, max_context: int) -> None:
+        """Raise ConfigError if the server lacks something that the run needs."""
+        if not self.generates:
+            raise ConfigError(
+                f"engine.servers: the server does not accept token ids at {GENERATE_PATH}; "
+                "start it with --enable-scale-out."
+            )
+        if self.max_context < max_context:
+            raise ConfigError(
+                f"model.max_context: {max_context} is more than the {self.max_context} tokens for which the "
+                "server at engine.servers was started (--max-model-len)."
+            )
+        if config.policy == "adapter" and not self.loads_adapters:
+            raise ConfigError(f"engine.policy: adapter needs a server {FOR_ADAPTERS}.")
+        if config.policy == "merged" and not self.replaces_weights:
+            raise ConfigError(f"engine.policy: merged needs a server {FOR_MERGED}.")
+
+    def choose_policy_mode(self, config: VllmEngineConfig) -> Literal["adapter", "merged"] | None:
+        if config.policy != "auto":
+            return config.policy
+        return "adapter" if self.loads_adapters else "merged" if self.replaces_weights else None

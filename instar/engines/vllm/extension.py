@@ -1,8 +1,9 @@
-"""Runs inside vLLM's workers: receives new weights next to the served ones, then replaces the served ones.
+"""Receives new weights in vLLM's workers next to the served weights, and then replaces the served weights.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
-are called by name (`/collective_rpc`) with text and return a dict: ``error`` is the message of a failure,
-``touched`` is true if the served weights are no longer intact. Nothing that arrives is unpickled.
+are called by name (`/collective_rpc`) with JSON text and return a dict. After a failure, ``error`` is its
+message, and ``weights_changed`` is true if the served weights may have changed. Received data is never
+unpickled.
 """
 
 # vLLM runs in its own environment, with torch and, for the route `ray`, Ray.
@@ -16,6 +17,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,59 +28,57 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 
-RAY_SECONDS = 60.0
-"""The deadline for one chunk from Ray's object store."""
-RAY_RECONNECT_SECONDS = 10**6
-"""The number of seconds that a worker keeps running after it has lost its Ray cluster."""
-PLAIN_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""vLLM's methods for layers whose parameters have the same layout as in the model's files."""
+RAY_GET_TIMEOUT = 60.0
+RAY_RECONNECT_TIMEOUT = 10**6
+"""The seconds after which Ray stops a worker that has lost its cluster. Ray's default is a minute."""
+PLAIN_QUANT_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+"""The ``quant_method`` of layers whose parameters have the same layout as in the model's files."""
 
 
 class WeightReceiver(AdapterPrefetcher):
-    """A mixin for vLLM's worker class that receives weights. Its names must not occur in that class."""
+    """A mixin for vLLM's worker class that receives weights. Its names must be unique in that class."""
 
     device: torch.device
     model_runner: Any
     model_config: Any
 
-    def instar_ends(self) -> dict[str, Any]:
-        """Return the worker's GPU, and whether it supports Ray and NCCL. These decide which live routes are
-        possible."""
-        engine = getattr(self, "weight_transfer_engine", None)
-        return {"gpu": _gpu(self.device), "ray": _has_ray(), "nccl": type(engine).__name__.startswith("NCCL")}
+    def instar_describe(self) -> dict[str, Any]:
+        """Return the properties of the worker that decide which live routes are possible."""
+        has_nccl = type(getattr(self, "weight_transfer_engine", None)).__name__.startswith("NCCL")
+        return {"gpu": _gpu(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """Receive some weights of the policy ``key``. Weights of a different policy are dropped, and so are
-        earlier weights of this policy if the sender starts over."""
+        """Receive some weights of the policy ``key``. Earlier weights are dropped if they belong to a
+        different policy, or if this is the first chunk."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_staged.receive(body, self.device)
-        except Exception as error:  # noqa: BLE001 - every error is returned to the sender
+        except Exception as error:  # noqa: BLE001 - every error is returned to the caller
             return {"error": f"{type(error).__name__}: {error}"}
 
     def instar_commit(self, text: str) -> dict[str, Any]:
-        """Replace the served weights with the staged ones. The server must be paused."""
+        """Replace the served weights with the staged weights. The server must be paused."""
         staged, key = self._instar_staged, json.loads(text)["key"]
         if staged.key != key or not staged.weights:
-            return {"error": f"no weights are staged for {key}", "touched": False}
+            return {"error": f"No weights are staged for the policy {key}.", "weights_changed": False}
         try:
             staged.load_into(self.model_runner.get_model(), self.model_config, self.device)
-        except Exception as error:  # noqa: BLE001 - every error is returned to the sender
-            return {"error": f"{type(error).__name__}: {error}", "touched": True}
+        except Exception as error:  # noqa: BLE001 - every error is returned to the caller
+            return {"error": f"{type(error).__name__}: {error}", "weights_changed": True}
         finally:
             staged.clear()
         return {}
 
     def instar_reload(self, text: str) -> dict[str, Any]:
-        """Replace the served weights with the ones in a folder. The server must be paused."""
+        """Replace the served weights with the weights in a folder. The server must be paused."""
         model, weights = self.model_runner.get_model(), read_folder(Path(json.loads(text)["path"]))
         try:
             if self.device.type == "cuda" and has_file_layout(model):
                 load_in_place(model, weights, None)
             else:
                 load_through_layers(model, self.model_config, weights)
-        except Exception as error:  # noqa: BLE001 - every error is returned to the sender
-            return {"error": f"{type(error).__name__}: {error}", "touched": True}
+        except Exception as error:  # noqa: BLE001 - every error is returned to the caller
+            return {"error": f"{type(error).__name__}: {error}", "weights_changed": True}
         return {}
 
     @property
@@ -90,7 +90,7 @@ class WeightReceiver(AdapterPrefetcher):
 
 @dataclass
 class MappedBuffer:
-    """A buffer of the trainer, mapped into this process, and the weights in it."""
+    """A buffer of the trainer that is mapped into this process."""
 
     name: str
     buffer: Tensor
@@ -100,7 +100,7 @@ class MappedBuffer:
 
 @dataclass
 class StagedWeights:
-    """The weights of one policy that have arrived so far."""
+    """The weights of one policy that have arrived."""
 
     key: str = ""
     weights: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
@@ -147,29 +147,24 @@ class StagedWeights:
             torch.cuda.synchronize(device)
 
     def clear(self) -> None:
-        """Drop the weights. A mapped buffer stays open, because the next policy is written to it."""
+        """Drop the weights. A mapped buffer stays open for the next policy."""
         self.key, self.weights = "", []
         self.chunks.clear()
 
 
-# --- loading into the model ---------------------------------------------------------------------
-
-
+@dataclass(frozen=True)
 class CopyPlan:
-    """The places in the model to which the parts of a buffer are copied."""
+    """The copies from a buffer to the parameters of a model."""
 
-    def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        self._targets = targets
-        self._sources = sources
+    targets: list[Tensor]
+    sources: list[Tensor]
 
     @torch.no_grad()
     def run(self) -> None:
-        torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore
+        torch._foreach_copy_(self.targets, self.sources)  # pyright: ignore
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Records every copy while a model loads its weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
@@ -185,59 +180,53 @@ class _CopyRecorder(TorchDispatchMode):
 def load_in_place(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None
 ) -> CopyPlan | None:
-    """Load the weights and return where each one was copied, so that later loads are plain copies. Returns
-    None if plain copies are not possible: a weight was changed, split among workers, or copied to a place
-    that is not a parameter."""
-    needed = {name for name, _ in model.named_parameters()}
+    """Load the weights and return a plan for later loads from the same buffer. The result is None if copies
+    are not enough, because a weight is converted, split among workers, or not copied to a parameter."""
+    parameter_names = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), _CopyRecorder() as recorder:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
-    _require_all(needed, loaded)
+    _check_complete(parameter_names, loaded)
     if buffer is None:
         return None
     parameter_storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    origin = buffer.untyped_storage().data_ptr()
+    buffer_storage = buffer.untyped_storage().data_ptr()
     is_plain_copy = all(
-        source.untyped_storage().data_ptr() == origin
+        source.untyped_storage().data_ptr() == buffer_storage
         and target.untyped_storage().data_ptr() in parameter_storages
         and target.dtype == source.dtype
         for target, source in recorder.copies
     )
-    copied = sum(source.nbytes for _, source in recorder.copies)
-    if not is_plain_copy or copied != sum(tensor.nbytes for _, tensor in weights):
+    copied_bytes = sum(source.nbytes for _, source in recorder.copies)
+    if not is_plain_copy or copied_bytes != sum(tensor.nbytes for _, tensor in weights):
         return None
     return CopyPlan([target for target, _ in recorder.copies], [source for _, source in recorder.copies])
 
 
 def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load with vLLM's own code, for layers that store their weights in a different form: on a CPU, or
-    quantized."""
+    """Load the weights with vLLM's own code, which converts them for layers that are quantized or on a
+    CPU."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
 
-    needed = {name for name, _ in model.named_parameters()}
+    parameter_names = {name for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     try:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
         finalize_layerwise_reload(model, model_config)
-    except BaseException:  # even after an error, the next load must be possible
+    except BaseException:  # every error, because the next load must be possible
         _reset_layers(model)
         raise
-    _require_all(needed, loaded)
-    _pack_tied(model)
-
-
-def _pack_tied(model: nn.Module) -> None:
-    """Update vLLM's packed copy of an output layer that is tied to the embedding. On a CPU, vLLM does not
-    update it."""
+    _check_complete(parameter_names, loaded)
+    # On a CPU, vLLM does not update the packed copy of an output layer that is tied to the embedding.
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and type(layer.quant_method).__name__ == "UnquantizedEmbeddingMethod":
             cast(Any, layer.quant_method).process_weights_after_loading(layer)
 
 
 def _reset_layers(model: nn.Module) -> None:
-    """Drop partially loaded layers. vLLM keeps them until they are complete, so later loads would fail."""
+    """Drop partially loaded layers. vLLM would wait for the rest of their weights in the next load."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
@@ -248,34 +237,33 @@ def _reset_layers(model: nn.Module) -> None:
 
 
 def has_file_layout(model: nn.Module) -> bool:
-    """Return True if the parameters have the same layout as the model's files, so that loading is copying."""
+    """Return True if all parameters have the same layout as in the model's files."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
-    return methods <= PLAIN_METHODS
+    return methods <= PLAIN_QUANT_METHODS
 
 
-def _require_all(needed: set[str], loaded: set[str] | None) -> None:
-    if loaded is not None and (missing := sorted(needed - loaded)):
-        raise ValueError(f"{len(missing)} parameters did not arrive, for example {missing[0]}")
+def _check_complete(parameter_names: set[str], loaded: set[str] | None) -> None:
+    if loaded is not None and (missing := sorted(parameter_names - loaded)):
+        raise ValueError(f"{len(missing)} parameters are missing, for example {missing[0]}")
 
 
 def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for file in sorted(folder.glob("*.safetensors")):
-        with cast(Any, safe_open(file, "pt")) as opened:
-            for name in opened.keys():  # noqa: SIM118 - no dict
-                yield name, opened.get_tensor(name)
-
-
-# --- receiving from the trainer -----------------------------------------------------------------
+    for path in sorted(folder.glob("*.safetensors")):
+        with cast(Any, safe_open(path, "pt")) as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                yield name, file.get_tensor(name)
 
 
 def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """Return the trainer's buffer, in GPU or main memory, mapped as bytes."""
+    """Map the trainer's buffer in GPU memory or main memory, and return it as bytes."""
     if handle["kind"] == "memory":
         return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
     if handle["gpu"] != _gpu(device):
-        raise ValueError(f"the trainer's buffer is on GPU {handle['gpu']}, this worker on {_gpu(device)}")
+        raise ValueError(
+            f"The trainer's buffer is on GPU {handle['gpu']}, but this worker uses {_gpu(device)}."
+        )
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle["parts"]]
@@ -286,7 +274,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
-    """Return the tensors in a buffer. A layout entry is (name, dtype, shape, first byte)."""
+    """Return the tensors in a buffer. A layout entry is (name, dtype, shape, offset in bytes)."""
     views: list[tuple[str, Tensor]] = []
     for name, dtype_name, shape, start in layout:
         dtype: torch.dtype = getattr(torch, dtype_name)
@@ -296,7 +284,7 @@ def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[
 
 
 def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return whether this worker can read the trainer's memory or reach its mailbox."""
+    """Check that this worker can read the trainer's memory or can reach the trainer's mailbox."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
         return {"content": bytes(content.tolist()).hex(), "gpu": _gpu(device)}
@@ -305,11 +293,11 @@ def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return a copy of one chunk in the object store. The store then has room for the next chunk."""
+    """Return a copy of one chunk, so that the object store can delete the original."""
     import ray
 
-    references = ray.get(_mailbox(body).take.remote(body["chunk"]), timeout=RAY_SECONDS)
-    arrays = ray.get(references, timeout=RAY_SECONDS)
+    references = ray.get(_mailbox(body).take.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
+    arrays = ray.get(references, timeout=RAY_GET_TIMEOUT)
     weights: list[tuple[str, Tensor]] = []
     for (name, dtype_name, shape), array in zip(body["layout"], arrays, strict=True):
         tensor = torch.from_numpy(np.array(array)).view(getattr(torch, dtype_name)).view(shape)
@@ -318,10 +306,9 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def _mailbox(body: dict[str, Any]) -> Any:
-    """Return the trainer's mailbox actor. Joins the trainer's Ray cluster if needed."""
+    """Return the trainer's mailbox actor, after connecting to the trainer's Ray cluster if necessary."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # By default Ray stops this process a minute after it has lost the cluster.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_SECONDS))
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_TIMEOUT))
     if body["auth"]:
         os.environ["RAY_AUTH_MODE"] = body["auth"]
     import ray
@@ -330,19 +317,13 @@ def _mailbox(body: dict[str, Any]) -> Any:
     if ray.is_initialized() and ray.get_runtime_context().gcs_address != body["address"]:
         ray.shutdown()
     if not ray.is_initialized():
-        Config.initialize("")  # read the variables again: vLLM may have imported Ray earlier
-        # Ray replaces the handler of the signal that tells vLLM to stop.
-        before = signal.getsignal(signal.SIGTERM)
+        Config.initialize("")  # read the variables again, because vLLM may have imported Ray before
+        # Ray replaces the handler of the signal that stops vLLM.
+        handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=body["address"], log_to_driver=False, configure_logging=False)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, handler)
     return ray.get_actor(body["mailbox"], namespace=body["namespace"])
-
-
-def _has_ray() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("ray") is not None
 
 
 def _gpu(device: torch.device) -> str | None:

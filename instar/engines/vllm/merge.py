@@ -1,4 +1,4 @@
-"""Merges an adapter into the base model's weights and writes them to a folder that vLLM can read."""
+"""Merges an adapter into the weights of the base model, for vLLM."""
 
 from __future__ import annotations
 
@@ -16,85 +16,78 @@ from instar.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
-MEMORY = Path("/dev/shm")
-HEAD_BYTES = 8
-"""The size of the length field at the beginning of a safetensors file."""
+INDEX_FILE = "model.safetensors.index.json"
+SHARED_MEMORY = Path("/dev/shm")
+HEADER_LENGTH_BYTES = 8
+"""The size of the field at the beginning of a safetensors file that contains the length of the header."""
+TIED_WEIGHT = "lm_head.weight"
+"""The name of the output weights. Some files contain them although they are tied to the input embedding."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 @contextmanager
 def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside_adapter: bool = False) -> Generator[Path]:
-    """Provide a temporary folder with the merged full weights. It is in memory if there is room, else on
-    disk, or next to the adapter if requested. Adapted weights are computed in fp32 and stored in ``dtype``
-    (`bf16` or `fp32`); the others are stored as in the base model."""
-    files = weight_files(base)
-    size = sum(file.stat().st_size for file in files)
-    in_memory = (
-        MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 3 * size
-    )  # fp32 instead of bf16, with a margin
-    where = adapter.parent if beside_adapter else MEMORY if in_memory else None
-    with tempfile.TemporaryDirectory(prefix="instar-merged-", dir=where) as folder:
-        _write(files, adapter, Path(folder), dtype)
-        for name in (INDEX, "config.json"):
+    """Yield a temporary folder with the merged full weights. The folder is in shared memory if they fit, else
+    on disk, or next to the adapter if requested. Updated weights are stored in ``dtype`` (`bf16` or `fp32`),
+    the others as in the base model."""
+    paths = list_weight_files(base)
+    size = sum(path.stat().st_size for path in paths)
+    # Merged weights have at most twice the size of the base model: fp32 instead of bf16.
+    fits_in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * size
+    parent = adapter.parent if beside_adapter else SHARED_MEMORY if fits_in_memory else None
+    with tempfile.TemporaryDirectory(prefix="instar-merged-", dir=parent) as folder:
+        _write_merged(paths, adapter, Path(folder), dtype)
+        for name in (INDEX_FILE, "config.json"):
             if (base / name).is_file():
                 shutil.copy(base / name, folder)
         yield Path(folder)
 
 
-def _write(files: list[Path], adapter: Path, target: Path, dtype: str) -> None:
+def _write_merged(paths: list[Path], adapter: Path, target: Path, dtype: str) -> None:
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from instar.engines.local.lora import read_updates
+    from instar.engines.local.lora import check_update, read_updates
 
     target_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    halves, scale = read_updates(adapter)
-    for file in files:
+    updates, scale = read_updates(adapter)
+    for path in paths:
         tensors: dict[str, Tensor] = {}
-        with cast(Any, safe_open(file, "pt")) as opened:
-            for name in opened.keys():  # noqa: SIM118 - no dict
-                tensor: Tensor = opened.get_tensor(name)
-                update = halves.pop(name.removesuffix(".weight"), None)
-                tensors[name] = (
-                    tensor if update is None else _apply_update(name, tensor, update, scale).to(target_dtype)
-                )
-        save_file(tensors, target / file.name, metadata={"format": "pt"})
-    if halves:
-        raise EngineError(f"The adapter adapts {next(iter(halves))}, which the base model does not have.")
+        with cast(Any, safe_open(path, "pt")) as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                tensor: Tensor = file.get_tensor(name)
+                if matrices := updates.pop(name.removesuffix(".weight"), None):
+                    check_update(name, matrices, tuple(tensor.shape))
+                    a, b = matrices["A"].float(), matrices["B"].float()
+                    tensor = tensor.float().addmm(b, a, alpha=scale).to(target_dtype)
+                    if not tensor.isfinite().all():
+                        raise EngineError(
+                            f"With the adapter's update, {name} has values that are not finite."
+                        )
+                tensors[name] = tensor
+        save_file(tensors, target / path.name, metadata={"format": "pt"})
+    if updates:
+        raise EngineError(f"The adapter updates {next(iter(updates))}, which the base model does not have.")
 
 
-def _apply_update(name: str, tensor: Tensor, halves: dict[str, Tensor], scale: float) -> Tensor:
-    if halves.keys() != {"A", "B"}:
-        raise EngineError(f"The adapter's update of {name} needs both lora_A and lora_B.")
-    down, up = halves["A"].float(), halves["B"].float()
-    if (up.shape[0], down.shape[1]) != tuple(tensor.shape) or up.shape[1] != down.shape[0]:
-        raise EngineError(f"The adapter's update of {name} does not have that layer's shape.")
-    updated = tensor.float().addmm(up, down, alpha=scale)
-    if not updated.isfinite().all():
-        raise EngineError(f"The adapter's update of {name} is not finite.")
-    return updated
-
-
-def weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        index = msgspec.json.decode((folder / INDEX).read_bytes())
+def list_weight_files(folder: Path) -> list[Path]:
+    if (folder / INDEX_FILE).is_file():
+        index = msgspec.json.decode((folder / INDEX_FILE).read_bytes())
         return [folder / name for name in sorted(set(index["weight_map"].values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    raise EngineError(f"{folder} has no weights in safetensors files.")
+    raise EngineError(f"{folder} contains no weights in safetensors files.")
 
 
 def read_shapes(folder: Path) -> Shapes:
-    """Return the shapes of all weights in a folder, from the headers of its files."""
     shapes: Shapes = {}
     try:
-        for file in weight_files(folder):
-            with file.open("rb") as opened:
-                length = min(int.from_bytes(opened.read(HEAD_BYTES), "little"), file.stat().st_size)
-                header = msgspec.json.decode(opened.read(length))
+        for path in list_weight_files(folder):
+            with path.open("rb") as file:
+                length = min(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little"), path.stat().st_size)
+                header = msgspec.json.decode(file.read(length))
             header.pop("__metadata__", None)
             shapes.update({name: tuple(entry["shape"]) for name, entry in header.items()})
     except (OSError, msgspec.DecodeError, KeyError) as error:
@@ -103,10 +96,16 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def check_same_shapes(folder: Path, base: Path) -> None:
-    """Raise EngineError unless the weights in the folder have the base model's architecture. Only one of the
-    two may contain the tied output weights."""
-    ours, theirs = read_shapes(base), read_shapes(folder)
-    if any(theirs[name] != ours[name] for name in theirs.keys() & ours.keys()) or (
-        set(ours) ^ set(theirs)
-    ) - {"lm_head.weight"}:
-        raise EngineError(f"The weights in {folder} are of another architecture.")
+    """Raise EngineError unless both folders have the same weights. Only one of them may have tied weights."""
+    shapes, base_shapes = read_shapes(folder), read_shapes(base)
+    tied_in_one = {TIED_WEIGHT} & (shapes.keys() ^ base_shapes.keys())
+    for name in sorted((shapes.keys() | base_shapes.keys()) - tied_in_one):
+        check_shape(name, shapes.get(name), base_shapes.get(name))
+
+
+def check_shape(name: str, shape: tuple[int, ...] | None, expected: tuple[int, ...] | None) -> None:
+    if shape != expected:
+        raise EngineError(
+            f"The weights do not have the architecture of the base model: {name} has the shape {shape} "
+            f"instead of {expected} (None if it does not exist)."
+        )

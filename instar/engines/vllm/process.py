@@ -1,4 +1,4 @@
-"""A vLLM server as a child process that is restarted when it dies."""
+"""A vLLM server that runs as a child process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from instar.errors import EngineError
 from instar.subprocess_guard import guard_command
 
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds to wait before each restart while restarts keep failing."""
+"""The seconds before each restart, while the server has not run for STABLE_SECONDS."""
 STABLE_SECONDS = 120.0
-"""Uptime after which earlier failures are forgotten."""
-CHECK_PERIOD = 5.0
-CHECK_SECONDS = 20.0
+HEALTH_CHECK_INTERVAL = 5.0
+HEALTH_CHECK_TIMEOUT = 20.0
 MAX_MISSED_CHECKS = 3
-"""The number of consecutive health checks that a server may miss before it is killed."""
-END_SECONDS = 20.0
-TAIL_LINES = 20
+"""The number of consecutive failed health checks after which the server is restarted."""
+STOP_TIMEOUT = 20.0
+LOG_TAIL_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCallbacks:
-    """Functions that a server's watcher calls. ``on_ready`` is awaited each time the server has started,
-    before it counts as ready. ``on_down`` is called with the reason when the server is gone, ``report`` with
-    lines for the log."""
+    """The callbacks for changes of a server. ``on_ready`` is awaited each time the server has started,
+    ``on_down`` is called with the reason when the server has stopped, and ``report`` writes a log line."""
 
     on_ready: Callable[[], Awaitable[None]]
     on_down: Callable[[str], None]
@@ -41,8 +39,8 @@ class ServerCallbacks:
 
 
 class VllmProcess:
-    """Runs a vLLM server as a child process and restarts it when it dies. The server listens on a loopback
-    port and requires a key that is not written to any file."""
+    """Runs a vLLM server as a child process and restarts it when it exits or does not respond. The server
+    listens on a loopback port and requires a key that is not written to any file."""
 
     def __init__(
         self,
@@ -57,58 +55,58 @@ class VllmProcess:
         self._callbacks = callbacks
         self._restart_delays = restart_delays
         self._key = secrets.token_urlsafe(24)
-        # Bound but not listening, so that no other process gets the port between two starts.
-        self._port = socket.socket()
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
+        # The socket reserves the port between two starts. It is bound but does not listen.
+        self._port_socket = socket.socket()
+        self._port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port_socket.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{self._port_socket.getsockname()[1]}"
         self.client = VllmClient(url, self._key, idle_seconds=IDLE_SECONDS)
-        self._package = tempfile.TemporaryDirectory(prefix="instar-vllm-")
-        (Path(self._package.name) / "instar").symlink_to(Path(instar.__file__).parent)
+        self._package_folder = tempfile.TemporaryDirectory(prefix="instar-vllm-")
+        (Path(self._package_folder.name) / "instar").symlink_to(Path(instar.__file__).parent)
         self._process: asyncio.subprocess.Process | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._restart_task: asyncio.Task[None] | None = None
         self.failure: EngineError | None = None
-        """Why the server is no longer restarted; None while it is."""
+        """The reason if the server is no longer restarted, else None."""
 
     async def start(self) -> None:
-        """Start the server and wait until it is up. Raises EngineError with the end of the server's log if it
-        fails."""
+        """Start the server and wait until it is ready. After a failure, raise EngineError with the end of the
+        server's log."""
         await self._spawn()
-        await self._wait_until_up()
-        self._keeper = asyncio.create_task(self._keep_running())
+        await self._wait_until_ready()
+        self._restart_task = asyncio.create_task(self._keep_running())
 
     async def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-        await self._end()
+        if self._restart_task is not None:
+            self._restart_task.cancel()
+            await asyncio.gather(self._restart_task, return_exceptions=True)
+        await self._stop()
         await self.client.close()
-        self._port.close()
-        self._package.cleanup()
+        self._port_socket.close()
+        self._package_folder.cleanup()
 
     async def _spawn(self) -> None:
-        command = guard_command(self._launch.command(self._port.getsockname()[1]))
+        command = guard_command(self._launch.command(self._port_socket.getsockname()[1]))
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
-                env=self._launch.environment(self._key, Path(self._package.name)),
+                env=self._launch.environment(self._key, Path(self._package_folder.name)),
                 stdin=asyncio.subprocess.PIPE,  # the guard exits when this pipe closes
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # the guard must survive a signal to this process's group
             )
 
-    async def _wait_until_up(self) -> None:
+    async def _wait_until_ready(self) -> None:
         assert self._process is not None
         seconds = self._launch.config.start_timeout
         deadline = time.monotonic() + seconds
         while not await self._is_healthy(timeout=5.0):
             if (code := self._process.returncode) is not None:
-                raise EngineError(f"vLLM ended with exit code {code} before it was up\n{self._log_tail()}")
+                raise EngineError(f"vLLM exited with code {code} during its start.\n{self._log_tail()}")
             if time.monotonic() > deadline:
-                await self._end()
-                raise EngineError(f"vLLM was not up within {seconds:g} s\n{self._log_tail()}")
+                await self._stop()
+                raise EngineError(f"vLLM did not start within {seconds:g} s.\n{self._log_tail()}")
             await asyncio.sleep(0.25)
         await self._callbacks.on_ready()
 
@@ -122,52 +120,52 @@ class VllmProcess:
     async def _keep_running(self) -> None:
         failures = 0
         while True:
-            started = time.monotonic()
-            reason = await self._wait_for_end()
+            start_time = time.monotonic()
+            reason = await self._wait_for_failure()
             self._callbacks.on_down(reason)
-            await self._end()
-            if time.monotonic() - started > STABLE_SECONDS:
+            await self._stop()
+            if time.monotonic() - start_time > STABLE_SECONDS:
                 failures = 0
             if failures >= len(self._restart_delays):
-                self.failure = EngineError(f"{reason}, and again after each restart\n{self._log_tail()}")
+                self.failure = EngineError(f"{reason}, also after {failures} restarts.\n{self._log_tail()}")
                 return
             self._callbacks.report(f"{reason}; starting it again")
             await asyncio.sleep(self._restart_delays[failures])
             failures += 1
             try:
                 await self._spawn()
-                await self._wait_until_up()
+                await self._wait_until_ready()
             except (EngineError, OSError) as error:
                 self._callbacks.report(str(error).splitlines()[0])
-                await self._end()
+                await self._stop()
 
-    async def _wait_for_end(self) -> str:
-        """Wait until the server exits or stops responding, and return the reason."""
+    async def _wait_for_failure(self) -> str:
+        """Wait until the server exits or does not respond, and return the reason."""
         if self._process is None:
-            return "vLLM did not come up"
+            return "vLLM did not start"
         missed = 0
         while missed < MAX_MISSED_CHECKS:
             try:
-                async with asyncio.timeout(CHECK_PERIOD):
+                async with asyncio.timeout(HEALTH_CHECK_INTERVAL):
                     code = await self._process.wait()
-                return f"vLLM ended with exit code {code}"
+                return f"vLLM exited with code {code}"
             except TimeoutError:
-                missed = 0 if await self._is_healthy(CHECK_SECONDS) else missed + 1
+                missed = 0 if await self._is_healthy(HEALTH_CHECK_TIMEOUT) else missed + 1
         return "vLLM does not respond"
 
-    async def _end(self) -> None:
+    async def _stop(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(STOP_TIMEOUT):
                 await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()
 
     def _log_tail(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"(log: {self._log_path})", *lines])

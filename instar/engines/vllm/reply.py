@@ -17,14 +17,14 @@ from instar.errors import EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import FinishReason, SamplingParams, TokenChunk
 
-FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-END_SECONDS = 10.0
-"""The deadline for reading what follows the last token."""
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+USAGE_TIMEOUT = 10.0
+"""The timeout for the events after the last token."""
 
 
 class VllmReply:
-    """A reply that is being received from vLLM. ``version`` returns the version that is served now. Call
-    ``mark_version`` at every version change, when all tokens sampled before the change have arrived."""
+    """A reply that is being received from vLLM. ``version`` returns the served version. ``mark_version`` must
+    be called at every version change, when all tokens of the old version have arrived."""
 
     def __init__(
         self,
@@ -42,41 +42,42 @@ class VllmReply:
         self._version = version
         self._end_ids = end_ids
         self._tokenizer = tokenizer
-        self._rest = b""
+        self._unread = b""
         self._parsed_bytes = 0
-        """The number of bytes in the events that were parsed."""
         self._version_marks: deque[tuple[int, int]] = deque()
-        """(number of bytes from the start, version of these bytes), oldest first."""
+        """For each version change, the number of bytes before it and their version."""
         self._ids: list[int] = []
         self._versions: list[int] = []
         self.usage: Usage | None = None
         self.mislabelled_tokens = 0
-        """Tokens that got a wrong version. vLLM 0.27 and later reports the right ones at the end of a
-        reply."""
+        """The number of tokens with a wrong version, according to the report of vLLM 0.27 and later."""
 
     @property
     def received_bytes(self) -> int:
         return self._response.received
 
     def mark_version(self, version: int) -> None:
-        """Record that all bytes received so far were sampled under this version."""
         self._version_marks.append((self._response.received, version))
 
     def abort(self) -> None:
         self._response.close()
 
     async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
-        """Stream the reply; closing the iterator cancels the request."""
         last: TokenChunk | None = None
         try:
             while last is None:
-                chunk = self._parse(await self._read())
+                data = await self._response.readany()
+                if not data:
+                    raise EngineUnavailable(
+                        f"The vLLM server at {self._client.url} closed an incomplete reply."
+                    )
+                chunk = self._parse(data)
                 if chunk is not None and chunk.finish_reason is not None:
                     last = chunk
                 elif chunk is not None:
                     yield chunk
             # Read the response to its end, so that the connection can be reused.
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(USAGE_TIMEOUT):
                 while data := await self._response.readany():
                     self._parse(data)
             yield last
@@ -84,18 +85,13 @@ class VllmReply:
             if last is not None:
                 yield last
             else:
-                raise self._client.unreachable_error(error) from error
+                raise self._client.connection.unavailable(error) from error
         finally:
             self._response.close()
 
-    async def _read(self) -> bytes:
-        if data := await self._response.readany():
-            return data
-        raise EngineUnavailable(f"The vLLM server at {self._client.url} closed a reply before its end.")
-
     def _parse(self, data: bytes) -> TokenChunk | None:
-        """Return the tokens of all events that are complete by now."""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
+        """Return the tokens of all complete events."""
+        *events, self._unread = (self._unread + data).split(b"\n\n")
         ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -110,10 +106,10 @@ class VllmReply:
                 raise response_error(int(event.error.get("code") or 500), text[6:])
             self.usage = event.usage or self.usage
             for choice in event.choices:
-                new = choice.token_ids or []
-                ids += new
-                logprobs += choice_logprobs(choice) if new else []
-                versions += [self._current_version()] * len(new)
+                new_ids = choice.token_ids or []
+                ids += new_ids
+                logprobs += choice_logprobs(choice) if new_ids else []
+                versions += [self._current_version()] * len(new_ids)
                 if choice.finish_reason is not None:
                     finish, stop = self._finish(choice, [*self._ids, *ids])
                     self._count_mislabelled(choice, [*self._versions, *versions])
@@ -122,7 +118,11 @@ class VllmReply:
             self._ids += ids
         if not ids and finish is None:
             return None
-        return TokenChunk(ids, logprobs, versions, self._behavior_logprobs(len(ids)), finish, stop)
+        behavior = None
+        if self._params.modifies_distribution:
+            # vLLM reports only logprobs of the full softmax, so those of a sampled token are unknown.
+            behavior = [0.0 if self._params.temperature == 0 else math.nan] * len(ids)
+        return TokenChunk(ids, logprobs, versions, behavior, finish, stop)
 
     def _current_version(self) -> int:
         while self._version_marks and self._parsed_bytes > self._version_marks[0][0]:
@@ -137,17 +137,9 @@ class VllmReply:
                     version != actual for version in versions[span.start : span.end]
                 )
 
-    def _behavior_logprobs(self, count: int) -> list[float] | None:
-        """Return the logprobs of the next ``count`` tokens under the modified distribution, or None if it is
-        the full softmax. They are 0 for greedy sampling, else NaN: vLLM reports only logprobs of the full
-        softmax."""
-        if not self._params.modifies_distribution:
-            return None
-        return [0.0 if self._params.temperature == 0 else math.nan] * count
-
     def _finish(self, choice: Choice, ids: list[int]) -> tuple[FinishReason, str | None]:
         assert choice.finish_reason is not None
-        finish = FINISHES.get(choice.finish_reason)
+        finish = FINISH_REASONS.get(choice.finish_reason)
         if finish is None:
             raise EngineUnavailable(f"vLLM aborted the request: {choice.finish_reason}")
         if finish == "length" or not self._params.stop:

@@ -1,4 +1,4 @@
-"""The ways to serve policies with vLLM: as adapters next to the base weights, or merged into them."""
+"""The ways to serve policies with vLLM: as adapters of the base weights, or merged into them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import ArtifactKind, Policy
 
-CLOSE_SECONDS = 10.0
-"""The deadline for a server to unload its adapters."""
+UNLOAD_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLease:
     model: str | None
-    """The adapter's name on the server; None for the server's own weights."""
+    """The name of the adapter on the server, or None for the server's own weights."""
     version: Callable[[], int]
-    """Returns the version of the tokens that are sampled now."""
+    """Returns the version that samples tokens now."""
 
 
 class PolicyServing(ABC):
     artifacts: tuple[ArtifactKind, ...]
-    switches_mid_reply: bool
+    switches_mid_reply: bool = False
     """True if replies in progress continue under a newly loaded policy."""
 
     @property
@@ -47,30 +46,26 @@ class PolicyServing(ABC):
         """Serve the policy, as Engine.load does. Calls must not overlap."""
 
     def set_policy(self, policy: Policy) -> None:  # noqa: B027 - optional
-        """Record that the server's weights are now this policy's, loaded by a live route."""
+        """Record that a live route has loaded the weights of this policy."""
 
     @abstractmethod
     def lease(self) -> AbstractContextManager[PolicyLease]:
-        """Return the adapter and version that a request samples with. They are reserved while the request
-        runs."""
+        """Reserve the served policy for the duration of a request."""
 
     @abstractmethod
     def reset(self) -> None:
         """Record that the server has just started and serves the base model."""
 
     async def close(self) -> None:  # noqa: B027 - optional
-        """Unload what was loaded into the server."""
+        """Unload the adapters of this engine from the server."""
 
 
 class BaseServing(PolicyServing):
-    """The serving mode of a server that cannot load policies. ``requirements`` says what the server would
-    need."""
+    """Serves only the base model, because the server cannot load policies."""
 
     artifacts = ("base",)
-    switches_mid_reply = False
 
-    def __init__(self, requirements: str) -> None:
-        self._requirements = requirements
+    def __init__(self) -> None:
         self._version = 0
 
     @property
@@ -78,9 +73,6 @@ class BaseServing(PolicyServing):
         return self._version
 
     async def load(self, policy: Policy) -> None:
-        if policy.artifact.kind != "base":
-            kind = policy.artifact.kind
-            raise EngineError(f"The vLLM server loads base only, not {kind}: {self._requirements}")
         self._version = policy.version
 
     @contextmanager
@@ -98,49 +90,54 @@ class _LoadedAdapter:
     version: int
     users: int = 0
     retired: bool = False
-    may_be_gone: bool = False
-    """True if the server may have restarted, in which case it no longer has the adapter."""
+    may_be_unloaded: bool = False
+    """True if the server may have restarted since the adapter was loaded."""
 
 
 class AdapterServing(PolicyServing):
-    """Serves each version as an adapter with a unique name. vLLM separates its caches by that name, and a
-    request finishes under the adapter it began with. An old adapter is unloaded when its last request has
-    finished."""
+    """Serves each version as an adapter with a unique name, by which vLLM separates its caches. A request
+    finishes under the adapter that it began with. An old adapter is unloaded after its last request.
+    ``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
 
     artifacts = ("adapter", "base")
-    switches_mid_reply = False
 
     def __init__(self, client: VllmClient, max_rank: int | None, report: Callable[[str], None]) -> None:
-        """``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
         self._client = client
         self._max_rank = max_rank
         self._report = report
         self._current = _LoadedAdapter(None, 0)
         self._loaded: set[_LoadedAdapter] = set()
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._unload_tasks: set[asyncio.Task[None]] = set()
 
     @property
     def version(self) -> int:
         return self._current.version
 
     async def load(self, policy: Policy) -> None:
-        adapter = _LoadedAdapter(None, policy.version)
-        if policy.artifact.kind == "adapter":
-            adapter.name = await self._upload(policy)
-        elif policy.artifact.kind != "base":
-            raise EngineError(f"vLLM with adapters loads adapter and base, not {policy.artifact.kind}.")
-        before, self._current = self._current, adapter
-        before.retired = True
-        if adapter.name is not None:
+        name = None if policy.artifact.kind == "base" else await self._load_adapter(policy)
+        adapter = _LoadedAdapter(name, policy.version)
+        previous, self._current = self._current, adapter
+        previous.retired = True
+        if name is not None:
             self._loaded.add(adapter)
-        self._drop_unused(before)
+        self._unload_if_unused(previous)
 
-    async def _upload(self, policy: Policy) -> str:
+    async def _load_adapter(self, policy: Policy) -> str:
         folder = Path(policy.artifact.path)
-        _check_rank(folder, self._max_rank)
+        try:
+            rank = int(msgspec.json.decode((folder / "adapter_config.json").read_bytes())["r"])
+        except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
+        if self._max_rank is not None and rank > self._max_rank:
+            raise EngineError(
+                f"engine.lora_rank: the adapter in {folder} has rank {rank}, but the vLLM server was started "
+                f"with a maximum rank of {self._max_rank}."
+            )
         if len(self._loaded) >= MAX_LOADED_ADAPTERS:
-            raise EngineUnavailable(f"Requests still run under {len(self._loaded)} versions of the policy.")
-        # The same version may be loaded again from different files, or by a later process.
+            raise EngineUnavailable(
+                f"{len(self._loaded)} versions of the policy are still in use; another one cannot be loaded."
+            )
+        # The suffix is random, because a version may be loaded again from different files.
         name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
         await prefetch_adapter(self._client, str(folder))
         await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -154,78 +151,70 @@ class AdapterServing(PolicyServing):
             yield PolicyLease(adapter.name, lambda: adapter.version)
         finally:
             adapter.users -= 1
-            self._drop_unused(adapter)
+            self._unload_if_unused(adapter)
 
     def reset(self) -> None:
         self._current = _LoadedAdapter(None, 0)
         for adapter in [*self._loaded]:
-            adapter.retired = adapter.may_be_gone = True
-            self._drop_unused(adapter)
+            adapter.retired = adapter.may_be_unloaded = True
+            self._unload_if_unused(adapter)
 
     async def close(self) -> None:
         for adapter in [*self._loaded]:
-            self._drop(adapter)
-        if self._unloading:
-            await asyncio.wait(self._unloading, timeout=CLOSE_SECONDS)
+            self._start_unload(adapter)
+        if self._unload_tasks:
+            await asyncio.wait(self._unload_tasks, timeout=UNLOAD_TIMEOUT)
 
-    def _drop_unused(self, adapter: _LoadedAdapter) -> None:
+    def _unload_if_unused(self, adapter: _LoadedAdapter) -> None:
         if adapter.retired and adapter.users == 0 and adapter in self._loaded:
-            self._drop(adapter)
+            self._start_unload(adapter)
 
-    def _drop(self, adapter: _LoadedAdapter) -> None:
+    def _start_unload(self, adapter: _LoadedAdapter) -> None:
         self._loaded.remove(adapter)
         task = asyncio.get_running_loop().create_task(self._unload(adapter))
-        self._unloading.add(task)
-        task.add_done_callback(self._unloading.discard)
+        self._unload_tasks.add(task)
+        task.add_done_callback(self._unload_tasks.discard)
 
     async def _unload(self, adapter: _LoadedAdapter) -> None:
         try:
             await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         except EngineUnavailable:
-            pass  # the server is gone, and so are its adapters
+            pass  # a server that has exited has no adapters
         except EngineError as error:
-            if not adapter.may_be_gone:
-                self._report(f"{adapter.name} was not unloaded: {error}")
+            if not adapter.may_be_unloaded:
+                self._report(f"the adapter {adapter.name} could not be unloaded: {error}")
 
 
+@dataclass
 class MergedServing(PolicyServing):
     """Serves a policy by replacing the server's own weights. Requests in flight continue under the new
     weights."""
 
+    weights: ServerWeights
+    base: Path
+    served_base: str
+    """The path of the base model on the server."""
+    dtype: str
+    is_remote: bool
+    """True if the server runs on another machine and can read only the folders of policies."""
+    has_extension: bool
+    """True if the server has our worker extension. On a CPU, vLLM alone does not update an output layer that
+    is tied to the embedding."""
+    on_cpu: bool
+
     switches_mid_reply = True
 
-    def __init__(
-        self,
-        weights: ServerWeights,
-        base: Path,
-        served_base: str,
-        dtype: str,
-        *,
-        is_remote: bool,
-        has_extension: bool,
-        on_cpu: bool,
-    ) -> None:
-        """``served_base`` is the path of the base model on the server. ``is_remote`` is true if the server
-        runs on another machine and can read only the folders of policies. ``has_extension`` is true if the
-        server has our worker extension; without the extension, vLLM on a CPU does not update an output layer
-        that is tied to the embedding."""
-        self.artifacts = (
-            ("adapter", "weights", "base") if has_extension or not on_cpu else ("adapter", "base")
-        )
-        self._weights = weights
-        self._base = base
-        self._served_base = served_base
-        self._dtype = dtype
-        self._is_remote = is_remote
-        self._has_extension = has_extension
+    def __post_init__(self) -> None:
+        can_load_weights = self.has_extension or not self.on_cpu
+        self.artifacts = ("adapter", "weights", "base") if can_load_weights else ("adapter", "base")
         self._policy: Policy | None = None
 
     @property
     def version(self) -> int:
-        return self._weights.version
+        return self.weights.version
 
     async def load(self, policy: Policy) -> None:
-        async with self._folder(policy) as folder:
+        async with self._provide_weights(policy) as folder:
             try:
                 await self._reload(folder, policy.version)
             except EngineUnavailable:
@@ -239,59 +228,47 @@ class MergedServing(PolicyServing):
         self._policy = policy
 
     @asynccontextmanager
-    async def _folder(self, policy: Policy) -> AsyncGenerator[str]:
-        """Provide a folder with the policy's full weights that the server can read."""
+    async def _provide_weights(self, policy: Policy) -> AsyncGenerator[str]:
+        """Yield a folder with the policy's full weights that the server can read."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         if kind == "base":
-            yield self._served_base
+            yield self.served_base
         elif kind == "weights":
-            await asyncio.to_thread(check_same_shapes, path, self._base)
+            await asyncio.to_thread(check_same_shapes, path, self.base)
             yield str(path)
         elif kind == "adapter":
-            merging = merge_adapter(self._base, path, self._dtype, beside_adapter=self._is_remote)
+            merging = merge_adapter(self.base, path, self.dtype, beside_adapter=self.is_remote)
             folder = await asyncio.to_thread(merging.__enter__)
             try:
                 yield str(folder)
             finally:
                 await asyncio.to_thread(merging.__exit__, None, None, None)
         else:
-            raise EngineError(f"vLLM with merged weights loads adapter, weights and base, not {kind}.")
+            raise EngineError(f"vLLM with merged weights can load adapter, weights and base, but not {kind}.")
 
     async def _reload(self, folder: str, version: int) -> None:
-        async with self._weights.paused() as change:
+        async with self.weights.paused() as change:
             change.start()
-            if self._has_extension:
-                await self._weights.client.call_workers("instar_reload", {"path": folder})
+            if self.has_extension:
+                await self.weights.client.call_workers("instar_reload", {"path": folder})
             else:
-                await self._weights.client.rpc("reload_weights", {"weights_path": folder})
+                await self.weights.client.rpc("reload_weights", {"weights_path": folder})
             change.finish(version)
 
     async def _restore(self) -> None:
-        """Load the previous policy from its files. If the files are gone, nothing is served."""
+        """Load the previous policy from its files. If they cannot be read, no policy is served."""
         with contextlib.suppress(EngineError):
             if self._policy is None:
-                await self._reload(self._served_base, 0)
+                await self._reload(self.served_base, 0)
             else:
-                async with self._folder(self._policy) as folder:
+                async with self._provide_weights(self._policy) as folder:
                     await self._reload(folder, self._policy.version)
 
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
-        self._weights.require_served()
-        yield PolicyLease(None, lambda: self._weights.version)
+        self.weights.require_served()
+        yield PolicyLease(None, lambda: self.weights.version)
 
     def reset(self) -> None:
-        self._weights.reset()
+        self.weights.version = 0
         self._policy = None
-
-
-def _check_rank(folder: Path, max_rank: int | None) -> None:
-    try:
-        rank = int(msgspec.json.decode((folder / "adapter_config.json").read_bytes())["r"])
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
-    if max_rank is not None and rank > max_rank:
-        raise EngineError(
-            f"engine.lora_rank: the adapter in {folder} has rank {rank}, but the vLLM server was started for "
-            f"at most {max_rank}"
-        )

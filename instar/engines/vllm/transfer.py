@@ -1,4 +1,4 @@
-"""The vLLM engine's side of live routes. The code that runs inside vLLM's workers is in `extension`."""
+"""Live routes of the vLLM engine. The code that runs inside vLLM's workers is in `extension`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from typing import Any
 
 from instar.engines.base import LiveRoute, WeightTransfer
 from instar.engines.vllm.client import VllmClient, WorkerError
-from instar.engines.vllm.merge import Shapes, read_shapes
+from instar.engines.vllm.merge import TIED_WEIGHT, Shapes, check_shape, read_shapes
 from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Json, Policy
 
-PREFETCH_SECONDS = 60.0
-POLL_SECONDS = 0.01
-TIED_WEIGHT = "lm_head.weight"
-"""The name of the output weights. Some files contain them although they are tied to the input embedding."""
+PREFETCH_TIMEOUT = 60.0
+POLL_INTERVAL = 0.01
 
 
 async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
-    """Return the live routes that this server supports. There are none without our worker extension."""
+    """Return the live routes of the server, which has none if it does not have our worker extension."""
     try:
-        workers: list[Json] = await client.rpc("instar_ends")
+        workers: list[Json] = await client.rpc("instar_describe")
     except EngineError:
         return ()
     routes: list[LiveRoute] = ["ipc"]
@@ -35,15 +33,15 @@ async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
 
 
 async def prefetch_adapter(client: VllmClient, folder: str) -> None:
-    """Let the workers read an adapter while they continue to sample. A server without our worker extension
-    reads the adapter only when it is loaded, which stalls its streams."""
+    """Make the workers read an adapter while they continue to sample. Without our worker extension, vLLM
+    stops sampling to read the adapter when it loads it."""
     try:
-        async with asyncio.timeout(PREFETCH_SECONDS):
+        async with asyncio.timeout(PREFETCH_TIMEOUT):
             while True:
                 workers: list[Json] = await client.rpc("instar_read_adapter", {"path": folder})
                 if all(worker.get("done") or "error" in worker for worker in workers):
-                    return  # loading the adapter reports its errors
-                await asyncio.sleep(POLL_SECONDS)
+                    return  # an error is raised again when the adapter is loaded
+                await asyncio.sleep(POLL_INTERVAL)
     except EngineUnavailable:
         raise
     except (EngineError, TimeoutError):
@@ -51,19 +49,19 @@ async def prefetch_adapter(client: VllmClient, folder: str) -> None:
 
 
 class TransferReceiver:
-    """Stages and commits weights on one server. Each of the server's workers receives all weights."""
+    """Stages and commits weights on one server. Each worker receives all weights. ``base`` is the folder of
+    the base model, which has the expected shapes."""
 
     def __init__(self, weights: ServerWeights, base: Path) -> None:
-        """``base`` is the model's folder: weights of other shapes are rejected before anything changes."""
         self._weights = weights
         self._client = weights.client
         self._base = base
         self._shapes: Shapes | None = None
         self._missing: set[str] = set()
-        """The weights of the policy ``_key`` that have not arrived yet."""
+        """The names of the weights of policy ``_key`` that have not arrived yet."""
         self._key = ""
         self._nccl_update: Json | None = None
-        """A description of the weights that arrive over NCCL during the next commit."""
+        """The description of the weights that will arrive over NCCL during the next commit."""
 
     async def stage(self, transfer: WeightTransfer) -> Json:
         if transfer.route == "nccl":
@@ -73,7 +71,7 @@ class TransferReceiver:
         if "layout" in transfer.body:
             await self._check_layout(key, transfer.body["layout"], is_first=not transfer.body.get("chunk"))
         elif "buffer" in transfer.body:
-            self._missing = set()  # the buffer was checked when it was opened, and contains all weights
+            self._missing = set()  # the buffer contains all weights, and its layout was checked before
         results = await self._client.call_workers("instar_stage", {**transfer.body, "key": key})
         return results[0] | {"workers": results}
 
@@ -83,17 +81,14 @@ class TransferReceiver:
         if is_first or key != self._key:
             self._key, self._missing = key, self._shapes.keys() - {TIED_WEIGHT}
         for name, _, shape, *_ in layout:
-            if self._shapes.get(name) != tuple(shape):
-                raise EngineError(f"The weights are of another architecture: {name} has the shape {shape}.")
+            check_shape(name, tuple(shape), self._shapes.get(name))
             self._missing.discard(name)
 
     async def commit(self, policy: Policy) -> None:
         if self._missing:
-            raise EngineError(
-                f"{len(self._missing)} weights did not arrive, for example {min(self._missing)}."
-            )
+            raise EngineError(f"{len(self._missing)} weights did not arrive, such as {min(self._missing)}.")
         async with self._weights.paused() as change:
-            before = self._weights.version
+            previous_version = self._weights.version
             change.start()
             if self._nccl_update is not None:
                 update, self._nccl_update = self._nccl_update, None
@@ -105,13 +100,13 @@ class TransferReceiver:
                     await self._client.call_workers("instar_commit", {"key": _policy_key(policy)})
                 except WorkerError as error:
                     if not error.weights_changed:
-                        change.finish(before)
+                        change.finish(previous_version)
                     raise
             change.finish(policy.version)
 
     async def _stage_nccl(self, body: Json) -> Json:
-        """Let the workers join a group with the trainer, or store what the trainer will broadcast: over NCCL,
-        vLLM loads weights while it receives them."""
+        """Connect the workers to the trainer, or store the description of the weights. vLLM loads weights
+        while it receives them over NCCL, so that they can be sent only during the commit."""
         if "init" in body:
             await self._client.post("/init_weight_transfer_engine", {"init_info": body["init"]})
         if "update" in body:

@@ -1,4 +1,4 @@
-"""The version of a vLLM server's own weights, and the pause in which they change."""
+"""The version of a vLLM server's own weights, and the pauses in which they change."""
 
 from __future__ import annotations
 
@@ -12,95 +12,89 @@ from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.reply import VllmReply
 from instar.errors import EngineError, EngineUnavailable
 
-PAUSE_SECONDS = 120.0
-"""The deadline for the current step to finish."""
-RESUME_SECONDS = 30.0
+PAUSE_TIMEOUT = 120.0
+RESUME_TIMEOUT = 30.0
 NO_VERSION = -1
 """The version of weights that do not belong to any policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PauseTiming:
-    quiet: float = 0.005
-    """Seconds without any data after which all sampled tokens count as received."""
-    settle: float = 10.0
-    """Seconds after which replies that still receive data are aborted."""
+    quiet_seconds: float = 0.005
+    """The time without new data after which all sampled tokens have arrived."""
+    settle_timeout: float = 10.0
+    """The time after which replies that still receive data are aborted."""
     resume_delays: tuple[float, ...] = (0.1, 0.5, 2.0)
-    """Seconds to wait before each further attempt to end a pause."""
+    """The seconds before each further attempt to resume the server."""
 
 
+@dataclass
 class WeightChange:
-    def __init__(self) -> None:
-        self.started = False
-        self.version: int | None = None
+    started: bool = False
+    version: int | None = None
 
     def start(self) -> None:
-        """Declare the old weights lost: unless ``finish`` is called, nothing is served."""
+        """Record that the old weights are being overwritten. Until ``finish``, no policy can be served."""
         self.started = True
 
     def finish(self, version: int) -> None:
-        """Declare the weights complete. They become the given version when the pause ends."""
+        """Record that the weights are complete. They are served as ``version`` when the pause ends."""
         self.started = True
         self.version = version
 
 
 class ServerWeights:
-    """Tracks the version of one server's weights and changes them in pauses. ``replies`` are the replies in
-    progress; each one is told about every change."""
+    """Tracks the version of one server's weights and changes them in pauses. ``replies`` contains the replies
+    in progress, whose tokens must get the right version."""
 
     def __init__(self, client: VllmClient, timing: PauseTiming | None = None) -> None:
         self.client = client
         self._timing = timing or PauseTiming()
         self.version = 0
-        """The version of the tokens that are sampled now."""
+        """The version that samples tokens now."""
         self.replies: set[VllmReply] = set()
         self.stores_version = False
         """True if the server stores the version for other clients."""
         self._lock = asyncio.Lock()
 
-    def reset(self) -> None:
-        """Record that the server has just started and serves the base model."""
-        self.version = 0
-
     def require_served(self) -> None:
         if self.version == NO_VERSION:
             raise EngineUnavailable(
-                "A weight change of the vLLM server failed; it serves no requests until a policy is loaded."
+                "The vLLM server serves no policy, because a weight change failed; load a policy again."
             )
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[WeightChange]:
-        """Pause sampling while the block changes the weights. Everything computed under the old weights is
-        dropped, and requests in flight compute their keys and values again. They continue under the version
-        that the change finished with, or the old version if the change did not start; they are aborted if it
-        started and did not finish."""
+        """Pause sampling while the block changes the weights. Requests in flight then compute their keys and
+        values again and continue under the new version, or under the old version if the change did not start.
+        They are aborted if the change started but did not finish."""
         async with self._lock:
             change = WeightChange()
-            settling: asyncio.Task[None] | None = None
+            settle_task: asyncio.Task[None] | None = None
             try:
                 # The pause also clears the prefix cache, including the blocks of running requests.
-                await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_SECONDS)
-                settling = asyncio.create_task(self._settle())
+                await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_TIMEOUT)
+                settle_task = asyncio.create_task(self._settle())
                 yield change
                 if change.version is not None:
-                    await settling
-                    self._switch(change.version)
+                    await settle_task
+                    for reply in self.replies:
+                        reply.mark_version(self.version)
+                    self.version = change.version
                     await self.store_version(change.version)
             finally:
-                if settling is not None:
-                    settling.cancel()
+                if settle_task is not None:
+                    settle_task.cancel()
                 if change.started and change.version != self.version:
                     self._invalidate()
                 else:
-                    # Also needed if the caller was cancelled, or if the pause began and its response was
-                    # lost: nothing else would resume the server.
+                    # Resume also if the caller was cancelled, and if the response to the pause was lost.
                     await asyncio.shield(self._resume())
 
     async def _resume(self) -> None:
-        """Resume the server. If that fails, stop serving until a policy is loaded again."""
         for delay in (*self._timing.resume_delays, None):
             try:
-                await self.client.post("/resume", timeout=RESUME_SECONDS)
+                await self.client.post("/resume", timeout=RESUME_TIMEOUT)
                 return
             except EngineError:
                 if delay is None:
@@ -112,30 +106,24 @@ class ServerWeights:
         return sum(reply.received_bytes for reply in self.replies)
 
     async def _settle(self) -> None:
-        """Wait until every token sampled before the pause has arrived. vLLM has sent all of them when it
-        responds to the pause, but they may still be in transit. Replies that keep receiving data are aborted,
-        because the versions of their tokens would be unknown."""
-        before = self._received_bytes()
+        """Wait until every token that was sampled before the pause has arrived. vLLM has sent all of them,
+        but they may be in transit. Replies that continue to receive data are aborted, because the versions of
+        their tokens would be unknown."""
+        previous = self._received_bytes()
         try:
-            async with asyncio.timeout(self._timing.settle):
+            async with asyncio.timeout(self._timing.settle_timeout):
                 while True:
-                    await asyncio.sleep(self._timing.quiet)
-                    if (now := self._received_bytes()) == before:
+                    await asyncio.sleep(self._timing.quiet_seconds)
+                    if (current := self._received_bytes()) == previous:
                         return
-                    before = now
+                    previous = current
         except TimeoutError:
             self._abort_replies()
 
     async def store_version(self, version: int) -> None:
-        """Store the version's name on the server for other clients. Sampling does not depend on it."""
         if self.stores_version:
-            with contextlib.suppress(EngineError):
+            with contextlib.suppress(EngineError):  # sampling does not depend on it
                 await self.client.post("/update_weight_version", {"new_version": str(version)})
-
-    def _switch(self, version: int) -> None:
-        for reply in self.replies:
-            reply.mark_version(self.version)
-        self.version = version
 
     def _invalidate(self) -> None:
         self.version = NO_VERSION

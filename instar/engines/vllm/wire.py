@@ -1,18 +1,18 @@
-"""The format of vLLM's `/inference/v1/generate`: token ids in, token ids and logprobs out."""
+"""The format of vLLM's route `/inference/v1/generate`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
 from instar.types import Ids, Json, SamplingParams
 
 GENERATE_PATH = "/inference/v1/generate"
-NO_LOGPROB = -9999.0
-"""vLLM sends this value for a missing logprob."""
-SEED_BITS = (1 << 63) - 1
+MISSING_LOGPROB = -9999.0
+MAX_SEED = (1 << 63) - 1
 
 
 class _Logprob(msgspec.Struct):
@@ -24,8 +24,6 @@ class _Logprobs(msgspec.Struct):
 
 
 class WeightSpan(msgspec.Struct):
-    """A part of a reply: the tokens from ``start`` to ``end`` were sampled by this version of the weights."""
-
     version: str
     start: int
     end: int
@@ -40,13 +38,13 @@ class Choice(msgspec.Struct):
     weight_versions: list[WeightSpan] | None = None
 
 
-class _Details(msgspec.Struct):
+class _PromptTokensDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
     prompt_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
+    prompt_tokens_details: _PromptTokensDetails | None = None
 
 
 class Event(msgspec.Struct):
@@ -56,8 +54,6 @@ class Event(msgspec.Struct):
 
 
 class Scores(msgspec.Struct):
-    """The response to a request for the logprobs of a prompt."""
-
     choices: list[Choice]
     prompt_logprobs: list[dict[str, _Logprob] | None]
 
@@ -81,26 +77,22 @@ def encode_generate_request(
         "top_p": params.top_p,
         "top_k": params.top_k,
         "stop_token_ids": sorted({*eos_ids, *params.stop_token_ids}),
-        # Text is needed only for stop strings, which may contain special tokens.
+        # vLLM needs the text only to find stop strings, which may contain special tokens.
         "detokenize": bool(params.stop),
         "skip_special_tokens": False,
     }
     if params.stop:
         sampling["stop"] = list(params.stop)
     if params.seed is not None and send_seed:
-        sampling["seed"] = params.seed & SEED_BITS
+        sampling["seed"] = params.seed & MAX_SEED
     if params.score:
         sampling["logprobs"] = 0
-    body: Json = {"token_ids": prompt.tolist(), "sampling_params": sampling, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    if model is not None:
-        body["model"] = model
-    return msgspec.json.encode(body)
+    return _encode_request(prompt, sampling, model, stream=True, stream_options={"include_usage": True})
 
 
 def encode_score_request(ids: Ids, model: str | None) -> bytes:
-    """Return a request for the logprobs of ``ids``. It allows only the last token to be sampled, so that this
-    token is scored without needing room in the context."""
+    """Return a request for the logprobs of ``ids``. The last id is not in the prompt but the only one that
+    can be sampled, so that ``ids`` may fill the context."""
     sampling: Json = {
         "max_tokens": 1,
         "temperature": 0.0,
@@ -110,14 +102,15 @@ def encode_score_request(ids: Ids, model: str | None) -> bytes:
         "ignore_eos": True,
         "detokenize": False,
     }
-    body: Json = {"token_ids": ids[:-1].tolist(), "sampling_params": sampling, "stream": False}
-    if model is not None:
-        body["model"] = model
-    return msgspec.json.encode(body)
+    return _encode_request(ids[:-1], sampling, model, stream=False)
+
+
+def _encode_request(prompt: Ids, sampling: Json, model: str | None, **options: Any) -> bytes:
+    body: Json = {"token_ids": prompt.tolist(), "sampling_params": sampling, **options}
+    return msgspec.json.encode(body if model is None else {**body, "model": model})
 
 
 def choice_logprobs(choice: Choice) -> list[float]:
-    """Return the logprobs of a choice's tokens (NaN where one is missing)."""
     assert choice.token_ids is not None
     if choice.logprobs is None:
         return [math.nan] * len(choice.token_ids)
@@ -125,4 +118,4 @@ def choice_logprobs(choice: Choice) -> list[float]:
 
 
 def clean_logprob(value: float) -> float:
-    return math.nan if value == NO_LOGPROB else min(value, 0.0)
+    return math.nan if value == MISSING_LOGPROB else min(value, 0.0)

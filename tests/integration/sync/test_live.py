@@ -125,7 +125,7 @@ async def test_push_rejects_weights_of_another_shape(
         sync = await create_sync(config(tiny, route), other.backend, [engine])
         (failed,) = await sync.push(Policy("p", 1, Artifact("live")), [engine])
         assert isinstance(failed, SyncError)
-        assert "another architecture" in str(failed)
+        assert "architecture of the base model" in str(failed)
         await sync.close()
     assert (await engine.status()).version == 0
     np.testing.assert_array_equal(await engine.logprobs(PROMPT), before)
@@ -152,10 +152,10 @@ async def test_worker_that_fails_during_commit_can_be_loaded_again(
 
     assert await asyncio.to_thread(call_worker, "instar_stage") == [{"known": True}]
     (result,) = await asyncio.to_thread(call_worker, "instar_commit")
-    assert result["touched"]
+    assert result["weights_changed"]
     assert "7" in result["error"]
     (result,) = await asyncio.to_thread(call_worker, "instar_commit")
-    assert result == {"error": "no weights are staged for p:1", "touched": False}
+    assert result == {"error": "No weights are staged for the policy p:1.", "weights_changed": False}
     await engine.load(Policy("p", 0, Artifact("base")))
     np.testing.assert_array_equal(await engine.logprobs(PROMPT), before)
     buffer.close()

@@ -121,7 +121,7 @@ class StatefulFakeVllm(FakeVllm):
         text: dict[str, Any] = json.loads(kwargs.get("text", "{}"))
         result: dict[str, Any] = {}
         match method:
-            case "instar_ends":
+            case "instar_describe":
                 result = {"gpu": None, "ray": False, "nccl": False}
             case "instar_stage":
                 self._staged = text["key"]

@@ -44,7 +44,7 @@ async def test_pool_avoids_draining_engines(tiny: Path) -> None:
         serve_engine(scripted_engine(tiny), None, gates[1]) as two,
     ):
         # The health check runs once a minute, so a rejected request must trigger one.
-        pool = EnginePool([RemoteEngine(one), RemoteEngine(two)], period=60)
+        pool = EnginePool([RemoteEngine(one), RemoteEngine(two)], check_interval=60)
         await pool.start(10)
         gates[0].close()
         for session in range(6):
@@ -52,14 +52,14 @@ async def test_pool_avoids_draining_engines(tiny: Path) -> None:
         async with asyncio.timeout(10):
             while not pool.members[0].draining:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
-        assert [member.is_open for member in pool.members] == [False, True]
+        assert [member.accepts_requests for member in pool.members] == [False, True]
         served_before = pool.members[0].total_requests
         assert (await collect(pool, PROMPT))[-1].finish_reason
         assert pool.members[0].total_requests == served_before
         gates[1].close()
         pool.members[1].check_requested.set()
         async with asyncio.timeout(10):
-            while pool.members[1].is_open:  # noqa: ASYNC110 - health checks have no event
+            while pool.members[1].accepts_requests:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
         with pytest.raises(EngineUnavailable, match="engine 1: it is being drained"):
             await collect(pool, PROMPT)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.local.engine import LocalEngine
-from instar.engines.local.linear import LoraPair, install_adapter, pack_weights, replace_linears
+from instar.engines.local.lora import LoraPair, install_adapter, pack_weights, replace_linears
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.tiny import make_tiny_model
@@ -235,7 +235,7 @@ async def test_load_replaces_full_weights_and_restores_the_base(
         expected_logprobs(reference_model(tiny), PROMPT, ids_of(chunks)), abs=1e-4
     )
     wider = make_tiny_model(tmp_path / "wider", hidden=128)
-    with pytest.raises(EngineError, match="another architecture"):
+    with pytest.raises(EngineError, match="do not have the architecture"):
         await engine.load(Policy("p", 3, Artifact("weights", str(wider))))
     with pytest.raises(EngineError, match="cannot be read"):
         await engine.load(Policy("p", 3, Artifact("weights", str(tmp_path / "nowhere"))))

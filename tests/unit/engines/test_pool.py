@@ -87,7 +87,7 @@ class FlakyEngine(ScriptedEngine):
         return await super().status()
 
     def restart(self) -> None:
-        self._version = 0
+        self._status.version = 0
 
     def _check_reachable(self) -> None:
         if not self.is_reachable:
@@ -102,10 +102,10 @@ async def create_pool(tiny: Path) -> AsyncIterator[CreatePool]:
     pools: list[EnginePool] = []
 
     async def start(
-        count: int = 2, period: float = 0.02, newest: PolicySource | None = None
+        count: int = 2, check_interval: float = 0.02, newest: PolicySource | None = None
     ) -> tuple[EnginePool, list[FlakyEngine]]:
         engines = [FlakyEngine(tiny) for _ in range(count)]
-        pools.append(EnginePool(engines, period=period, newest_policy=newest))
+        pools.append(EnginePool(engines, check_interval=check_interval, newest_policy=newest))
         await pools[-1].start(5)
         return pools[-1], engines
 
@@ -164,12 +164,12 @@ async def test_pool_sends_requests_to_the_least_busy_engine(create_pool: CreateP
 async def test_pool_counts_requests_of_other_clients_as_load(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
     engines[0].hangs = True
-    engines[0]._running = 5  # requests of another gateway
+    engines[0]._status.running = 5  # requests of another gateway
     await asyncio.sleep(0.1)
     for _ in range(4):
         assert await completes(pool)
     assert engines[1].request_count == 4
-    engines[0]._running = 0
+    engines[0]._status.running = 0
 
 
 async def test_pool_retries_on_another_engine_before_the_first_token(create_pool: CreatePool) -> None:
@@ -266,7 +266,7 @@ async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(create_p
 async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
     create_pool: CreatePool,
 ) -> None:
-    pool, engines = await create_pool(2, period=60)
+    pool, engines = await create_pool(2, check_interval=60)
     await pool.load(policy(4))
     engines[0].restart()
     for _ in range(4):
@@ -301,7 +301,7 @@ async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreateP
     head = Policy("p", 4, Artifact("live"))
     engines[0].is_reachable = True
     await wait_until(lambda: "has not sent it version 4" in pool.members[0].reason)
-    engines[0]._version = 4  # the trainer has sent the weights
+    engines[0]._status.version = 4  # the trainer has sent the weights
     await wait_until(lambda: pool.members[0].healthy)
 
 
@@ -329,13 +329,13 @@ async def serve_proxy(engine_url: str, is_invalid: asyncio.Event) -> AsyncIterat
 async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Path) -> None:
     is_invalid = asyncio.Event()
     async with serve_engine(scripted_engine(tiny), None) as url, serve_proxy(url, is_invalid) as address:
-        pool = EnginePool([RemoteEngine(address)], period=0.02)
+        pool = EnginePool([RemoteEngine(address)], check_interval=0.02)
         await pool.start(5)
         (member,) = pool.members
         is_invalid.set()
         await wait_until(lambda: not member.healthy)
-        assert "is no engine" in member.reason
-        with pytest.raises(EngineUnavailable, match="is no engine"):
+        assert "did not respond like an engine" in member.reason
+        with pytest.raises(EngineUnavailable, match="did not respond like an engine"):
             await member.engine.refresh()
         with pytest.raises(EngineUnavailable):
             await collect(member.engine, PROMPT)
@@ -410,7 +410,7 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
     processes: list[EngineProcess],
 ) -> None:
     remotes = [await RemoteEngine.connect(process.url, timeout=60) for process in processes]
-    pool = EnginePool(remotes, period=0.1, timeout=0.5)
+    pool = EnginePool(remotes, check_interval=0.1, check_timeout=0.5)
     await pool.start(60)
     await pool.load(policy(2))
     aborted: list[int] = []

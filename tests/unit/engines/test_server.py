@@ -17,7 +17,7 @@ from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import EngineInfo, EngineStatus, Prompt
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
-from instar.engines.server import MAX_BODY
+from instar.engines.server import MAX_BODY_BYTES
 from instar.engines.wire import join_chunks
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Policy, SamplingParams, TokenChunk
@@ -72,7 +72,7 @@ def encode_request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: 
         (encode_request(params=b'{"temperature": -1}'), "EngineError"),
         (encode_request(params=b'{"max_tokens": "many"}'), "EngineError"),
         (encode_request([1] * 256), "PromptTooLong"),
-        (bytes(MAX_BODY + 1), "EngineError"),
+        (bytes(MAX_BODY_BYTES + 1), "EngineError"),
     ],
     ids=range(13),
 )

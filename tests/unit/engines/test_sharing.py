@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.engines.local.sharing import MIN_SHARED_TOKENS, find_shared_prefixes
+from instar.engines.local.prefix import MIN_SHARED_TOKENS, find_shared_prefixes
 from instar.types import SamplingParams
 from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
 from tests.unit.engines.test_local import adapter_policy, expected_logprobs, make_engine, reference_model

@@ -131,13 +131,13 @@ def encode_upload(files: list[tuple[str, int]], content: bytes, digest: bytes | 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (encode_upload([("a", 5)], b"12345", b"x" * 32), "hash"),
-        (encode_upload([("a", 9)], b"12345"), "incomplete|hash"),
+        (encode_upload([("a", 5)], b"12345", b"x" * 32), "SHA-256"),
+        (encode_upload([("a", 9)], b"12345"), "incomplete|SHA-256"),
         (encode_upload([("a", 99)], b"12345"), "incomplete"),
-        (encode_upload([("../a", 5)], b"12345"), "cannot be called"),
-        (encode_upload([("..", 5)], b"12345"), "cannot be called"),
-        (encode_upload([("/tmp/a", 5)], b"12345"), "cannot be called"),
-        (b"\xff\xff\xff\xff", "names of its files"),
+        (encode_upload([("../a", 5)], b"12345"), "not a plain file name"),
+        (encode_upload([("..", 5)], b"12345"), "not a plain file name"),
+        (encode_upload([("/tmp/a", 5)], b"12345"), "not a plain file name"),
+        (b"\xff\xff\xff\xff", "header of 4294967295 bytes"),
         (b"\x02\x00\x00\x00[]", "cannot be read"),
     ],
 )

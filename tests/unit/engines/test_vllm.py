@@ -202,7 +202,7 @@ def test_merge_adapter_matches_peft(tiny: Path, adapter: Path) -> None:
 
 def test_check_same_shapes_rejects_another_architecture(tiny: Path, adapter: Path, tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "other", layers=1)
-    with pytest.raises(EngineError, match="another architecture"):
+    with pytest.raises(EngineError, match="architecture of the base model"):
         check_same_shapes(other, tiny)
     with pytest.raises(EngineError, match="does not have"), merge_adapter(other, adapter, "fp32"):
         pass

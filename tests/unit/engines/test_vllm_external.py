@@ -24,7 +24,7 @@ from tests.unit.engines.fake_vllm import END, FakeVllm, StatefulFakeVllm, event
 async def engine_at(server: FakeVllm, tiny: Path, **settings: Any) -> AsyncIterator[VllmEngine]:
     model = ModelConfig(name=str(tiny), max_context=64, device=settings.pop("device", "auto"))
     config = VllmEngineConfig.model_validate({"servers": [server.url], "start_timeout": 10, **settings})
-    engine = VllmEngine(model, config, check_period=0.02)
+    engine = VllmEngine(model, config, check_interval=0.02)
     await engine.bring_up(Path("unused.log"), lambda _: None)
     try:
         yield engine
@@ -191,7 +191,7 @@ async def test_watcher_retries_after_an_os_error() -> None:
     async with FakeVllm().serving() as server:
         config = VllmEngineConfig(servers=[server.url])
         callbacks = ServerCallbacks(on_ready, lambda _: server.failing.clear(), lambda _: None)
-        external = ExternalVllm(config, callbacks, check_period=0.02)
+        external = ExternalVllm(config, callbacks, check_interval=0.02)
         await external.start()
         server.failing.add("/health")
         try:
@@ -205,7 +205,7 @@ async def test_start_raises_unavailable_after_start_timeout() -> None:
 
     config = VllmEngineConfig(servers=["http://127.0.0.1:9"], start_timeout=0.1)
     external = ExternalVllm(
-        config, ServerCallbacks(on_ready, lambda _: None, lambda _: None), check_period=0.02
+        config, ServerCallbacks(on_ready, lambda _: None, lambda _: None), check_interval=0.02
     )
     with pytest.raises(EngineUnavailable, match=r"0\.1 s"):
         await external.start()

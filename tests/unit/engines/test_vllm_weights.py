@@ -85,7 +85,7 @@ async def test_server_is_resumed_if_the_response_to_the_pause_was_lost(
 
 
 async def test_replies_that_never_settle_are_aborted(server: StatefulFakeVllm, client: VllmClient) -> None:
-    weights = create_weights(client, settle=0.1)
+    weights = create_weights(client, settle_timeout=0.1)
     reply = await start_reply(client, weights)
 
     async def trickle() -> None:
@@ -106,7 +106,7 @@ async def test_version_is_invalid_if_a_change_is_cancelled_before_it_takes_effec
     server: StatefulFakeVllm, client: VllmClient
 ) -> None:
     """The weights are already new and must not be served as the old version."""
-    weights = create_weights(client, quiet=60.0)
+    weights = create_weights(client, quiet_seconds=60.0)
     changing = asyncio.create_task(change_to(weights, 5))
     async with asyncio.timeout(5):
         while not server.paused:  # noqa: ASYNC110 - the server has no event
