@@ -11,107 +11,18 @@ import base64
 import json
 import math
 from collections.abc import Iterable
-from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
 
+from instar.column_types import ColumnType, get_columns
 from instar.errors import DataError
-from instar.types import Floats, Ids, Json
+from instar.types import Call, Floats, Group, Ids, Json, Session
 
 ExportRow = dict[str, Any]
 """Values by column name: text, numbers, arrays, bytes, or any JSON value."""
 TableName = Literal["groups", "sessions", "calls", "samples"]
-
-
-class ColumnType(Enum):
-    TEXT = "text"
-    INT = "int"
-    REAL = "real"
-    BOOL = "bool"
-    IDS = "ids"
-    """An int32 array."""
-    FLOATS = "floats"
-    """A float32 array; NaN marks a missing value."""
-    JSON = "json"
-    BYTES = "bytes"
-
-
 Columns = dict[str, ColumnType]
-
-GROUPS: Columns = {
-    "group_id": ColumnType.TEXT,
-    "run_id": ColumnType.TEXT,
-    "channel": ColumnType.TEXT,
-    "index": ColumnType.INT,
-    "size": ColumnType.INT,
-    "task_id": ColumnType.TEXT,
-    "task": ColumnType.JSON,
-    "status": ColumnType.TEXT,
-    "reason": ColumnType.TEXT,
-    "created_at": ColumnType.REAL,
-}
-
-SESSIONS: Columns = {
-    "session_id": ColumnType.TEXT,
-    "run_id": ColumnType.TEXT,
-    "agent_id": ColumnType.TEXT,
-    "policy_id": ColumnType.TEXT,
-    "channel": ColumnType.TEXT,
-    "status": ColumnType.TEXT,
-    "group_id": ColumnType.TEXT,
-    "slot": ColumnType.INT,
-    "attempt": ColumnType.INT,
-    "task_id": ColumnType.TEXT,
-    "reason": ColumnType.TEXT,
-    "seed": ColumnType.INT,
-    "sampling": ColumnType.JSON,
-    "metadata": ColumnType.JSON,
-    "external_id": ColumnType.TEXT,
-    "created_at": ColumnType.REAL,
-    "ended_at": ColumnType.REAL,
-    "calls": ColumnType.INT,
-    "rewards": ColumnType.JSON,
-    "scores": ColumnType.JSON,
-    "tags": ColumnType.JSON,
-    "feedback": ColumnType.JSON,
-}
-
-CALLS: Columns = {
-    "call_id": ColumnType.TEXT,
-    "session_id": ColumnType.TEXT,
-    "run_id": ColumnType.TEXT,
-    "agent_id": ColumnType.TEXT,
-    "policy_id": ColumnType.TEXT,
-    "request_id": ColumnType.TEXT,
-    "parent_id": ColumnType.TEXT,
-    "link": ColumnType.TEXT,
-    "base_id": ColumnType.TEXT,
-    "base_tokens": ColumnType.INT,
-    "base_messages": ColumnType.INT,
-    "prompt_ids": ColumnType.IDS,
-    "sampled_ids": ColumnType.IDS,
-    "logprobs": ColumnType.FLOATS,
-    "behavior_logprobs": ColumnType.FLOATS,
-    "versions": ColumnType.IDS,
-    "messages": ColumnType.JSON,
-    "reply": ColumnType.JSON,
-    "tools": ColumnType.JSON,
-    "finish_reason": ColumnType.TEXT,
-    "status": ColumnType.TEXT,
-    "trainable": ColumnType.BOOL,
-    "reason": ColumnType.TEXT,
-    "dialect": ColumnType.TEXT,
-    "model": ColumnType.TEXT,
-    "client_key": ColumnType.TEXT,
-    "digests": ColumnType.BYTES,
-    "params": ColumnType.JSON,
-    "started_at": ColumnType.REAL,
-    "first_token_at": ColumnType.REAL,
-    "ended_at": ColumnType.REAL,
-}
-"""The columns of calls. ``prompt_ids`` and ``messages`` hold only what follows the base call; ``tools`` is
-null if the base call has the same tools."""
 
 SAMPLES: Columns = {
     "sample_key": ColumnType.TEXT,
@@ -129,13 +40,14 @@ SAMPLES: Columns = {
     "reward": ColumnType.REAL,
     "rewards": ColumnType.JSON,
 }
-"""The columns of a flat view for other programs, with one root-to-leaf path of a session per row. It is never
-imported."""
+"""One root-to-leaf path of a session per row, for other programs. This table is never imported."""
 
 TABLES: dict[TableName, Columns] = {
-    "groups": GROUPS,
-    "sessions": SESSIONS,
-    "calls": CALLS,
+    "groups": get_columns(Group) | {"task_id": ColumnType.TEXT},
+    "sessions": get_columns(Session)
+    | {"calls": ColumnType.INT}
+    | dict.fromkeys(("rewards", "scores", "tags", "feedback"), ColumnType.JSON),
+    "calls": get_columns(Call),
     "samples": SAMPLES,
 }
 CONTENT_TABLES: tuple[TableName, ...] = ("groups", "sessions", "calls")
@@ -195,7 +107,7 @@ def _from_json(kind: ColumnType, value: Any) -> Any:
         case ColumnType.IDS:
             return to_id_array(value)
         case ColumnType.FLOATS:
-            return np.array([np.nan if each is None else float(each) for each in value], np.float32)
+            return np.array([np.nan if number is None else float(number) for number in value], np.float32)
         case ColumnType.BYTES:
             return base64.b64decode(value, validate=True)
         case _:

@@ -1,7 +1,7 @@
-"""Convert sessions to conversations for SFT and DPO, in the format that TRL reads.
+"""Conversion of sessions to conversations for SFT and DPO, in the format that TRL reads.
 
-The rows hold text, which the other trainer renders and tokenizes itself. Only the importable formats include
-the sampled tokens.
+The rows contain text, which TRL renders and tokenizes itself. Only the importable formats include the sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from instar.store.base import SessionRecord
 from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, SessionStatus, Tool
 
 Rows = list[Json]
-FILES = {
+FILE_NAMES = {
     "messages": "messages.jsonl",
     "completions": "prompt_completion.jsonl",
     "pairs": "pairs.jsonl",
@@ -36,7 +36,7 @@ class ConversationWriter:
         for name, new_rows in rows.items():
             for row in new_rows:
                 if name not in self._files:
-                    self._files[name] = (self._folder / FILES[name]).open("w", encoding="utf-8")
+                    self._files[name] = (self._folder / FILE_NAMES[name]).open("w", encoding="utf-8")
                     self._hashes[name] = hashlib.sha256()
                 line = dump_canonical_json(row) + "\n"
                 self._files[name].write(line)
@@ -55,30 +55,33 @@ class ConversationWriter:
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
     """Return each conversation as a list of messages, and each reply as the completion of its prompt.
 
-    Only sessions with a reward of at least ``min_reward`` (default: above 0) count. Corrected replies are
-    included whatever the reward.
+    Only sessions with a reward of at least ``min_reward`` are included; the default is any reward above 0.
+    Corrected replies are included whatever the reward.
     """
-    rows: dict[str, Rows] = {"messages": [], "completions": _corrections(record)}
-    good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
-    if not good or not _is_usable(record):
-        return rows
-    for call in _conversations(record.calls):
-        tools = _tools(call.tools)
-        rows["messages"].append({"messages": _messages([*call.messages, call.reply]), **tools})
-    for call in record.calls:
-        if _is_complete(call):
-            rows["completions"].append(_completion(call, call.reply))
+    rows: dict[str, Rows] = {"messages": [], "completions": _make_corrections(record)}
+    is_good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
+    if is_good and _is_usable(record):
+        for call in _find_last_calls(record.calls):
+            messages = _convert_messages([*call.messages, call.reply])
+            rows["messages"].append({"messages": messages, **_convert_tools(call.tools)})
+        for call in record.calls:
+            if _is_complete(call):
+                rows["completions"].append(_make_completion(call, call.reply))
     return rows
 
 
-def _completion(call: Call, reply: Message) -> Json:
-    return {"prompt": _messages(call.messages), "completion": _messages([reply]), **_tools(call.tools)}
+def _make_completion(call: Call, reply: Message) -> Json:
+    return {
+        "prompt": _convert_messages(call.messages),
+        "completion": _convert_messages([reply]),
+        **_convert_tools(call.tools),
+    }
 
 
-def _corrections(record: SessionRecord) -> Rows:
+def _make_corrections(record: SessionRecord) -> Rows:
     calls = {call.call_id: call for call in record.calls}
     return [
-        _completion(calls[item.call_id], Message(role="assistant", content=item.correction))
+        _make_completion(calls[item.call_id], Message(role="assistant", content=item.correction))
         for item in record.feedback
         if item.correction is not None and item.call_id in calls and not _is_untrainable(record)
     ]
@@ -93,9 +96,9 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
     """
     candidates: list[tuple[float, Call]] = []
     for record, reward in group:
-        conversations = _conversations(record.calls)
-        if reward is not None and len(conversations) == 1 and _is_usable(record):
-            candidates.append((reward, conversations[0]))
+        last_calls = _find_last_calls(record.calls)
+        if reward is not None and len(last_calls) == 1 and _is_usable(record):
+            candidates.append((reward, last_calls[0]))
     candidates.sort(key=lambda candidate: -candidate[0])
     pairs: Rows = []
     for index in range(len(candidates) // 2):
@@ -106,20 +109,20 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
 
 
 def _make_pair(chosen: Call, rejected: Call) -> Json | None:
-    """Return a pair whose prompt is the common prefix, or None if the first difference is not in a reply."""
+    """Return a pair whose prompt is the common prefix of the conversations, or None if the first difference
+    is not in a reply."""
     preferred, other = [*chosen.messages, chosen.reply], [*rejected.messages, rejected.reply]
-    shared = 0
-    while shared < min(len(preferred), len(other)) and preferred[shared] == other[shared]:
-        shared += 1
-    if shared == 0 or shared == min(len(preferred), len(other)) or chosen.tools != rejected.tools:
+    length = min(len(preferred), len(other))
+    shared = next((index for index in range(length) if preferred[index] != other[index]), length)
+    if shared in (0, length) or chosen.tools != rejected.tools:
         return None
     if preferred[shared]["role"] != "assistant" or other[shared]["role"] != "assistant":
         return None
     return {
-        "prompt": _messages(preferred[:shared]),
-        "chosen": _messages(preferred[shared:]),
-        "rejected": _messages(other[shared:]),
-        **_tools(chosen.tools),
+        "prompt": _convert_messages(preferred[:shared]),
+        "chosen": _convert_messages(preferred[shared:]),
+        "rejected": _convert_messages(other[shared:]),
+        **_convert_tools(chosen.tools),
     }
 
 
@@ -135,32 +138,29 @@ def _is_complete(call: Call) -> bool:
     return call.status is CallStatus.OK and call.finish_reason == "stop"
 
 
-def _conversations(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call of each complete conversation, which holds all the messages of the
-    conversation."""
-    continued = {call.parent_id for call in calls if call.link == "extends"}
-    return [call for call in calls if call.call_id not in continued and _is_complete(call)]
+def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
+    """Return the last call of each complete conversation. It contains all messages of the conversation."""
+    extended_ids = {call.parent_id for call in calls if call.link == "extends"}
+    return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 
 
-def _tools(tools: Sequence[Tool]) -> Json:
+def _convert_tools(tools: Sequence[Tool]) -> Json:
     # JSON text, because schemas differ from row to row and a dataset column has one type.
     if not tools:
         return {}
     return {"tools": json.dumps([{"type": "function", "function": dict(tool)} for tool in tools])}
 
 
-def _messages(messages: Sequence[Message]) -> list[Json]:
-    return [_message(message) for message in messages]
+def _convert_messages(messages: Sequence[Message]) -> list[Json]:
+    return [_convert_message(message) for message in messages]
 
 
-def _message(message: Message) -> Json:
+def _convert_message(message: Message) -> Json:
     converted: Json = {"role": message["role"], "content": message["content"]}
-    if "reasoning" in message:
-        converted["reasoning_content"] = message["reasoning"]
-    if "tool_call_id" in message:
-        converted["tool_call_id"] = message["tool_call_id"]
-    if "name" in message:
-        converted["name"] = message["name"]
+    trl_names = {"reasoning": "reasoning_content", "tool_call_id": "tool_call_id", "name": "name"}
+    for name, trl_name in trl_names.items():
+        if name in message:
+            converted[trl_name] = message[name]
     if "tool_calls" in message:
         converted["tool_calls"] = [
             {
@@ -174,7 +174,7 @@ def _message(message: Message) -> Json:
 
 
 def _parse_arguments(text: str) -> Any:
-    """Return the parsed arguments, because chat templates serialize them; invalid JSON stays text."""
+    """Return the parsed arguments, because chat templates serialize them, or the text if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

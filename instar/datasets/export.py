@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,17 +22,16 @@ from instar.errors import ConfigError, DataError
 from instar.store.base import SessionFilter, SessionRecord, Store
 from instar.types import Call, Channel, Feedback, Group, Json, Sample, Session, SessionStatus
 
-PAGE = 256
+SESSIONS_PER_PAGE = 256
 EVERYTHING = SessionFilter()
 
 ProgressCallback = Callable[[int, int], object]
-"""A function that is called with the number of sessions written and their total number."""
+"""Called with the number of sessions that are done and the total number of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportHooks:
-    """Functions of other packages that linearize a session and combine its rewards. The caller passes them
-    in."""
+    """Functions of other packages that build the samples of a session and combine its rewards."""
 
     samples: Callable[[Session, Sequence[Call]], list[Sample]]
     reward: Callable[[SessionRecord], float | None]
@@ -46,8 +46,7 @@ class ExportOptions:
     min_reward: float | None = None
     """The lowest reward of a session in an `sft` export. None means any reward above 0."""
     margin: float = 0.0
-    """The margin of a `dpo` pair: the rewards of its chosen and rejected sessions must differ by more than
-    this."""
+    """The rewards of the chosen and the rejected session of a `dpo` pair must differ by more than this."""
 
     @property
     def tables(self) -> tuple[TableName, ...]:
@@ -62,22 +61,6 @@ class ExportOptions:
         if self.format == "dpo":
             options["dpo_margin"] = self.margin
         return options
-
-
-@dataclass(slots=True)
-class _ExportCounts:
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    versions: set[int] = field(default_factory=set[int])
-
-    def add(self, name: str, number: int = 1) -> None:
-        self.counts[name] = self.counts.get(name, 0) + number
-
-    def count_record(self, record: SessionRecord) -> None:
-        self.add("sessions")
-        self.add("calls", len(record.calls))
-        self.add("sampled_tokens", sum(len(call.sampled_ids) for call in record.calls))
-        for call in record.calls:
-            self.versions.update(np.unique(call.versions).tolist())
 
 
 def check_target(folder: Path) -> None:
@@ -107,56 +90,134 @@ async def export_sessions(
     store_kind: str,
     progress: ProgressCallback | None = None,
 ) -> DatasetManifest:
-    """Write the ended sessions of a run to a folder and return its manifest. The same data always gives the
-    same folder."""
+    """Write the ended sessions of a run to a folder and return its manifest. Two exports of the same data are
+    identical."""
     check_target(folder)
     if options.where.channel is Channel.DATA:
         raise ConfigError(
-            "channel: sessions of the data channel were imported; use the dataset they came from"
+            "channel: sessions of the data channel were imported and cannot be exported; use their dataset"
         )
-    selected = await _select_sessions(store, run_id, options.where)
-    if not selected:
+    sessions = await _select_sessions(store, run_id, options.where)
+    if not sessions:
         raise DataError(f"nothing to export: no session of run {run_id} that has ended matches the filters")
+    export = _Export(store, run_id, sessions, options, hooks, progress)
     with _atomic_folder(folder) as temporary:
-        if options.format in IMPORTABLE_FORMATS:
-            tally, digest = await _write_tables(store, run_id, temporary, selected, options, hooks, progress)
-        else:
-            tally, digest = await _write_conversations(
-                store, run_id, temporary, selected, options, hooks, progress
-            )
+        is_importable = options.format in IMPORTABLE_FORMATS
+        digest = await (export.write_tables if is_importable else export.write_conversations)(temporary)
         run = await store.run(run_id)
         manifest = DatasetManifest(
             format=options.format,
             run=run_id,
             store=store_kind,
             filters=options.describe(),
-            counts=tally.counts,
+            counts=dict(export.counts),
             hash=digest,
             policies=await _read_policies(store, run.policy_id if run else run_id),
-            versions=sorted(version for version in tally.versions if version >= 0),
+            versions=sorted(version for version in export.versions if version >= 0),
             instar=__version__,
         )
         manifest.write(temporary)
     return manifest
 
 
-@dataclass(frozen=True, slots=True)
-class _SelectedSession:
-    session_id: str
-    group_id: str | None
-
-
-async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> list[_SelectedSession]:
-    """Return the sessions in the order in which they were opened, without open and imported sessions."""
-    selected: list[_SelectedSession] = []
-    last = 0
-    while rows := await store.sessions(run_id, where=where, after=last, limit=PAGE):
-        last = rows[-1].seq
+async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> dict[str, str | None]:
+    """Return the group of each session, by session id, in the order in which the sessions were opened. Open
+    and imported sessions are left out."""
+    group_ids: dict[str, str | None] = {}
+    last_seq = 0
+    while rows := await store.sessions(run_id, where=where, after=last_seq, limit=SESSIONS_PER_PAGE):
+        last_seq = rows[-1].seq
         for row in rows:
             session = row.session
             if session.status is not SessionStatus.OPEN and session.channel is not Channel.DATA:
-                selected.append(_SelectedSession(session.session_id, session.group_id))
-    return selected
+                group_ids[session.session_id] = session.group_id
+    return group_ids
+
+
+@dataclass(slots=True)
+class _Export:
+    store: Store
+    run_id: str
+    sessions: dict[str, str | None]
+    """The group of each session, by session id."""
+    options: ExportOptions
+    hooks: ExportHooks
+    progress: ProgressCallback | None
+    counts: Counter[str] = field(default_factory=Counter[str])
+    versions: set[int] = field(default_factory=set[int])
+
+    async def write_tables(self, folder: Path) -> str:
+        """Write the tables and return their content hash."""
+        digest = ContentHash()
+        with WRITERS[self.options.format](folder, self.options.tables) as writer:
+
+            def add(table: TableName, row: ExportRow) -> None:
+                writer.add(table, row, digest.add(table, row))
+
+            for group in await self._read_groups():
+                add("groups", encode_group(group))
+                self.counts["groups"] += 1
+            async for record in read_records(self.store, self.run_id, list(self.sessions), self.progress):
+                row, calls = encode_record(record)
+                add("sessions", row)
+                for call in calls:
+                    add("calls", call)
+                self.counts["sessions"] += 1
+                self.counts["calls"] += len(calls)
+                self.counts["sampled_tokens"] += sum(len(call.sampled_ids) for call in record.calls)
+                for call in record.calls:
+                    self.versions.update(np.unique(call.versions).tolist())
+                if "samples" in self.options.tables:
+                    for sample in build_sample_rows(record, self.hooks):
+                        add("samples", sample)
+                        self.counts["samples"] += 1
+            writer.finish()
+        return digest.hexdigest(*CONTENT_TABLES)
+
+    async def _read_groups(self) -> list[Group]:
+        """Return the groups of the sessions. If there is no filter, groups without sessions are included."""
+        where = self.options.where
+        group_ids = set(self.sessions.values())
+        channels = [where.channel] if where.channel else [c for c in Channel if c is not Channel.DATA]
+        groups = [group for channel in channels for group in await self.store.groups(self.run_id, channel)]
+        return [group for group in groups if where == EVERYTHING or group.group_id in group_ids]
+
+    async def write_conversations(self, folder: Path) -> str:
+        """Write the rows for SFT or DPO and return their content hash."""
+        writer = ConversationWriter(folder)
+        if self.options.format == "sft":
+            async for record in read_records(self.store, self.run_id, list(self.sessions), self.progress):
+                rows = build_sft_rows(record, self.hooks.reward(record), self.options.min_reward)
+                writer.add(**rows)
+                self.counts["sessions"] += any(rows.values())
+                self.counts["rows"] += len(rows["completions"])
+        else:
+            await self._write_pairs(writer)
+        writer.close()
+        if not self.counts["rows"]:
+            raise DataError(_NO_ROWS_ERRORS[self.options.format])
+        return writer.digest
+
+    async def _write_pairs(self, writer: ConversationWriter) -> None:
+        sessions_by_group: dict[str, list[str]] = {}
+        for session_id, group_id in self.sessions.items():
+            if group_id is not None:
+                sessions_by_group.setdefault(group_id, []).append(session_id)
+        for number, session_ids in enumerate(sessions_by_group.values(), 1):
+            records = [record async for record in read_records(self.store, self.run_id, session_ids)]
+            rewarded = [(record, self.hooks.reward(record)) for record in records]
+            pairs = build_dpo_rows(rewarded, self.options.margin)
+            writer.add(pairs=pairs)
+            self.counts["rows"] += len(pairs)
+            if self.progress is not None:
+                self.progress(number, len(sessions_by_group))
+
+
+_NO_ROWS_ERRORS: dict[Any, str] = {
+    "sft": "nothing to export: no session reaches the minimum reward; lower it",
+    "dpo": "nothing to export: no group has two sessions with the same prompt whose rewards differ by more "
+    "than the margin; lower it",
+}
 
 
 async def read_records(
@@ -165,7 +226,7 @@ async def read_records(
     session_ids: Sequence[str],
     progress: ProgressCallback | None = None,
     *,
-    page_size: int = PAGE,
+    page_size: int = SESSIONS_PER_PAGE,
 ) -> AsyncIterator[SessionRecord]:
     """Yield the records in the order of ``session_ids``."""
     feedback = await _read_feedback(store, run_id, session_ids, page_size)
@@ -205,16 +266,6 @@ async def _read_feedback(
     return feedback
 
 
-async def _read_groups(
-    store: Store, run_id: str, selected: Iterable[_SelectedSession], where: SessionFilter
-) -> list[Group]:
-    """Return the groups of the sessions. Without a filter, groups that have no session are included."""
-    group_ids = {session.group_id for session in selected}
-    channels = [where.channel] if where.channel else [c for c in Channel if c is not Channel.DATA]
-    groups = [group for channel in channels for group in await store.groups(run_id, channel)]
-    return [group for group in groups if where == EVERYTHING or group.group_id in group_ids]
-
-
 async def _read_policies(store: Store, policy_id: str) -> list[Json]:
     return [
         {
@@ -226,39 +277,6 @@ async def _read_policies(store: Store, policy_id: str) -> list[Json]:
         }
         for policy, step in await store.published_policies(policy_id)
     ]
-
-
-async def _write_tables(
-    store: Store,
-    run_id: str,
-    folder: Path,
-    selected: Sequence[_SelectedSession],
-    options: ExportOptions,
-    hooks: ExportHooks,
-    progress: ProgressCallback | None,
-) -> tuple[_ExportCounts, str]:
-    tally, digest = _ExportCounts(), ContentHash()
-    with WRITERS[options.format](folder, options.tables) as writer:
-
-        def add(table: TableName, row: ExportRow) -> None:
-            writer.add(table, row, digest.add(table, row))
-
-        for group in await _read_groups(store, run_id, selected, options.where):
-            add("groups", encode_group(group))
-            tally.add("groups")
-        session_ids = [session.session_id for session in selected]
-        async for record in read_records(store, run_id, session_ids, progress):
-            row, calls = encode_record(record)
-            add("sessions", row)
-            for call in calls:
-                add("calls", call)
-            tally.count_record(record)
-            if "samples" in options.tables:
-                for sample in build_sample_rows(record, hooks):
-                    add("samples", sample)
-                    tally.add("samples")
-        writer.finish()
-    return tally, digest.hexdigest(*CONTENT_TABLES)
 
 
 def build_sample_rows(record: SessionRecord, hooks: ExportHooks) -> Iterator[ExportRow]:
@@ -283,46 +301,3 @@ def build_sample_rows(record: SessionRecord, hooks: ExportHooks) -> Iterator[Exp
             "reward": hooks.reward(record),
             "rewards": row["rewards"],
         }
-
-
-async def _write_conversations(
-    store: Store,
-    run_id: str,
-    folder: Path,
-    selected: Sequence[_SelectedSession],
-    options: ExportOptions,
-    hooks: ExportHooks,
-    progress: ProgressCallback | None,
-) -> tuple[_ExportCounts, str]:
-    tally, writer = _ExportCounts(), ConversationWriter(folder)
-    if options.format == "sft":
-        session_ids = [session.session_id for session in selected]
-        async for record in read_records(store, run_id, session_ids, progress):
-            rows = build_sft_rows(record, hooks.reward(record), options.min_reward)
-            writer.add(**rows)
-            tally.add("sessions", bool(any(rows.values())))
-            tally.add("rows", len(rows["completions"]))
-    else:
-        # A pair consists of two sessions of one group.
-        by_group: dict[str, list[str]] = {}
-        for session in selected:
-            if session.group_id is not None:
-                by_group.setdefault(session.group_id, []).append(session.session_id)
-        for number, members in enumerate(by_group.values(), 1):
-            records = [record async for record in read_records(store, run_id, members)]
-            pairs = build_dpo_rows([(record, hooks.reward(record)) for record in records], options.margin)
-            writer.add(pairs=pairs)
-            tally.add("rows", len(pairs))
-            if progress is not None:
-                progress(number, len(by_group))
-    writer.close()
-    if not tally.counts.get("rows"):
-        raise DataError(_NO_ROWS_ERRORS[options.format])
-    return tally, writer.digest
-
-
-_NO_ROWS_ERRORS: dict[Any, str] = {
-    "sft": "nothing to export: no session reaches the minimum reward; lower it",
-    "dpo": "nothing to export: no group has two sessions with the same prompt whose rewards differ by more "
-    "than the margin; lower it",
-}

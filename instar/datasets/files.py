@@ -1,7 +1,8 @@
-"""Write and read the tables as JSON Lines, Parquet, or a Hugging Face `datasets` folder."""
+"""Writers and readers of the exported tables as JSON Lines, Parquet or a Hugging Face `datasets` folder."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,6 @@ from instar.datasets.manifest import Format
 from instar.errors import ConfigError, DataError
 
 ROWS_PER_BATCH = 256
-"""The number of rows that are held in memory before they are written."""
 
 
 class TableWriter(ABC):
@@ -54,9 +54,9 @@ class TableWriter(ABC):
 class JsonlWriter(TableWriter):
     def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         super().__init__(folder, tables)
-        self._opened = ExitStack()
+        self._open_files = ExitStack()
         self._files: dict[TableName, TextIO] = {
-            name: self._opened.enter_context((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
+            name: self._open_files.enter_context((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
             for name in tables
         }
 
@@ -67,7 +67,7 @@ class JsonlWriter(TableWriter):
         self.close()
 
     def close(self) -> None:
-        self._opened.close()
+        self._open_files.close()
 
 
 class ParquetWriter(TableWriter):
@@ -85,16 +85,16 @@ class ParquetWriter(TableWriter):
         pending = self._pending[table]
         pending.append(row)
         if len(pending) >= ROWS_PER_BATCH:
-            self._flush(table)
+            self._write_pending(table)
 
-    def _flush(self, table: TableName) -> None:
+    def _write_pending(self, table: TableName) -> None:
         pending, self._pending[table] = self._pending[table], []
         if pending:
             self._writers[table].write_batch(_make_batch(self._schemas[table], TABLES[table], pending))
 
     def finish(self) -> None:
         for table in self.tables:
-            self._flush(table)
+            self._write_pending(table)
         self.close()
 
     def close(self) -> None:
@@ -126,8 +126,8 @@ WRITERS: dict[Format, type[TableWriter]] = {"jsonl": JsonlWriter, "parquet": Par
 def read_rows(folder: Path, format: Format, table: TableName) -> Iterator[ExportRow]:
     if format == "jsonl":
         return _read_jsonl(folder / f"{table}.jsonl", table)
-    batches = _parquet_batches if format == "parquet" else _arrow_batches
-    return _read_batches(batches(folder, table), table, folder)
+    read_batches = _read_parquet_batches if format == "parquet" else _read_arrow_batches
+    return _read_batches(read_batches(folder, table), table, folder)
 
 
 def _read_jsonl(path: Path, table: TableName) -> Iterator[ExportRow]:
@@ -136,16 +136,16 @@ def _read_jsonl(path: Path, table: TableName) -> Iterator[ExportRow]:
             for number, line in enumerate(lines, 1):
                 yield decode_line(TABLES[table], line, f"{path}, line {number},")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"cannot read {path}: {error}") from error
 
 
-def _parquet_batches(folder: Path, table: TableName) -> Iterator[Any]:
+def _read_parquet_batches(folder: Path, table: TableName) -> Iterator[Any]:
     pq = _import_package("pyarrow.parquet")
     with pq.ParquetFile(folder / f"{table}.parquet") as file:
         yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
 
 
-def _arrow_batches(folder: Path, table: TableName) -> Iterator[Any]:
+def _read_arrow_batches(folder: Path, table: TableName) -> Iterator[Any]:
     # Reads the files directly, so that importing does not need the `datasets` package.
     pa = _import_package("pyarrow")
     state = json.loads((folder / table / "state.json").read_text())
@@ -164,20 +164,18 @@ def _read_batches(batches: Iterator[Any], table: TableName, folder: Path) -> Ite
             for index in range(batch.num_rows):
                 yield {name: values[name][index] for name in columns}
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"the table {table} in {folder} cannot be read: {error}") from error
+        raise DataError(f"cannot read the table {table} in {folder}: {error}") from error
 
 
 def _decode_column(kind: ColumnType, column: Any) -> list[Any]:
     if kind in (ColumnType.IDS, ColumnType.FLOATS):
-        return [_to_array(scalar) for scalar in column]
+        return [
+            scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None for scalar in column
+        ]
     values = column.to_pylist()
     if kind is ColumnType.JSON:
         return [None if text is None else json.loads(text) for text in values]
     return values
-
-
-def _to_array(scalar: Any) -> Any:
-    return scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None
 
 
 def _make_schema(columns: Columns) -> Any:
@@ -207,12 +205,10 @@ def _make_batch(schema: Any, columns: Columns, rows: Sequence[ExportRow]) -> Any
 
 
 def _import_package(name: str) -> Any:
-    import importlib
-
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.split(".")[0]
         raise ConfigError(
-            f"this format needs {package}, which is not installed: pip install 'instar[data]'"
+            f"this format needs the package {package}, which is not installed: pip install 'instar[data]'"
         ) from error

@@ -32,7 +32,7 @@ def verify_content(folder: Path) -> DatasetManifest:
     manifest = read_manifest(folder)
     if manifest.format not in IMPORTABLE_FORMATS:
         raise DataError(
-            f"{folder} is in the {manifest.format} format, which lacks the sampled tokens; only "
+            f"{folder} is in the format {manifest.format}, which lacks the sampled tokens; only "
             f"{', '.join(IMPORTABLE_FORMATS)} can be imported"
         )
     digest = ContentHash()
@@ -42,7 +42,7 @@ def verify_content(folder: Path) -> DatasetManifest:
     if (actual := digest.hexdigest(*CONTENT_TABLES)) != manifest.hash:
         raise DataError(
             f"the content of {folder} does not match its manifest (hash {actual}, expected {manifest.hash}): "
-            "a file was changed or is incomplete; export or copy it again"
+            "a file was changed or is incomplete; export or copy the data again"
         )
     return manifest
 
@@ -57,7 +57,8 @@ def read_sessions(folder: Path, manifest: DatasetManifest) -> Iterator[SessionRe
         call_rows = list(islice(calls, row["calls"]))
         if len(call_rows) != row["calls"]:
             raise DataError(
-                f"session {row['session_id']} has {row['calls']} calls, but the folder holds {len(call_rows)}"
+                f"session {row['session_id']} has {row['calls']} calls, but {folder} contains only "
+                f"{len(call_rows)} of them; export or copy the data again"
             )
         yield decode_record(row, call_rows)
 
@@ -69,10 +70,10 @@ async def import_sessions(
     manifest: DatasetManifest,
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
-    """Import everything into a run, with the original ids, order and arrays, and return the counts.
+    """Import all groups and sessions into a run, with their original ids, and return the counts.
 
-    Sessions and groups that the store already has are skipped if they are identical; a difference raises
-    ConflictError.
+    Sessions and groups that the store already has are skipped if they are identical. Raises ConflictError if
+    they differ.
     """
     total, done, unchanged, added_groups = manifest.counts.get("sessions", 0), 0, 0, 0
     existing: dict[Channel, dict[str, Group]] = {}
@@ -85,7 +86,8 @@ async def import_sessions(
             added_groups += 1
         else:
             _require_same(f"group {group.group_id}", encode_group(stored), encode_group(group), "groups")
-    for records in _batches(read_sessions(folder, manifest), SESSIONS_PER_TRANSACTION):
+    sessions = read_sessions(folder, manifest)
+    while records := list(islice(sessions, SESSIONS_PER_TRANSACTION)):
         new: list[SessionRecord] = []
         for imported in records:
             record = _move_to_run(imported, run_id)
@@ -115,7 +117,7 @@ async def _require_same_session(store: Store, record: SessionRecord) -> None:
     session_id = record.session.session_id
     session = await store.session(session_id)
     assert session is not None
-    (stored,) = [each async for each in read_records(store, session.run_id, [session_id])]
+    (stored,) = [stored async for stored in read_records(store, session.run_id, [session_id])]
     (stored_row, stored_calls), (row, calls) = encode_record(stored), encode_record(record)
     _require_same(f"session {session_id}", stored_row, row, "sessions")
     for stored_call, call in zip(stored_calls, calls, strict=True):
@@ -132,11 +134,6 @@ def _require_same(name: str, stored: ExportRow, imported: ExportRow, table: Tabl
         if encode_line({column: kind}, stored) != encode_line({column: kind}, imported)
     ]
     raise ConflictError(
-        f"{name} is already in the store with different content: {', '.join(differing)} differ. Import into "
-        "the folder of another run"
+        f"{name} is already in the store with different content: {', '.join(differing)} differ. Import the "
+        "data into another run"
     )
-
-
-def _batches(records: Iterator[SessionRecord], size: int) -> Iterator[list[SessionRecord]]:
-    while batch := list(islice(records, size)):
-        yield batch

@@ -18,13 +18,12 @@ VERSION = 1
 
 Format = Literal["jsonl", "parquet", "hf", "sft", "dpo"]
 IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
-"""The formats that hold all recorded data, so that they can be imported."""
+"""The formats that contain all recorded data, so that they can be imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """The manifest of exported data. It contains neither a time nor a path, so that the same data gives the
-    same folder."""
+    """The manifest contains neither a time nor a path, so that two exports of the same data are identical."""
 
     format: Format
     run: str
@@ -54,12 +53,13 @@ def read_manifest(folder: Path) -> DatasetManifest:
     except FileNotFoundError:
         raise DataError(f"{folder} is not an exported folder: it has no {FILE}") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") not in get_args(Format):
         raise DataError(f"{path} is not the manifest of an Instar export")
     if content.get("format_version") != VERSION:
         raise DataError(
-            f"{path} has format version {content.get('format_version')}; this Instar reads version {VERSION}"
+            f"{path} has format version {content.get('format_version')}, but this Instar reads version "
+            f"{VERSION}; export the data again with this Instar"
         )
     try:
         return DatasetManifest(**content)
@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
 
 
 class ContentHash:
-    """Hashes rows in order, table by table. The hash does not depend on the format."""
+    """The hash of the rows of each table, in order. It does not depend on the format of the files."""
 
     def __init__(self) -> None:
         self._tables = {name: hashlib.sha256() for name in TABLES}
@@ -78,9 +78,6 @@ class ContentHash:
         line = encode_line(TABLES[table], row)
         self._tables[table].update(line.encode() + b"\n")
         return line
-
-    def add_text(self, table: TableName, line: str) -> None:
-        self._tables[table].update(line.encode() + b"\n")
 
     def hexdigest(self, *tables: TableName) -> str:
         digest = hashlib.sha256()

@@ -3,116 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from dataclasses import fields
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from instar.datasets.columns import CALLS, SESSIONS, ExportRow, to_id_array
+from instar.column_types import ColumnType, FieldType, get_field_types, is_enum
+from instar.datasets.columns import ExportRow, to_id_array
 from instar.errors import DataError
 from instar.store.base import SessionRecord
-from instar.types import (
-    Call,
-    CallStatus,
-    Channel,
-    Feedback,
-    Group,
-    GroupStatus,
-    Json,
-    Link,
-    Message,
-    Reward,
-    RewardSource,
-    SamplingParams,
-    Score,
-    ScoreState,
-    Session,
-    SessionStatus,
-    Tag,
-    Task,
-    Tool,
-)
+from instar.types import Call, Feedback, Group, Message, Reward, Score, Session, Tag, Task, Tool
+
+T = TypeVar("T", Group, Session, Call, Reward, Score, Tag, Feedback)
 
 
-def encode_group(group: Group) -> ExportRow:
+def _encode_fields(item: Group | Session | Call) -> ExportRow:
+    row: ExportRow = {field.name: getattr(item, field.name) for field in fields(item)}
     return {
-        "group_id": group.group_id,
-        "run_id": group.run_id,
-        "channel": group.channel.value,
-        "index": group.index,
-        "size": group.size,
-        "task_id": group.task.task_id,
-        "task": group.task.data,
-        "status": group.status.value,
-        "reason": group.reason,
-        "created_at": group.created_at,
+        name: msgspec.to_builtins(value) if isinstance(value, Enum | msgspec.Struct) else value
+        for name, value in row.items()
     }
 
 
+def _decode_fields(cls: type[T], row: Mapping[str, Any], **decoded: Any) -> T:
+    """Return the dataclass with the values of the row. Values in ``decoded`` replace those of the row."""
+    values = {
+        name: _decode_value(field_type, row[name])
+        for name, field_type in _get_cached_field_types(cls).items()
+        if name in row and name not in decoded
+    }
+    return cls(**values, **decoded)
+
+
+_get_cached_field_types = cache(get_field_types)
+
+
+def _decode_value(field_type: FieldType, value: Any) -> Any:
+    if value is None:
+        return None
+    if is_enum(field_type.python):
+        return field_type.python(value)
+    if field_type.column is ColumnType.IDS and isinstance(value, list):
+        return to_id_array(cast(list[int], value))
+    if isinstance(field_type.python, type) and issubclass(field_type.python, msgspec.Struct):
+        return msgspec.convert(value, field_type.python)
+    return value
+
+
+def encode_group(group: Group) -> ExportRow:
+    return _encode_fields(group) | {"task_id": group.task.task_id, "task": group.task.data}
+
+
 def decode_group(row: ExportRow) -> Group:
-    return Group(
-        group_id=row["group_id"],
-        run_id=row["run_id"],
-        channel=Channel(row["channel"]),
-        index=row["index"],
-        size=row["size"],
-        task=Task(row["task_id"], row["task"]),
-        status=GroupStatus(row["status"]),
-        reason=row["reason"],
-        created_at=row["created_at"],
-    )
-
-
-# --- sessions -----------------------------------------------------------------------------------
-
-_SESSION_FIELDS = [field.name for field in fields(Session)]
+    return _decode_fields(Group, row, task=Task(row["task_id"], row["task"]))
 
 
 def encode_record(record: SessionRecord) -> tuple[ExportRow, list[ExportRow]]:
     """Return the row of the session and the rows of its calls."""
-    session = record.session
-    row: ExportRow = {name: getattr(session, name) for name in _SESSION_FIELDS}
-    row |= {
-        "channel": session.channel.value,
-        "status": session.status.value,
+    row = _encode_fields(record.session) | {
         "calls": len(record.calls),
         "rewards": [_encode_annotation(reward) for reward in record.rewards],
         "scores": [_encode_annotation(score) for score in record.scores],
         "tags": [_encode_annotation(tag) for tag in record.tags],
-        "feedback": [_encode_feedback(feedback) for feedback in record.feedback],
+        "feedback": [_encode_annotation(feedback) for feedback in record.feedback],
     }
-    assert row.keys() == SESSIONS.keys()
-    by_id = {call.call_id: call for call in record.calls}
-    return row, [_encode_call(call, by_id) for call in record.calls]
+    calls_by_id = {call.call_id: call for call in record.calls}
+    return row, [_encode_call(call, calls_by_id) for call in record.calls]
 
 
-def _encode_annotation(annotation: Reward | Score | Tag | Feedback) -> Json:
-    return {name: value for name, value in asdict(annotation).items() if name != "session_id"}
-
-
-def _encode_feedback(feedback: Feedback) -> Json:
-    ids = feedback.correction_ids
-    return {**_encode_annotation(feedback), "correction_ids": None if ids is None else ids.tolist()}
+def _encode_annotation(annotation: Reward | Score | Tag | Feedback) -> ExportRow:
+    row: ExportRow = {field.name: getattr(annotation, field.name) for field in fields(annotation)}
+    del row["session_id"]
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
 
 
 def _encode_call(call: Call, calls_by_id: Mapping[str, Call]) -> ExportRow:
     base = None
-    if call.base_id is not None:
-        base = calls_by_id.get(call.base_id)
-        if base is None:
-            raise DataError(
-                f"call {call.call_id} is based on call {call.base_id}, which is not in its session "
-                f"{call.session_id}"
-            )
-    row: ExportRow = {name: getattr(call, name) for name in CALLS}
-    return row | {
-        "link": call.link.value,
-        "status": call.status.value,
+    if call.base_id is not None and (base := calls_by_id.get(call.base_id)) is None:
+        raise DataError(
+            f"call {call.call_id} is based on call {call.base_id}, which is not in its session "
+            f"{call.session_id}"
+        )
+    return _encode_fields(call) | {
         "prompt_ids": call.prompt_ids[call.base_tokens :],
         "messages": list(call.messages[call.base_messages :]),
         "tools": None if base is not None and base.tools == call.tools else list(call.tools),
-        "params": msgspec.to_builtins(call.params),
     }
 
 
@@ -123,63 +101,35 @@ def decode_record(row: ExportRow, call_rows: Sequence[ExportRow]) -> SessionReco
     for call_row in call_rows:
         if call_row["session_id"] != session_id:
             raise DataError(
-                f"call {call_row['call_id']} of session {call_row['session_id']} is among the calls of "
-                f"session {session_id}"
+                f"call {call_row['call_id']} belongs to session {call_row['session_id']}, but it is listed "
+                f"with the calls of session {session_id}; export the data again"
             )
         call = _decode_call(call_row, calls_by_id)
         calls_by_id[call.call_id] = call
-    values: ExportRow = {name: row[name] for name in _SESSION_FIELDS}
-    values |= {"channel": Channel(row["channel"]), "status": SessionStatus(row["status"])}
+
+    def decode_annotations(cls: type[T], name: str) -> tuple[T, ...]:
+        return tuple(_decode_fields(cls, values, session_id=session_id) for values in row[name])
+
     return SessionRecord(
-        session=Session(**values),
+        session=_decode_fields(Session, row),
         calls=tuple(calls_by_id.values()),
-        rewards=tuple(
-            _decode_annotation(Reward, session_id, reward, source=RewardSource) for reward in row["rewards"]
-        ),
-        scores=tuple(
-            _decode_annotation(Score, session_id, score, state=ScoreState) for score in row["scores"]
-        ),
-        tags=tuple(_decode_annotation(Tag, session_id, tag) for tag in row["tags"]),
-        feedback=tuple(
-            _decode_annotation(Feedback, session_id, feedback, correction_ids=_decode_ids)
-            for feedback in row["feedback"]
-        ),
+        rewards=decode_annotations(Reward, "rewards"),
+        scores=decode_annotations(Score, "scores"),
+        tags=decode_annotations(Tag, "tags"),
+        feedback=decode_annotations(Feedback, "feedback"),
     )
 
 
-def _decode_ids(value: list[int] | None) -> Any:
-    return None if value is None else to_id_array(value)
-
-
-Annotation = TypeVar("Annotation", Reward, Score, Tag, Feedback)
-
-
-def _decode_annotation(kind: type[Annotation], session_id: str, encoded: Json, **decoders: Any) -> Annotation:
-    values = {name: decoders[name](value) if name in decoders else value for name, value in encoded.items()}
-    return kind(session_id=session_id, **values)
-
-
 def _decode_call(row: ExportRow, calls_by_id: Mapping[str, Call]) -> Call:
-    base = None
+    prompt, messages = row["prompt_ids"], tuple[Message, ...](row["messages"])
+    tools: tuple[Tool, ...] = tuple(row["tools"] or ())
     if row["base_id"] is not None:
         base = calls_by_id.get(row["base_id"])
         if base is None:
             raise DataError(
                 f"call {row['call_id']} is based on call {row['base_id']}, which does not precede it"
             )
-    prompt, messages = row["prompt_ids"], tuple[Message, ...](row["messages"])
-    tools: tuple[Tool, ...] = tuple(row["tools"] or ())
-    if base is not None:
         prompt = np.concatenate([base.sequence[: row["base_tokens"]], prompt])
         messages = (*base.messages, base.reply)[: row["base_messages"]] + messages
         tools = base.tools if row["tools"] is None else tools
-    values: ExportRow = {name: row[name] for name in CALLS}
-    values |= {
-        "link": Link(row["link"]),
-        "status": CallStatus(row["status"]),
-        "prompt_ids": prompt,
-        "messages": messages,
-        "tools": tools,
-        "params": msgspec.convert(row["params"], SamplingParams),
-    }
-    return Call(**values)
+    return _decode_fields(Call, row, prompt_ids=prompt, messages=messages, tools=tools)

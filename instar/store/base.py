@@ -35,7 +35,6 @@ from instar.store.models import (
     feedback_key,
 )
 from instar.store.reader import ReaderPool
-from instar.store.session_records import PutRecords
 from instar.store.writer import Writer
 from instar.types import Call, Group, Session
 
@@ -234,7 +233,7 @@ class Store:
     async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
         """Store all of the imported sessions and groups, or none. Raises ConflictError if the id of a session
         or group, or of anything in it, is taken."""
-        await self.write(PutRecords(groups, records))
+        await self.write(call_queries.PutRecords(groups, records))
 
     # rewards and other annotations
     add_rewards = _Write(session_queries.add_rewards)

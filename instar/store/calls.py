@@ -1,13 +1,14 @@
-"""Queries for calls."""
+"""Queries for calls, and the write that stores imported sessions."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from instar.errors import StoreError
+from instar.errors import ConflictError, StoreError
+from instar.store import annotations, sessions
 from instar.store.call_rows import (
     DELTA_COLUMNS,
     BaseCallSummary,
@@ -19,11 +20,11 @@ from instar.store.call_rows import (
 )
 from instar.store.codec import DatabaseRow, load_message, sanitize_text
 from instar.store.database import Database
-from instar.store.models import CallDelta
+from instar.store.models import CallDelta, SessionRecord
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
 from instar.store.writer import BatchableWrite
-from instar.types import Call, Channel, Session, SessionStatus, Tool
+from instar.types import Call, Channel, Group, Session, SessionStatus, Tool
 
 # A call and all of its base calls, the root first.
 _CHAIN = """
@@ -73,8 +74,8 @@ class BaseCallCache:
         """Add calls that have been committed."""
         if len(self._summaries) > self.max_size:
             self._summaries.clear()  # summaries still in use are read from the database once more
-        for call in calls:
-            self._summaries[call.call_id] = call.base_summary
+        for encoded in calls:
+            self._summaries[encoded.call.call_id] = encoded.summary
 
 
 class AddCalls(BatchableWrite):
@@ -110,65 +111,96 @@ class AddCalls(BatchableWrite):
         self._write(db, [self, *others], check=bool(db.for_update))
 
     def write_single(self, db: Database, others: Sequence[AddCalls]) -> bool:
-        works = (self, *others)
-        if any(work._opening is not None for work in works):
+        writes = (self, *others)
+        if any(write._opening is not None for write in writes):
             return False
-        calls = [call for work in works for call in work._calls]
-        for call in calls:
-            if (base_id := call.base_id) is not None:
+        calls = [call for write in writes for call in write._calls]
+        for encoded in calls:
+            if (base_id := encoded.call.base_id) is not None:
                 if (base := self._bases.get(base_id)) is None:
                     return False
-                check_base(call, base)
+                check_base(encoded, base)
         # If a session or its tools are missing, the foreign keys reject the statement.
-        return db.insert_autocommit(CALLS, [call.values for call in calls])
+        return db.insert_autocommit(CALLS, [encoded.values for encoded in calls])
 
     @staticmethod
-    def _write(db: Database, works: Sequence[AddCalls], *, check: bool) -> None:
-        calls = [call for work in works for call in work._calls]
-        openings = [work._opening for work in works if work._opening is not None]
+    def _write(db: Database, writes: Sequence[AddCalls], *, check: bool) -> None:
+        calls = [encoded for write in writes for encoded in write._calls]
+        openings = [write._opening for write in writes if write._opening is not None]
         db.insert(SESSIONS, [SESSIONS.values(row) for row in openings])
         if check:
             _lock_sessions(db, calls, {row["session_id"] for row in openings})
-        _check_bases(db, calls, works[0]._bases)
-        for tools in sorted({call.tools for call in calls if call.tools is not None}):
+        _check_bases(db, calls, writes[0]._bases)
+        for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
-        db.insert(CALLS, [call.values for call in calls])
+        db.insert(CALLS, [encoded.values for encoded in calls])
 
 
 def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
     """Lock the sessions of the calls, so that the calls of each session are numbered in commit order."""
-    session_ids = {call.session_id for call in calls} - opened
+    call_ids = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
+    session_ids = sorted(call_ids.keys() - opened)
     if not session_ids:
         return
     rows = db.execute(
         f"SELECT session_id FROM sessions WHERE session_id IN ({db.json_texts.format('?')}) "
         f"ORDER BY session_id{db.for_update}",
-        (json.dumps(sorted(session_ids)),),
+        (json.dumps(session_ids),),
     )
-    if missing := session_ids - {row["session_id"] for row in rows}:
-        call = next(call for call in calls if call.session_id in missing)
-        raise StoreError(f"Call {call.call_id}: there is no session {call.session_id}.")
+    if missing := set(session_ids) - {row["session_id"] for row in rows}:
+        session_id = min(missing)
+        raise StoreError(f"Call {call_ids[session_id]} cannot be stored: there is no session {session_id}.")
 
 
-def _check_bases(db: Database, calls: Sequence[EncodedCall], known: BaseCallCache) -> None:
-    unknown = {
-        base_id for call in calls if (base_id := call.base_id) is not None and known.get(base_id) is None
-    }
-    summaries = _read_summaries(db, sorted(unknown)) if unknown else {}
-    for call in calls:
-        if (base_id := call.base_id) is not None:
-            check_base(call, summaries.get(base_id) or known.get(base_id))
+def _check_bases(db: Database, calls: Sequence[EncodedCall], cache: BaseCallCache) -> None:
+    base_ids = {encoded.call.base_id for encoded in calls} - {None}
+    unknown = sorted(base_id for base_id in base_ids if base_id is not None and cache.get(base_id) is None)
+    summaries = _read_summaries(db, unknown) if unknown else {}
+    for encoded in calls:
+        if (base_id := encoded.call.base_id) is not None:
+            check_base(encoded, summaries.get(base_id) or cache.get(base_id))
         if unknown:  # this call may be the base of a later one
-            summaries.setdefault(call.call_id, call.base_summary)
+            summaries.setdefault(encoded.call.call_id, encoded.summary)
 
 
 def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
-
     # All in one row: fetching a row releases the interpreter lock, which a busy event loop gives back late.
     columns = db.json_rows.format(", ".join(("call_id", *BaseCallSummary._fields)))
     sql = f"SELECT {columns} AS summaries FROM calls WHERE call_id IN ({db.json_texts.format('?')})"
     rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["summaries"])
     return {call_id: BaseCallSummary._make(summary) for call_id, *summary in rows}
+
+
+class PutRecords:
+    """Writes imported groups and sessions."""
+
+    def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
+        self._groups = groups
+        self._records = records
+        self._calls = [
+            AddCalls(record.calls, record.session, None, {}, BaseCallCache()) for record in records
+        ]
+        for calls in self._calls:
+            calls.prepare()
+
+    def __call__(self, db: Database) -> None:
+        for group in self._groups:
+            sessions.open_group(db, group)
+        for record, calls in zip(self._records, self._calls, strict=True):
+            calls(db)
+            _add_annotations(db, record)
+
+
+def _add_annotations(db: Database, record: SessionRecord) -> None:
+    for reward in record.rewards:
+        if sessions.reward_exists(db, reward.reward_id):
+            raise ConflictError(f"Reward {reward.reward_id} of session {reward.session_id} already exists.")
+    sessions.add_rewards(db, record.rewards)
+    annotations.record_scores(db, record.scores, [])
+    annotations.add_tags(db, record.tags)
+    for feedback in record.feedback:
+        if not annotations.add_feedback(db, feedback):
+            raise ConflictError(f"Feedback {feedback.feedback_id} already exists.")
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -180,60 +212,57 @@ class FetchedCalls:
 
     rows: list[DatabaseRow]
     call_ids: list[str]
-    tools: dict[str, str] = field(default_factory=dict[str, str])
+    tools: dict[str, str]
 
     def decode(self) -> list[Call]:
-        return decode_calls(self.rows, self.tools, self.call_ids)
+        return decode_calls(self.rows, self._decode_tools(), self.call_ids)
 
     def decode_deltas(self) -> list[CallDelta]:
-        tools: dict[str, tuple[Tool, ...]] = {
-            key: tuple(load_message(body)) for key, body in self.tools.items()
-        }
+        tools = self._decode_tools()
         return [decode_delta(row, tools) for row in self.rows]
+
+    def _decode_tools(self) -> dict[str, tuple[Tool, ...]]:
+        return {key: tuple(load_message(body)) for key, body in self.tools.items()}
 
 
 def fetch_call(db: Database, call_id: str) -> FetchedCalls:
     rows = db.execute(_CHAIN, (sanitize_text(call_id),)).fetchall()
-    return _with_tools(db, FetchedCalls(rows, [call_id] if rows else []))
+    return FetchedCalls(rows, [call_id] if rows else [], _fetch_tools(db, rows))
 
 
 def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
     """Return the rows of the calls with one of these values in ``column``, and the rows of their base
     calls."""
     marks = ", ".join("?" * len(values))
-    own = db.execute(
+    own_rows = db.execute(
         f"SELECT * FROM calls WHERE {column} IN ({marks}) ORDER BY seq",
         [sanitize_text(value) for value in values],
     ).fetchall()
-    own_ids = {row["call_id"] for row in own}
-    outside: dict[str, DatabaseRow] = {}
-    for base_id in {row["base_id"] for row in own} - own_ids - {None}:
+    own_ids = {row["call_id"] for row in own_rows}
+    base_rows: dict[str, DatabaseRow] = {}
+    for base_id in {row["base_id"] for row in own_rows} - own_ids - {None}:
         for row in db.execute(_CHAIN, (base_id,)):
             if row["call_id"] not in own_ids:
-                outside.setdefault(row["call_id"], row)
+                base_rows.setdefault(row["call_id"], row)
     # A base is committed before the calls that extend it, so commit order is right for every chain.
-    rows = sorted([*outside.values(), *own], key=lambda row: int(row["seq"])) if outside else own
-    return _with_tools(db, FetchedCalls(rows, [row["call_id"] for row in own]))
+    rows = own_rows
+    if base_rows:
+        rows = sorted([*base_rows.values(), *own_rows], key=lambda row: int(row["seq"]))
+    return FetchedCalls(rows, [row["call_id"] for row in own_rows], _fetch_tools(db, rows))
 
 
 def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:
     rows = db.execute(
         f"SELECT {DELTA_COLUMNS} FROM calls WHERE session_id = ? ORDER BY seq", (session_id,)
     ).fetchall()
-    fetched = FetchedCalls(rows, [])
-    _add_tools(db, fetched, [row for row in rows if row["messages"] is not None])
-    return fetched
+    return FetchedCalls(rows, [], _fetch_tools(db, [row for row in rows if row["messages"] is not None]))
 
 
-def _with_tools(db: Database, fetched: FetchedCalls) -> FetchedCalls:
-    _add_tools(db, fetched, fetched.rows)
-    return fetched
-
-
-def _add_tools(db: Database, fetched: FetchedCalls, rows: Iterable[DatabaseRow]) -> None:
-    for digest in {row["tools_hash"] for row in rows} - {None}:
-        body = db.execute("SELECT body FROM tools WHERE hash = ?", (digest,)).fetchone()
-        fetched.tools[digest] = body["body"]
+def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
+    """Return the bodies of the calls' tools, by hash."""
+    sql = "SELECT body FROM tools WHERE hash = ?"
+    hashes = {row["tools_hash"] for row in rows} - {None}
+    return {digest: db.execute(sql, (digest,)).fetchone()["body"] for digest in hashes}
 
 
 def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:

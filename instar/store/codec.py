@@ -62,6 +62,8 @@ def pack_runs(values: Ids) -> bytes:
 
 def unpack_runs(data: bytes) -> Ids:
     runs = np.frombuffer(data, _INT).reshape(-1, 2)
+    if len(runs) == 1:  # the usual case, faster than `repeat`
+        return np.full(runs[0, 1], runs[0, 0], np.int32)
     return np.repeat(runs[:, 0], runs[:, 1]).astype(np.int32)
 
 

@@ -1,7 +1,8 @@
 """Creation of a store file from `schema`, and migration of an older file to the current version.
 
-``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. A released migration is never edited.
-tests/unit/store/fixtures has a file of every released version to test the migrations on.
+``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. New columns, tables and indexes are
+taken from `schema`, so their declarations do not change after a release. tests/unit/store/fixtures has a
+file of every released version to test the migrations on.
 """
 
 from __future__ import annotations
@@ -13,69 +14,30 @@ from pathlib import Path
 
 from instar.errors import StoreError, StoreNewer
 from instar.store.schema import APPLICATION_ID, TABLES, VERSION
-from instar.store.schema_indexes import INDEXES, TRIGGERS
+from instar.store.schema_indexes import INDEXES, INDEXES_BY_VERSION, TRIGGERS
 from instar.store.sqlite_database import BUSY_TIMEOUT, SqliteDatabase, corrupt_file_error, is_busy
 
+
+def _migrate_to(version: int, *statements: str) -> tuple[str, ...]:
+    """Return the statements for the columns and tables added in this version, then ``statements``, then those
+    for the indexes."""
+    changes = [statement for table in TABLES for statement in table.migrate_sql(version)]
+    return (*changes, *statements, *INDEXES_BY_VERSION.get(version, ()))
+
+
 MIGRATIONS: Mapping[int, Sequence[str]] = {
-    1: (
-        "ALTER TABLE sessions ADD COLUMN external_id TEXT",
-        "ALTER TABLE calls ADD COLUMN model TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE calls ADD COLUMN client_key TEXT",
-        "ALTER TABLE calls ADD COLUMN digests BLOB NOT NULL DEFAULT x''",
-        "ALTER TABLE calls ADD COLUMN tail_key BLOB",
-        "ALTER TABLE groups ADD COLUMN claimed_epoch INTEGER NOT NULL DEFAULT -1",
+    1: _migrate_to(
+        2,
         "UPDATE groups SET claimed_epoch = COALESCE((SELECT MAX(epoch) FROM claims "
         "WHERE claims.group_id = groups.group_id AND claims.run_id = groups.run_id), -1)",
-        "CREATE TABLE keys (key_hash TEXT PRIMARY KEY, kind TEXT NOT NULL, agent_id TEXT, "
-        "name TEXT NOT NULL, created_at REAL NOT NULL, revoked_at REAL)",
-        "CREATE TABLE secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL)",
-        "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
-        "CREATE INDEX sessions_by_external ON sessions (run_id, agent_id, external_id) "
-        "WHERE external_id IS NOT NULL",
-        "DROP INDEX calls_by_session",
-        "CREATE INDEX calls_by_session ON calls (session_id, ended_at, sampled_tokens)",
-        "CREATE INDEX calls_by_request ON calls (request_id)",
-        "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
-        "CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_at IS NULL AND name != ''",
+        "DROP INDEX IF EXISTS calls_by_session",
     ),
-    2: (
-        "CREATE TABLE leases (run_id TEXT NOT NULL, name TEXT NOT NULL, lease INTEGER NOT NULL, "
-        "PRIMARY KEY (run_id, name))",
-    ),
-    3: (
-        "ALTER TABLE rewards ADD COLUMN reward_id TEXT",
-        "ALTER TABLE rewards ADD COLUMN scorer_version TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE rewards ADD COLUMN cost REAL NOT NULL DEFAULT 0",
-        "ALTER TABLE sessions ADD COLUMN reward REAL",
+    2: _migrate_to(3),
+    3: _migrate_to(
+        4,
         "UPDATE sessions SET reward = (SELECT value FROM rewards "
         "WHERE rewards.session_id = sessions.session_id AND call_id IS NULL ORDER BY seq DESC LIMIT 1)",
-        "CREATE TABLE scores (session_id TEXT NOT NULL REFERENCES sessions (session_id), "
-        "scorer TEXT NOT NULL, run_id TEXT NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, "
-        "reason TEXT, created_at REAL NOT NULL, PRIMARY KEY (session_id, scorer))",
-        "CREATE TABLE tags (session_id TEXT NOT NULL REFERENCES sessions (session_id), name TEXT NOT NULL, "
-        "run_id TEXT NOT NULL, value TEXT NOT NULL, reason TEXT NOT NULL, author TEXT NOT NULL, "
-        "created_at REAL NOT NULL, PRIMARY KEY (session_id, name))",
-        "CREATE TABLE feedback (seq INTEGER PRIMARY KEY, feedback_id TEXT NOT NULL UNIQUE, "
-        "session_id TEXT NOT NULL REFERENCES sessions (session_id), run_id TEXT NOT NULL, call_id TEXT, "
-        "thumbs INTEGER, score REAL, text TEXT NOT NULL, correction TEXT, correction_ids BLOB, "
-        "author TEXT NOT NULL, created_at REAL NOT NULL)",
-        "CREATE TABLE judgments (key BLOB PRIMARY KEY, run_id TEXT NOT NULL, answer TEXT NOT NULL, "
-        "cost REAL NOT NULL, created_at REAL NOT NULL)",
-        "CREATE TABLE datasets (name TEXT NOT NULL, version INTEGER NOT NULL, path TEXT NOT NULL, "
-        "hash TEXT NOT NULL, manifest TEXT NOT NULL, created_at REAL NOT NULL, PRIMARY KEY (name, version))",
-        "DROP INDEX sessions_by_run",
-        "CREATE INDEX sessions_by_run ON sessions "
-        "(run_id, channel, status, seq, created_at, reward, agent_id)",
-        "CREATE INDEX sessions_by_reward ON sessions (run_id, reward) WHERE reward IS NOT NULL",
-        "CREATE INDEX sessions_by_time ON sessions (run_id, created_at)",
-        "CREATE INDEX sessions_by_task ON sessions (run_id, task_id) WHERE task_id IS NOT NULL",
-        "CREATE INDEX rewards_by_scorer ON rewards (run_id, source, scorer)",
-        "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
-        "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
-        "CREATE INDEX tags_by_name ON tags (run_id, name, value)",
-        "CREATE INDEX feedback_by_session ON feedback (session_id)",
-        "CREATE INDEX feedback_by_run ON feedback (run_id)",
-        "CREATE INDEX judgments_by_run ON judgments (run_id)",
+        "DROP INDEX IF EXISTS sessions_by_run",
     ),
 }
 

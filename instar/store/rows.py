@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from instar.column_types import ColumnType, FieldType, get_field_types, is_enum
 from instar.errors import StoreError
-from instar.store.codec import DatabaseRow, dump_json, load_json, pack_ids, sanitize_text, unpack_ids
+from instar.store.codec import (
+    DatabaseRow,
+    dump_json,
+    dump_message,
+    load_json,
+    load_message,
+    pack_floats,
+    pack_ids,
+    sanitize_text,
+    unpack_floats,
+    unpack_ids,
+)
+from instar.store.database import Database, Values
 from instar.store.models import DatasetRow, KeyRow, Run
 from instar.types import (
     Artifact,
-    Channel,
     Claim,
     Endpoint,
     Feedback,
     Group,
-    GroupStatus,
-    Ids,
     Json,
     Policy,
     Reward,
@@ -34,7 +44,9 @@ from instar.types import (
 )
 
 T = TypeVar("T")
-Convert = Callable[[Any], Any]
+Converter = Callable[[Any], Any]
+Converters = tuple[Converter, Converter]
+"""The functions that encode and decode the values of a column."""
 
 
 class RowMapping(Generic[T]):
@@ -42,53 +54,88 @@ class RowMapping(Generic[T]):
 
     Enums, JSON objects and arrays are converted according to the type of their field. ``text`` lists the
     fields with text that may not be valid UTF-8. ``default_now`` is the timestamp field in which 0 is
-    replaced with the current time.
+    replaced with the current time. ``excluded`` fields are not converted; `decode` takes their values from
+    the caller. ``converters`` are pairs of functions that encode and decode a field.
     """
 
-    def __init__(self, cls: type[T], *, text: Sequence[str] = (), default_now: str | None = None) -> None:
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # T is a dataclass
-        hints = get_type_hints(cls)
+    def __init__(
+        self,
+        cls: type[T],
+        *,
+        text: Sequence[str] = (),
+        default_now: str | None = None,
+        excluded: Sequence[str] = (),
+        converters: Mapping[str, Converters] | None = None,
+    ) -> None:
+        types = {name: type for name, type in get_field_types(cls).items() if name not in excluded}
+        self.names = list(types)
+        self.encoders: dict[str, Converter] = dict.fromkeys(text, sanitize_text)
         self._cls = cls
-        self._names = names
-        self._values: Callable[[T], tuple[Any, ...]] = attrgetter(*names)
-        self._encoders: list[tuple[str, Convert]] = [(name, sanitize_text) for name in text]
-        self._decoders: list[tuple[str, Convert]] = []
-        for name in names:
-            encode, decode = _converters(hints[name])
-            if encode is not None and decode is not None:
-                self._encoders.append((name, encode))
-                self._decoders.append((name, decode))
+        self._get_values: Callable[[T], tuple[Any, ...]] = attrgetter(*types)
+        self._decoders: dict[str, Converter] = {}
+        defaults = {name: make_converters(field_type) for name, field_type in types.items()}
+        for name, pair in {**defaults, **(converters or {})}.items():
+            if pair is not None:
+                self.encoders[name], self._decoders[name] = pair
         if default_now is not None:
-            self._encoders.append((default_now, lambda value: value or time.time()))
+            self.encoders[default_now] = lambda timestamp: timestamp or time.time()
 
     def encode(self, item: T) -> dict[str, Any]:
-        row = dict(zip(self._names, self._values(item), strict=True))
-        for name, convert in self._encoders:
+        row = dict(zip(self.names, self._get_values(item), strict=True))
+        for name, convert in self.encoders.items():
             row[name] = convert(row[name])
         return row
 
-    def decode(self, row: DatabaseRow) -> T:
-        values = {name: row[name] for name in self._names}
-        for name, convert in self._decoders:
+    def decode(self, row: DatabaseRow, **excluded: Any) -> T:
+        values = {name: row[name] for name in self.names}
+        for name, convert in self._decoders.items():
             values[name] = convert(values[name])
+        values |= excluded
         return self._cls(**values)
 
+    def select(self, db: Database, sql: str, values: Values = ()) -> list[T]:
+        return [self.decode(row) for row in db.execute(sql, values)]
 
-def _converters(hint: Any) -> tuple[Convert | None, Convert | None]:
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return attrgetter("value"), hint
-    if hint == Json:
-        return lambda value: dump_json(value) if value else "{}", load_json
-    if hint == Ids | None:
-        return _or_none(pack_ids), _or_none(unpack_ids)
-    return None, None
+    def select_one(self, db: Database, sql: str, values: Values) -> T | None:
+        row = db.execute(sql, values).fetchone()
+        return self.decode(row) if row else None
 
 
-def _or_none(convert: Convert) -> Convert:
-    return lambda value: None if value is None else convert(value)
+def make_converters(field_type: FieldType) -> Converters | None:
+    """Return the functions that encode and decode a field's values, or None if they are stored unchanged."""
+    converters = _make_converters(field_type)
+    if converters is None or not field_type.is_optional:
+        return converters
+    encode, decode = converters
+    return (
+        lambda value: None if value is None else encode(value),
+        lambda value: None if value is None else decode(value),
+    )
+
+
+def _make_converters(field_type: FieldType) -> Converters | None:
+    python_type = field_type.python
+    if is_enum(python_type):
+        return attrgetter("_value_"), python_type  # much faster than `value`, which is a Python property
+    match field_type.column:
+        case ColumnType.BOOL:
+            return int, bool
+        case ColumnType.IDS:
+            return pack_ids, unpack_ids
+        case ColumnType.FLOATS:
+            return pack_floats, unpack_floats
+        case ColumnType.JSON if python_type == Json:
+            return lambda value: dump_json(value) if value else "{}", load_json
+        case ColumnType.JSON if isinstance(python_type, type) and issubclass(python_type, msgspec.Struct):
+            return dump_message, msgspec.json.Decoder(python_type).decode
+        case ColumnType.JSON:
+            return dump_message, load_message
+        case _:
+            return None
 
 
 RUN_ROWS = RowMapping(Run, text=["reason"])
+GROUP_ROWS = RowMapping(Group, text=["reason"], default_now="created_at", excluded=["index", "task"])
 SESSION_ROWS = RowMapping(Session, text=["reason", "external_id"], default_now="created_at")
 REWARD_ROWS = RowMapping(Reward, default_now="created_at")
 SCORE_ROWS = RowMapping(Score, text=["reason"], default_now="created_at")
@@ -103,31 +150,16 @@ DATASET_ROWS = RowMapping(DatasetRow, default_now="created_at")
 
 def encode_group(group: Group) -> dict[str, Any]:
     return {
-        "group_id": group.group_id,
-        "run_id": group.run_id,
-        "channel": group.channel.value,
+        **GROUP_ROWS.encode(group),
         "idx": group.index,
-        "size": group.size,
         "task_id": group.task.task_id,
         "task_data": dump_json(group.task.data),
-        "status": group.status.value,
-        "reason": sanitize_text(group.reason),
-        "created_at": group.created_at or time.time(),
     }
 
 
 def decode_group(row: DatabaseRow) -> Group:
-    return Group(
-        group_id=row["group_id"],
-        run_id=row["run_id"],
-        channel=Channel(row["channel"]),
-        index=row["idx"],
-        size=row["size"],
-        task=Task(row["task_id"], load_json(row["task_data"])),
-        status=GroupStatus(row["status"]),
-        reason=row["reason"],
-        created_at=row["created_at"],
-    )
+    task = Task(row["task_id"], load_json(row["task_data"]))
+    return GROUP_ROWS.decode(row, index=row["idx"], task=task)
 
 
 def encode_session(session: Session, key_hash: str | None) -> dict[str, Any]:

@@ -1,14 +1,19 @@
-"""The tables of the SQLite store, with each column declared once. `migrations` updates older files.
+"""The tables of the SQLite store. `migrations` updates older files.
 
-Wide blobs come after the narrow columns, so that reading the narrow columns does not touch the blobs. Columns
-added by a later version come last, where a migration adds them.
+A table of dataclasses has the columns of their fields. Wide blobs come after the narrow columns, so that
+reading the narrow columns does not touch the blobs. Columns added by a later version come last, where a
+migration adds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+from instar.column_types import ColumnType, get_field_types
+from instar.store.models import DatasetRow, KeyRow, Run
+from instar.types import Call, Claim, Endpoint, Step
 
 VERSION = 4
 """The schema's version, stored in ``PRAGMA user_version``. Increment it with every change to the declarations
@@ -18,21 +23,33 @@ APPLICATION_ID = 0x494E5354
 """The text ``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Table:
     name: str
-    columns: dict[str, str]
+    columns: Mapping[str, str]
     """SQL type and constraints by column name, in order."""
     constraints: tuple[str, ...] = ()
     generated: tuple[str, ...] = ()
     """Columns that the database fills in, so that no values are inserted."""
+    added_in: int = 1
+    """The schema version that added the table."""
+    later_columns: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The schema version that added a column, by column name, if the table is older than the column."""
 
     @property
     def create_sql(self) -> str:
         lines = [f"{name} {declaration}" for name, declaration in self.columns.items()]
         return f"CREATE TABLE {self.name} (\n  " + ",\n  ".join([*lines, *self.constraints]) + "\n)"
 
-    @property
+    def migrate_sql(self, version: int) -> list[str]:
+        """Return the statements that update the table from the preceding schema version to ``version``."""
+        if self.added_in == version:
+            columns = {name: sql for name, sql in self.columns.items() if name not in self.later_columns}
+            return [Table(self.name, columns, self.constraints).create_sql]
+        added = [name for name, added_in in self.later_columns.items() if added_in == version]
+        return [f"ALTER TABLE {self.name} ADD COLUMN {name} {self.columns[name]}" for name in added]
+
+    @cached_property
     def insert_columns(self) -> tuple[str, ...]:
         return tuple(name for name in self.columns if name not in self.generated)
 
@@ -40,6 +57,22 @@ class Table:
     def insert_sql(self) -> str:
         values = ", ".join(f":{name}" for name in self.insert_columns)
         return f"INSERT INTO {self.name} ({', '.join(self.insert_columns)}) VALUES ({values})"
+
+    @property
+    def insert_for_session_sql(self) -> str:
+        """An INSERT of a row that belongs to a session and has the session's run, agent and policy. No row is
+        inserted if the session does not exist."""
+        inherited = ("session_id", "run_id", "agent_id", "policy_id")
+        values = ", ".join(name if name in inherited else f":{name}" for name in self.insert_columns)
+        return (
+            f"INSERT INTO {self.name} ({', '.join(self.insert_columns)}) SELECT {values} "
+            "FROM sessions WHERE session_id = :session_id"
+        )
+
+    def on_conflict_update(self, *keys: str) -> str:
+        """Return the clause of an INSERT that replaces the existing row with the same keys."""
+        updates = ", ".join(f"{name} = excluded.{name}" for name in self.insert_columns if name not in keys)
+        return f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
 
     def insert_many_sql(self, count: int) -> str:
         """Return an INSERT of ``count`` rows, with the values in the order of `insert_columns`."""
@@ -64,17 +97,28 @@ INTEGER = "INTEGER NOT NULL"
 REAL = "REAL NOT NULL"
 BLOB = "BLOB NOT NULL"
 
-RUNS = Table(
-    "runs",
-    {
-        "run_id": "TEXT PRIMARY KEY",
-        "policy_id": TEXT,
-        "config": TEXT,
-        "status": TEXT,
-        "reason": "TEXT",
-        "created_at": REAL,
-    },
-)
+_SQL_TYPES = {
+    ColumnType.TEXT: "TEXT",
+    ColumnType.INT: "INTEGER",
+    ColumnType.REAL: "REAL",
+    ColumnType.BOOL: "INTEGER",
+    ColumnType.IDS: "BLOB",
+    ColumnType.FLOATS: "BLOB",
+    ColumnType.JSON: "TEXT",
+    ColumnType.BYTES: "BLOB",
+}
+
+
+def _sql_columns(cls: type, *names: str) -> dict[str, str]:
+    """Return the SQL types of these fields of a dataclass, by default of all fields."""
+    types = get_field_types(cls)
+    return {
+        name: _SQL_TYPES[types[name].column] + ("" if types[name].is_optional else " NOT NULL")
+        for name in names or types
+    }
+
+
+RUNS = Table("runs", _sql_columns(Run) | {"run_id": "TEXT PRIMARY KEY"})
 
 GROUPS = Table(
     "groups",
@@ -98,6 +142,7 @@ GROUPS = Table(
         "claimed_epoch": "INTEGER NOT NULL DEFAULT -1",
     },
     generated=("seq", "consumed", "claimed_epoch"),
+    later_columns={"claimed_epoch": 2},
 )
 
 SESSIONS = Table(
@@ -126,6 +171,7 @@ SESSIONS = Table(
         "reward": "REAL",
     },
     generated=("seq", "reward"),
+    later_columns={"external_id": 2, "reward": 4},
 )
 
 TOOLS = Table("tools", {"hash": "TEXT PRIMARY KEY", "body": TEXT})
@@ -136,38 +182,19 @@ CALLS = Table(
         "seq": ROW_NUMBER,
         "call_id": "TEXT NOT NULL UNIQUE",
         "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
-        "run_id": TEXT,
-        "agent_id": TEXT,
-        "policy_id": TEXT,
-        "request_id": TEXT,
-        "parent_id": "TEXT",
-        "link": TEXT,
-        "base_id": "TEXT",
-        "base_tokens": INTEGER,
-        "base_messages": INTEGER,
+        **_sql_columns(Call, "run_id", "agent_id", "policy_id", "request_id", "parent_id", "link"),
+        **_sql_columns(Call, "base_id", "base_tokens", "base_messages"),
         # Checksums of the prompt and of prompt + sampled tokens; a rebuilt call is verified against them.
         "prompt_tokens": INTEGER,
         "prompt_crc": INTEGER,
         "sampled_tokens": INTEGER,
         "sequence_crc": INTEGER,
         "message_count": INTEGER,
-        "status": TEXT,
-        "trainable": INTEGER,
-        "reason": "TEXT",
-        "finish_reason": TEXT,
-        "dialect": TEXT,
-        "params": TEXT,
-        "started_at": REAL,
-        "first_token_at": "REAL",
-        "ended_at": REAL,
+        **_sql_columns(Call, "status", "trainable", "reason", "finish_reason", "dialect", "params"),
+        **_sql_columns(Call, "started_at", "first_token_at", "ended_at"),
         "tools_hash": "TEXT REFERENCES tools (hash)",
-        "versions": BLOB,
-        "prompt_ids": BLOB,
-        "sampled_ids": BLOB,
-        "logprobs": BLOB,
-        "behavior_logprobs": "BLOB",
-        "messages": TEXT,
-        "reply": TEXT,
+        **_sql_columns(Call, "versions", "prompt_ids", "sampled_ids", "logprobs", "behavior_logprobs"),
+        **_sql_columns(Call, "messages", "reply"),
         "model": "TEXT NOT NULL DEFAULT ''",
         "client_key": "TEXT",
         "digests": "BLOB NOT NULL DEFAULT x''",
@@ -175,6 +202,7 @@ CALLS = Table(
         "tail_key": "BLOB",
     },
     generated=("seq",),
+    later_columns={"model": 2, "client_key": 2, "digests": 2, "tail_key": 2},
 )
 
 REWARDS = Table(
@@ -196,6 +224,7 @@ REWARDS = Table(
         "cost": "REAL NOT NULL DEFAULT 0",
     },
     generated=("seq",),
+    later_columns={"reward_id": 4, "scorer_version": 4, "cost": 4},
 )
 
 SCORES = Table(
@@ -210,6 +239,7 @@ SCORES = Table(
         "created_at": REAL,
     },
     constraints=("PRIMARY KEY (session_id, scorer)",),
+    added_in=4,
 )
 
 TAGS = Table(
@@ -224,6 +254,7 @@ TAGS = Table(
         "created_at": REAL,
     },
     constraints=("PRIMARY KEY (session_id, name)",),
+    added_in=4,
 )
 
 FEEDBACK = Table(
@@ -243,25 +274,18 @@ FEEDBACK = Table(
         "created_at": REAL,
     },
     generated=("seq",),
+    added_in=4,
 )
 
 # A judge's answers, keyed by the question, so that the same question is not paid for twice.
 JUDGMENTS = Table(
     "judgments",
     {"key": "BLOB PRIMARY KEY", "run_id": TEXT, "answer": TEXT, "cost": REAL, "created_at": REAL},
+    added_in=4,
 )
 
 DATASETS = Table(
-    "datasets",
-    {
-        "name": TEXT,
-        "version": INTEGER,
-        "path": TEXT,
-        "hash": TEXT,
-        "manifest": TEXT,
-        "created_at": REAL,
-    },
-    constraints=("PRIMARY KEY (name, version)",),
+    "datasets", _sql_columns(DatasetRow), constraints=("PRIMARY KEY (name, version)",), added_in=4
 )
 
 POLICIES = Table(
@@ -281,73 +305,26 @@ POLICIES = Table(
     constraints=("PRIMARY KEY (policy_id, version)",),
 )
 
-STEPS = Table(
-    "steps",
-    {
-        "run_id": TEXT,
-        "step": INTEGER,
-        "state": TEXT,
-        "state_path": "TEXT",
-        "version": "INTEGER",
-        "metrics": TEXT,
-        "updated_at": REAL,
-    },
-    constraints=("PRIMARY KEY (run_id, step)",),
-)
+STEPS = Table("steps", _sql_columns(Step), constraints=("PRIMARY KEY (run_id, step)",))
 
 CLAIMS = Table(
     "claims",
-    {
-        "seq": ROW_NUMBER,
-        "run_id": TEXT,
-        "epoch": INTEGER,
-        "sample_key": TEXT,
-        "session_id": TEXT,
-        "group_id": "TEXT",
-        "outcome": TEXT,
-        "step": "INTEGER",
-        "reason": "TEXT",
-        "reward": "REAL",
-        "advantage": "REAL",
-        "staleness": "INTEGER",
-    },
+    {"seq": ROW_NUMBER, **_sql_columns(Claim)},
     constraints=("UNIQUE (run_id, epoch, sample_key)",),
     generated=("seq",),
 )
 
-ENDPOINTS = Table(
-    "endpoints",
-    {
-        "run_id": TEXT,
-        "role": TEXT,
-        "name": TEXT,
-        "url": TEXT,
-        "pid": INTEGER,
-        "doing": TEXT,
-        "log": TEXT,
-        "heartbeat": REAL,
-    },
-    constraints=("PRIMARY KEY (run_id, role, name)",),
-)
+ENDPOINTS = Table("endpoints", _sql_columns(Endpoint), constraints=("PRIMARY KEY (run_id, role, name)",))
 
-KEYS = Table(
-    "keys",
-    {
-        "key_hash": "TEXT PRIMARY KEY",
-        "kind": TEXT,
-        "agent_id": "TEXT",
-        "name": TEXT,
-        "created_at": REAL,
-        "revoked_at": "REAL",
-    },
-)
+KEYS = Table("keys", _sql_columns(KeyRow) | {"key_hash": "TEXT PRIMARY KEY"}, added_in=2)
 
-SECRETS = Table("secrets", {"name": "TEXT PRIMARY KEY", "value": BLOB})
+SECRETS = Table("secrets", {"name": "TEXT PRIMARY KEY", "value": BLOB}, added_in=2)
 
 LEASES = Table(
     "leases",
     {"run_id": TEXT, "name": TEXT, "lease": INTEGER},
     constraints=("PRIMARY KEY (run_id, name)",),
+    added_in=3,
 )
 
 # Maintained by triggers: progress is polled, and counting rows would get slower with every group.

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-INDEXES = (
-    "CREATE INDEX groups_by_index ON groups (run_id, channel, idx)",
-    "CREATE INDEX groups_by_status ON groups (run_id, channel, status, idx)",
-    "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
-    # A page of sessions is read from this index alone, however few sessions match the filter.
-    "CREATE INDEX sessions_by_run ON sessions (run_id, channel, status, seq, created_at, reward, agent_id)",
-    "CREATE INDEX sessions_by_reward ON sessions (run_id, reward) WHERE reward IS NOT NULL",
-    "CREATE INDEX sessions_by_time ON sessions (run_id, created_at)",
-    "CREATE INDEX sessions_by_task ON sessions (run_id, task_id) WHERE task_id IS NOT NULL",
-    "CREATE INDEX sessions_by_group ON sessions (group_id)",
-    "CREATE INDEX sessions_by_external ON sessions (run_id, agent_id, external_id) "
-    "WHERE external_id IS NOT NULL",
-    "CREATE INDEX calls_by_session ON calls (session_id, ended_at, sampled_tokens)",
-    "CREATE INDEX calls_by_request ON calls (request_id)",
-    "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
-    "CREATE INDEX rewards_by_session ON rewards (session_id)",
-    "CREATE INDEX rewards_by_scorer ON rewards (run_id, source, scorer)",
-    "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
-    "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
-    "CREATE INDEX tags_by_name ON tags (run_id, name, value)",
-    "CREATE INDEX feedback_by_session ON feedback (session_id)",
-    "CREATE INDEX feedback_by_run ON feedback (run_id)",
-    "CREATE INDEX judgments_by_run ON judgments (run_id)",
-    "CREATE INDEX claims_by_step ON claims (run_id, step)",
-    "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
-    "CREATE INDEX claims_by_session ON claims (session_id)",
-    "CREATE INDEX steps_by_state ON steps (run_id, state)",
-    "CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_at IS NULL AND name != ''",
-)
+INDEXES_BY_VERSION = {
+    1: (
+        "CREATE INDEX groups_by_index ON groups (run_id, channel, idx)",
+        "CREATE INDEX groups_by_status ON groups (run_id, channel, status, idx)",
+        "CREATE INDEX sessions_by_group ON sessions (group_id)",
+        "CREATE INDEX rewards_by_session ON rewards (session_id)",
+        "CREATE INDEX claims_by_step ON claims (run_id, step)",
+        "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
+        "CREATE INDEX claims_by_session ON claims (session_id)",
+        "CREATE INDEX steps_by_state ON steps (run_id, state)",
+    ),
+    2: (
+        "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
+        "CREATE INDEX sessions_by_external ON sessions (run_id, agent_id, external_id) "
+        "WHERE external_id IS NOT NULL",
+        "CREATE INDEX calls_by_session ON calls (session_id, ended_at, sampled_tokens)",
+        "CREATE INDEX calls_by_request ON calls (request_id)",
+        "CREATE INDEX calls_by_tail ON calls (tail_key) WHERE tail_key IS NOT NULL",
+        "CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_at IS NULL AND name != ''",
+    ),
+    4: (
+        # A page of sessions is read from this index alone, however few sessions match the filter.
+        "CREATE INDEX sessions_by_run ON sessions "
+        "(run_id, channel, status, seq, created_at, reward, agent_id)",
+        "CREATE INDEX sessions_by_reward ON sessions (run_id, reward) WHERE reward IS NOT NULL",
+        "CREATE INDEX sessions_by_time ON sessions (run_id, created_at)",
+        "CREATE INDEX sessions_by_task ON sessions (run_id, task_id) WHERE task_id IS NOT NULL",
+        "CREATE INDEX rewards_by_scorer ON rewards (run_id, source, scorer)",
+        "CREATE UNIQUE INDEX rewards_by_id ON rewards (reward_id) WHERE reward_id IS NOT NULL",
+        "CREATE INDEX scores_by_run ON scores (run_id, scorer, state)",
+        "CREATE INDEX tags_by_name ON tags (run_id, name, value)",
+        "CREATE INDEX feedback_by_session ON feedback (session_id)",
+        "CREATE INDEX feedback_by_run ON feedback (run_id)",
+        "CREATE INDEX judgments_by_run ON judgments (run_id)",
+    ),
+}
+"""The indexes by the schema version that added them in their current form."""
+INDEXES = tuple(index for indexes in INDEXES_BY_VERSION.values() for index in indexes)
 
 
 def _counting_triggers(table: str, counts: str, keys: tuple[str, ...], watched: str) -> tuple[str, str]:

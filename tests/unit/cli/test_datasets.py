@@ -203,7 +203,7 @@ def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Pat
     assert [message["role"] for message in others[0]["prompt"]] == ["system", "user", "assistant", "tool"]
     refused = instar("sessions", "import", tmp_path / "dpo")
     assert refused.code == 1
-    assert "is in the dpo form" in refused.err
+    assert "is in the format dpo" in refused.err
 
 
 @pytest.mark.parametrize(

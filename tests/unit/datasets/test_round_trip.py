@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from instar.datasets.columns import CALLS, SESSIONS
+from instar.datasets.columns import TABLES
 from instar.datasets.export import read_records
 from instar.datasets.importing import import_sessions, verify_content
 from instar.errors import ConfigError, ConflictError, DataError
@@ -206,8 +206,8 @@ async def test_hf_export_is_loaded_by_the_datasets_package(store: Store, tmp_pat
 
 def test_columns_cover_every_field_of_sessions_and_calls() -> None:
     """A field that is added to a session or a call must also be exported."""
-    assert {field.name for field in fields(Session)} <= SESSIONS.keys()
-    assert {field.name for field in fields(Call)} == CALLS.keys()
+    assert {field.name for field in fields(Session)} <= TABLES["sessions"].keys()
+    assert {field.name for field in fields(Call)} == TABLES["calls"].keys()
 
 
 async def test_export_rejects_a_call_based_on_another_session(store: Store, tmp_path: Path) -> None:

@@ -306,10 +306,10 @@ class CallTests(StoreFixtures):
         other[1] += 1
         for bad, message in [
             (replace(good, base_id="none"), "none is not stored"),
-            (replace(good, base_id=None), "without a base_id"),
+            (replace(good, base_id=None), "but no base_id"),
             (replace(good, prompt_ids=other), "does not begin with"),
-            (replace(good, prompt_ids=good.prompt_ids[:3]), "beyond its prompt"),
-            (replace(good, base_messages=3, messages=(*good.messages, user("y"))), "of 2 messages"),
+            (replace(good, prompt_ids=good.prompt_ids[:3]), "must be between 0 and 3"),
+            (replace(good, base_messages=3, messages=(*good.messages, user("y"))), "its base has 2 messages"),
             (replace(good, logprobs=good.logprobs[:1]), "1 logprobs for 2"),
             (replace(good, session_id="nobody"), "no session nobody"),
         ]:

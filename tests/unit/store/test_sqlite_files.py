@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 
 from instar.errors import StoreCorrupt, StoreError, StoreNewer
 from instar.store import migrations
-from instar.store.schema import APPLICATION_ID, TABLES, VERSION
+from instar.store.schema import APPLICATION_ID, CALLS, TABLES, VERSION
 from instar.store.sqlite import SqliteStore
 from instar.store.sqlite_database import connect
-from instar.types import Channel, RewardSource
+from instar.types import Call, Channel, RewardSource
 
 from .factories import make_call, make_session
 
@@ -212,3 +213,7 @@ async def test_file_of_each_released_version_is_migrated(path: Path, fixture: Pa
         columns = [column[1] for column in database.execute(f"PRAGMA table_info({table.name})")]
         assert columns == list(table.columns)
     database.close()
+
+
+def test_calls_table_has_a_column_for_every_field_of_a_call() -> None:
+    assert {field.name for field in fields(Call)} - set(CALLS.columns) == {"tools"}
