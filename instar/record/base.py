@@ -13,11 +13,10 @@ from instar.types import Ids, Link, Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call. The first piece has the id and the name of the call; the arguments of all
-    pieces, concatenated, are the arguments of the call."""
+    """A piece of the tool call with this index in the reply. The first piece has the id and the name of the
+    call. Each piece has a part of the arguments."""
 
     index: int
-    """The index of the tool call in the reply."""
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -33,19 +32,20 @@ class ReplyDelta:
 
 
 class StreamParser(ABC):
-    """Parses sampled ids into a reply as they arrive. The deltas add up to exactly ``message``."""
+    """Converts sampled tokens to a reply while the tokens arrive. The concatenated deltas equal
+    ``message``."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]: ...
 
     @abstractmethod
     def finish(self) -> list[ReplyDelta]:
-        """Return the text that was held back. Nothing may be fed afterwards."""
+        """Return the deltas that ``feed`` held back. ``feed`` must not be called afterwards."""
 
     @property
     @abstractmethod
     def message(self) -> Message:
-        """The reply so far, complete after ``finish``."""
+        """The reply up to now. It is complete after ``finish``."""
 
 
 class Renderer(ABC):
@@ -53,7 +53,7 @@ class Renderer(ABC):
 
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
-        """Return the renderer for the model in a folder. This imports transformers."""
+        """Return the renderer of the model in a folder. This imports transformers, which is slow."""
         from instar.record.render import load_renderer
 
         return load_renderer(folder, model)
@@ -65,8 +65,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the prompt for the next reply. Raise RenderError if the model's template rejects the
-        messages."""
+        """Return the prompt for the next reply. Raise RenderError if the template rejects the messages."""
 
     @abstractmethod
     def extend(
@@ -76,9 +75,8 @@ class Renderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        """Return ``prompt_ids`` and ``sampled_ids``, unchanged, followed by the new messages. A truncated
-        reply is closed first. Return None if a conversation in this model's format cannot be continued
-        exactly."""
+        """Return ``prompt_ids`` and ``sampled_ids``, followed by the tokens that close a truncated reply and
+        by the new messages. Return None if this model's format has no exact continuation."""
 
     @abstractmethod
     def stream(
@@ -89,17 +87,17 @@ class Renderer(ABC):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        """Return a parser for a reply. With ``eager``, the arguments of a tool call are emitted while they
-        are written, and not only when the call is closed. A malformed call becomes plain text, unless a piece
-        of it was already emitted: then it stays a call with the arguments as written."""
+        """Return a parser for a reply. If ``eager`` is True, the arguments of a tool call are emitted before
+        the call is complete. A malformed call becomes plain text, unless a piece of it was already
+        emitted."""
 
     @abstractmethod
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        """Return a parser for the reply to a prompt that is not a conversation. The reply is plain text."""
+        """Return a parser for the reply to a prompt without messages. The reply is plain text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of plain text, without added special tokens."""
+        """Return the tokens of a text, without added special tokens."""
 
     def parse(
         self,
@@ -120,8 +118,8 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph, and the prompt that results from it. The prompt is empty
-    if a provider renders it."""
+    """The place of a request in its session's graph, and its prompt. The prompt is empty if a provider
+    renders it."""
 
     prompt_ids: Ids
     link: Link
@@ -132,4 +130,4 @@ class Placement:
     key: bytes = b""
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
-    """The index of the first redacted message among the messages shared with the base."""
+    """The index of the first redacted message among the messages that are shared with the base call."""

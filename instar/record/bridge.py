@@ -1,10 +1,10 @@
 """The exact continuation of a conversation, for chat templates without a hand-written bridge.
 
-To find what a template writes after a reply, the new messages are rendered after a placeholder history. The
-tokens after the placeholder's reply (the end-of-turn token, the new messages, the start of the next reply)
-are appended to the real tokens. This is correct only if these tokens do not depend on the history.
-`TemplateBridge` verifies this once for each role that can follow a reply, with histories of different shapes.
-A role for which the tokens depend on the history is not bridged.
+The new messages are rendered after a placeholder history. The tokens after the reply of the placeholder
+history (the end-of-turn token, the new messages, the start of the next reply) are appended to the real
+tokens. This is correct only if these tokens do not depend on the history. `TemplateBridge` verifies this for
+each role that can follow a reply, with several histories. A role for which the tokens depend on the history
+is not bridged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ PROBE_TOOL = Tool(
     description="Look something up.",
     parameters={"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
 )
-_REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
-_SHAPES = 6
-"""The number of placeholder histories: with and without a system message, with up to two earlier turns."""
+_PLACEHOLDER_REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
+_HISTORY_COUNT = 6
+"""The number of placeholder histories: with or without a system message, with zero to two earlier turns."""
 
 
 class TokenRenderer(Protocol):
@@ -39,10 +39,10 @@ class TemplateBridge:
         stop_ids: Collection[int],
         *,
         structured_calls: bool,
-        tool_formats: Sequence[Sequence[Tool]] = ((),),
+        tool_sets: Sequence[Sequence[Tool]] = ((),),
     ) -> None:
-        """``structured_calls`` is True if the template itself writes an assistant's calls. ``tool_formats``
-        are the sets of tools with which the independence of the history is verified."""
+        """Create a bridge and verify it with each of the ``tool_sets``. ``structured_calls`` is True if the
+        template itself formats the tool calls of a reply."""
         self._render = render
         self._encode = encode
         self._stop_ids = frozenset(stop_ids)
@@ -50,9 +50,9 @@ class TemplateBridge:
         self.roles = frozenset(
             role
             for role in ("user", "tool", "system")
-            if all(self._is_stable(role, tools) for tools in tool_formats)
+            if all(self._is_stable(role, tools) for tools in tool_sets)
         )
-        """The roles that may follow a reply while the tokens before them stay unchanged."""
+        """The roles of new messages for which the bridge is exact."""
 
     def extend(
         self,
@@ -61,22 +61,23 @@ class TemplateBridge:
         new_messages: Sequence[Message],
         tools: Sequence[Tool],
     ) -> list[int] | None:
-        if not new_messages or new_messages[0]["role"] not in self.roles:
+        roles = [message["role"] for message in new_messages]
+        if not roles or roles[0] not in self.roles or "assistant" in roles:
             return None
-        if any(message["role"] == "assistant" for message in new_messages):
+        if "system" in roles and "system" not in self.roles:
             return None
-        if "system" not in self.roles and any(message["role"] == "system" for message in new_messages):
-            return None
-        continuation = self._continuation(0, new_messages, tools)
+        continuation = self._render_continuation(0, new_messages, tools)
         if not continuation:
             return None
         is_closed = len(sampled_ids) > 0 and sampled_ids[-1] in self._stop_ids
         return [*prompt_ids, *sampled_ids, *(continuation[1:] if is_closed else continuation)]
 
-    def _continuation(self, shape: int, new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
-        """Return the tokens that follow a placeholder reply, starting with its end-of-turn token. The list is
-        empty if these tokens cannot be located. Return None if the template rejects such a conversation."""
-        history = self._history(shape, new)
+    def _render_continuation(
+        self, history_index: int, new: Sequence[Message], tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """Return the tokens after a placeholder reply, starting with its end-of-turn token. Return an empty
+        list if the end-of-turn token is not found, or None if the template rejects the conversation."""
+        history = self._build_history(history_index, new)
         try:
             prompt_length = len(self._render(history[:-1], tools, generation=False))
             with_reply = self._render(history, tools, generation=False)
@@ -89,15 +90,18 @@ class TemplateBridge:
             return []
         return conversation[end:]
 
-    def _history(self, shape: int, new: Sequence[Message]) -> list[Message]:
-        """Return a placeholder conversation that ends with a reply which ``new`` can follow."""
+    def _build_history(self, history_index: int, new: Sequence[Message]) -> list[Message]:
+        """Return a placeholder conversation that ends with a reply to which ``new`` is a valid
+        continuation."""
         question = Message(role="user", content="Hi")
-        reply = Message(role="assistant", content=_REPLIES[shape % len(_REPLIES)])
-        before: list[Message] = []
-        if shape % 2:
-            before.append(Message(role="system", content="Be brief."))
-        for turn in range(shape // 2):
-            before += [
+        reply = Message(
+            role="assistant", content=_PLACEHOLDER_REPLIES[history_index % len(_PLACEHOLDER_REPLIES)]
+        )
+        history: list[Message] = []
+        if history_index % 2:
+            history.append(Message(role="system", content="Be brief."))
+        for turn in range(history_index // 2):
+            history += [
                 Message(role="user", content=f"Question {turn}?"),
                 Message(role="assistant", content=f"Answer {turn}."),
             ]
@@ -111,31 +115,29 @@ class TemplateBridge:
             reply["tool_calls"] = [
                 ToolCall(id=call_id, name=PROBE_TOOL["name"], arguments='{"q": "x"}') for call_id in call_ids
             ]
-        return [*before, question, reply]
+        return [*history, question, reply]
 
     def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
-        probes = _new_messages(role)
+        probes = _build_probes(role)
         outcomes = [self._is_history_independent(new, tools) for new in probes]
-        # A template may reject the longer probes (two user messages in a row, for example), but not the first
-        # one.
+        # A template must accept the first probe, but it may reject the longer ones.
         if outcomes[0] is None or False in outcomes:
             return False
         return role == "tool" or self._matches_full_render(probes[0], tools)
 
     def _is_history_independent(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
-        """Return True if the continuation is the same after every history, or None if the template rejects
-        these messages after every history."""
-        attempts = [self._continuation(shape, new, tools) for shape in range(_SHAPES)]
+        """Return True if the continuation is the same after every history that the template accepts, or None
+        if the template accepts no history."""
+        attempts = [self._render_continuation(i, new, tools) for i in range(_HISTORY_COUNT)]
         accepted = [tokens for tokens in attempts if tokens is not None]
         return all(tokens and tokens == accepted[0] for tokens in accepted) if accepted else None
 
     def _matches_full_render(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """Return True if prompt + reply + continuation is what the template writes for the whole
-        conversation."""
-        for shape in range(_SHAPES):
-            if (continuation := self._continuation(shape, new, tools)) is None:
+        """Return True if prompt + reply + continuation equals the rendered conversation."""
+        for i in range(_HISTORY_COUNT):
+            if (continuation := self._render_continuation(i, new, tools)) is None:
                 continue
-            history = self._history(shape, new)
+            history = self._build_history(i, new)
             prompt = self._render(history[:-1], tools, generation=True)
             conversation = self._render([*history, *new], tools, generation=True)
             if [*prompt, *self._encode(history[-1]["content"]), *continuation] != conversation:
@@ -143,7 +145,7 @@ class TemplateBridge:
         return True
 
 
-def _new_messages(role: str) -> list[list[Message]]:
+def _build_probes(role: str) -> list[list[Message]]:
     user = Message(role="user", content=" And\n\nthen? ")
     if role == "user":
         return [[user], [Message(role="user", content="")]]

@@ -1,4 +1,4 @@
-"""A person's corrected reply as the tokens that the model would have sampled for it."""
+"""Encodes a person's corrected reply as the tokens that the model would have sampled."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ _CONVERSATION = (
     Message(role="assistant", content="Ok"),
     Message(role="user", content="Hi"),
 )
-"""A conversation that continues after a reply. The tokens after the reply show how the model's format ends a
-reply."""
 _REASONING_END = "\n</think>\n\n"
 
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
-    """Return the tokens of ``text`` as the reply to the call's prompt, with the token that ends a reply.
-
-    A tool call in ``text`` must be written as the model writes it. Raise RenderError if the model's format
-    cannot express exactly this text as a reply to the prompt.
-    """
-    prompt, end = call.prompt_ids.tolist(), _end_token(renderer, call)
-    # If the prompt opens the reasoning, the reply begins after the end of the reasoning.
+    """Return the tokens of ``text`` as the reply to the call's prompt, with the token that ends a reply. A
+    tool call in ``text`` has the model's own format. Raise RenderError if the tokens do not parse as
+    ``text``."""
+    prompt, end = call.prompt_ids.tolist(), _find_end_token(renderer, call)
+    # If the prompt opens the reasoning, the text follows the end of the reasoning.
     for prefix in ("", _REASONING_END):
         ids = [*renderer.encode(prefix + text), end]
         if _parses_as(renderer, call, prompt, ids, text):
             return np.asarray(ids, np.int32)
-    raise RenderError("the model's format does not parse this text as a reply")
+    raise RenderError("the text of the correction is not a valid reply in this model's format")
 
 
-def _end_token(renderer: Renderer, call: Call) -> int:
-    """Return the token that ended this call's reply, or would have ended it."""
+def _find_end_token(renderer: Renderer, call: Call) -> int:
+    """Return the token that ends a reply: the last token of the call's reply if it is a stop token, or else
+    the first stop token that the template writes after a reply."""
     stops = renderer.stop_token_ids
-    if len(call.sampled_ids) and (last := int(call.sampled_ids[-1])) in stops:
-        return last
+    if len(call.sampled_ids) and (last_id := int(call.sampled_ids[-1])) in stops:
+        return last_id
     prompt, complete = renderer.render(_CONVERSATION[:1]), renderer.render(_CONVERSATION)
-    begin = next((i for i, (a, b) in enumerate(zip(prompt, complete, strict=False)) if a != b), len(prompt))
-    end = next((token for token in complete[begin:] if token in stops), None)
+    reply_start = next(
+        (i for i, (a, b) in enumerate(zip(prompt, complete, strict=False)) if a != b), len(prompt)
+    )
+    end = next((token for token in complete[reply_start:] if token in stops), None)
     if end is None:
         raise RenderError("the model's format has no token that ends a reply")
     return end

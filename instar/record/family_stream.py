@@ -1,16 +1,15 @@
-"""Streamed replies of the model families that the `renderers` library supports.
+"""Parsers for streamed replies of the model families that the `renderers` library supports.
 
-The library parses complete replies, and its result for the complete reply is final. To stream before the end,
-a reply is divided into runs of plain text between tokens that may have a meaning (`<think>`, `<tool_call>`,
-...). At every such token the library parses the reply so far, and closed text and tool calls are emitted.
-Within a run the library is called until it shows to which channel the run's text belongs; from then on the
-text is emitted as it is decoded. The cost grows with the length of the reply and the number of such tokens.
+The library parses only complete replies. For streaming, a reply is divided into runs of plain text between
+boundary tokens such as `<think>` and `<tool_call>`. At every boundary token, the library parses the reply so
+far, and complete text and tool calls are emitted. Within a run, the library is called until its result shows
+whether the run is reasoning or content. The rest of the run is emitted while it is decoded.
 
-Arguments are emitted as they are written if a call is `{"name": ..., "arguments": {...}}` between its own
-tokens (Qwen3, Qwen3-VL). Other families write arguments in a form that becomes JSON only when it is complete,
-or in another frame; their calls are emitted when they are closed. A call within unclosed reasoning is emitted
-at the end, because it is a draft if the reasoning is closed after it. White space around reasoning and
-content is dropped, because formats differ in how much of it they write themselves.
+Arguments are streamed if a family writes a call as `{"name": ..., "arguments": {...}}` between boundary
+tokens (Qwen3, Qwen3-VL). The calls of other families are emitted when they are complete. A call inside
+unclosed reasoning is emitted at the end of the reply, because it is only a draft if the reasoning is closed
+after it. White space around reasoning and content is dropped, because formats differ in how much of it they
+add.
 """
 
 from __future__ import annotations
@@ -22,8 +21,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from instar.record.base import ReplyDelta, StreamParser
-from instar.record.stream import Detokenizer, StopStringFilter, complete_call_delta, overlap_length
-from instar.record.tool_calls import PartialToolCall, parse_call
+from instar.record.stream import (
+    Detokenizer,
+    StopStringFilter,
+    build_reply,
+    complete_call_delta,
+    overlap_length,
+)
+from instar.record.tool_calls import PartialToolCall, can_encode, parse_call
 from instar.types import Message, Tool, ToolCall, new_id
 
 if TYPE_CHECKING:
@@ -31,35 +36,37 @@ if TYPE_CHECKING:
 
 ParseReply = Callable[[list[int]], "ParsedResponse"]
 MARKERS = ("<think>", "</think>", "<tool_call", "<|", "<｜")
-"""Markers that a format may write as plain text if its tokenizer has no token for them."""
-_MARKER = re.compile("|".join(map(re.escape, MARKERS)))
+"""Markers that a model writes as plain text if its tokenizer has no token for them."""
+_MARKER_PATTERN = re.compile("|".join(map(re.escape, MARKERS)))
 
 
 @dataclass(slots=True)
 class ReplyChannel:
-    """Reasoning or content: the text that was emitted, and the complete text when the current run began."""
+    """The reasoning or the content of a reply."""
 
     pieces: list[str] = field(default_factory=list[str])
+    """The emitted text."""
     base: str = ""
+    """The complete text when the current run began."""
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
     def rest(self, complete_text: str) -> str:
-        """Return the part of the complete text that was not emitted. Emitted text that is missing from the
-        complete text cannot be taken back."""
+        """Return the part of the complete text after the part that was emitted."""
         emitted = self.text
         if complete_text.startswith(emitted):
             return complete_text[len(emitted) :]
         pairs = enumerate(zip(emitted, complete_text, strict=False))
         return complete_text[next((i for i, (a, b) in pairs if a != b), len(complete_text)) :]
 
-    def ends_with_run(self, now: str, run: str) -> bool:
-        """Return True if this channel has grown since the run began and ends with the run's text."""
-        if now == self.base or not now.startswith(self.base) or not now.endswith(run):
+    def ends_with_run(self, text: str, run: str) -> bool:
+        """Return True if ``text``, the current text of this channel, is the text before the run and the
+        run."""
+        if text == self.base or not text.startswith(self.base) or not text.endswith(run):
             return False
-        return self.base.startswith(now[: len(now) - len(run)].rstrip())
+        return self.base.startswith(text[: len(text) - len(run)].rstrip())
 
 
 class FamilyStreamParser(StreamParser):
@@ -74,8 +81,7 @@ class FamilyStreamParser(StreamParser):
         bare_calls: bool,
         eager: bool,
     ) -> None:
-        """``boundaries`` are the tokens that may have a meaning. ``bare_calls`` is True if the format writes
-        a call as a reply that is only JSON."""
+        """Create a parser. ``bare_calls`` is True if a call in this format is a reply that is only JSON."""
         self._parse = parse
         self._decode = decode
         self._tools = tools
@@ -87,7 +93,8 @@ class FamilyStreamParser(StreamParser):
         self._ids: list[int] = []
         self._reasoning, self._content = ReplyChannel(), ReplyChannel()
         self._calls: dict[int, ToolCall] = {}
-        self._safe_calls: bool | None = None
+        self._has_call_in_reasoning: bool | None = None
+        """True if the first call began inside reasoning, or None before the first call."""
         self._ended = False
         self._begin_run()
 
@@ -98,9 +105,9 @@ class FamilyStreamParser(StreamParser):
         for token in ids:
             self._ids.append(token)
             if token in self._boundaries:
-                deltas += self._at_boundary()
+                deltas += self._process_boundary()
             elif text := self._detokenizer.feed([token]):
-                deltas += self._take(text)
+                deltas += self._process_text(text)
         return deltas
 
     def finish(self) -> list[ReplyDelta]:
@@ -113,19 +120,17 @@ class FamilyStreamParser(StreamParser):
                 continue
             if self._tools and (call := _to_tool_call(attempt)):
                 deltas.append(self._emit_call(i, call))
+            elif attempt.token_span is None:
+                malformed.append(attempt.raw)
             else:
-                malformed.append(self._raw_text(attempt))
+                start, end = attempt.token_span
+                malformed.append(self._decode(self._ids[start:end]))
         content = _cut(content + "".join(malformed), self._stop)
         return [*self._emit_rest(reasoning, content), *deltas]
 
     @property
     def message(self) -> Message:
-        message = Message(role="assistant", content=self._content.text)
-        if reasoning := self._reasoning.text:
-            message["reasoning"] = reasoning
-        if self._calls:
-            message["tool_calls"] = list(self._calls.values())
-        return message
+        return build_reply(self._content.text, self._reasoning.text, self._calls.values())
 
     # --- runs of text -----------------------------------------------------------------------------
 
@@ -137,45 +142,45 @@ class FamilyStreamParser(StreamParser):
         self._open: PartialToolCall | None = None
         self._tried, self._try_at = 0, 1
 
-    def _take(self, text: str) -> list[ReplyDelta]:
+    def _process_text(self, text: str) -> list[ReplyDelta]:
         if self._open is not None:
             return self._open.feed(self._stop_filter.feed(text))
         self._run += text
         if self._channel is not None:
-            return self._flow(self._channel)
+            return self._emit_run(self._channel)
         if self._attempt is not None:
             return self._begin_call(self._attempt)
         return self._place_run()
 
     def _place_run(self) -> list[ReplyDelta]:
-        """Find the channel of the run's text and return the text that can be emitted. The library is called
-        less and less often."""
+        """Return the text that can be emitted, if the channel of the run is clear."""
         run = self._run.strip()
         self._tried += bool(run)
         if not run or self._tried < self._try_at:
             return []
-        self._try_at *= 2
+        self._try_at *= 2  # the library is called less often the longer the run is
         reasoning, content = self._texts(self._parse(self._ids), cut=False)
         if self._bare_calls and content.startswith("{"):
             return []
-        for channel, now in ((self._content, content), (self._reasoning, reasoning)):
-            if channel.ends_with_run(now.rstrip("\ufffd"), run):
+        for channel, text in ((self._content, content), (self._reasoning, reasoning)):
+            decoded = text.rstrip("\ufffd")
+            if channel.ends_with_run(decoded, run):
                 self._channel = channel
-                self._run = channel.rest(now.rstrip("\ufffd")) + self._run[len(self._run.rstrip()) :]
-                return self._flow(channel)
+                self._run = channel.rest(decoded) + self._run[len(self._run.rstrip()) :]
+                return self._emit_run(channel)
         return []
 
-    def _flow(self, channel: ReplyChannel) -> list[ReplyDelta]:
-        """Return the text that cannot be the start of a stop string or of a marker."""
+    def _emit_run(self, channel: ReplyChannel) -> list[ReplyDelta]:
+        """Emit the text of the run that cannot be the start of a stop string or of a marker."""
         if self._ended:
             return []
         text = _cut(self._run, self._stop)
         if len(text) < len(self._run):
             self._ended = True
             return self._emit(channel, text.rstrip())
-        if marker := _MARKER.search(text):
+        if marker := _MARKER_PATTERN.search(text):
             deltas = self._emit(channel, text[: marker.start()].rstrip())
-            return deltas + self._at_boundary(text[marker.end() :])
+            return deltas + self._process_boundary(text[marker.end() :])
         decided = self._decided(text)
         self._run = text[len(decided) :]
         return self._emit(channel, decided)
@@ -191,9 +196,9 @@ class FamilyStreamParser(StreamParser):
 
     # --- results of the library -------------------------------------------------------------------
 
-    def _at_boundary(self, text: str = "") -> list[ReplyDelta]:
-        """Return the deltas that are certain at a boundary. ``text`` begins the next run if the boundary was
-        inside a token."""
+    def _process_boundary(self, text: str = "") -> list[ReplyDelta]:
+        """Return the deltas that are certain at a boundary. If the boundary was inside a token, ``text`` is
+        the rest of that token."""
         deltas = self._close_call()
         self._begin_run(text)
         if self._ended:
@@ -201,17 +206,15 @@ class FamilyStreamParser(StreamParser):
         parsed = self._parse(self._ids)
         self._reasoning.base, self._content.base = self._texts(parsed, cut=False)
         deltas += self._emit_rest(*map(self._decided, self._texts(parsed)))
-        if parsed.tool_calls and self._tools and self._calls_are_safe():
-            deltas += self._closed_calls(parsed.tool_calls)
+        if parsed.tool_calls and self._tools:
+            if self._has_call_in_reasoning is None:
+                before_call = self._parse(self._ids[:-1])
+                self._has_call_in_reasoning = before_call.reasoning_complete is False
+            if not self._has_call_in_reasoning:
+                deltas += self._emit_closed_calls(parsed.tool_calls)
         return deltas
 
-    def _calls_are_safe(self) -> bool:
-        """Return True if the first call began outside of reasoning."""
-        if self._safe_calls is None:
-            self._safe_calls = self._parse(self._ids[:-1]).reasoning_complete is not False
-        return self._safe_calls
-
-    def _closed_calls(self, attempts: Sequence[ParsedToolCall]) -> list[ReplyDelta]:
+    def _emit_closed_calls(self, attempts: Sequence[ParsedToolCall]) -> list[ReplyDelta]:
         deltas: list[ReplyDelta] = []
         for i, attempt in enumerate(attempts):
             if i in self._calls or attempt.token_span is None:
@@ -245,20 +248,13 @@ class FamilyStreamParser(StreamParser):
         return [*call.feed(rest), *call.finish()]
 
     def _texts(self, parsed: ParsedResponse, *, cut: bool = True) -> tuple[str, str]:
-        """Return the reasoning and the content. With ``cut``, each ends at the first stop string."""
+        """Return the reasoning and the content. If ``cut`` is True, both end at the first stop string."""
         texts = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
         return (_cut(texts[0], self._stop), _cut(texts[1], self._stop)) if cut else texts
 
     def _emit_rest(self, reasoning: str, content: str) -> list[ReplyDelta]:
         deltas = self._emit(self._reasoning, self._reasoning.rest(reasoning))
         return deltas + self._emit(self._content, self._content.rest(content))
-
-    def _raw_text(self, attempt: ParsedToolCall) -> str:
-        """Return the text of an invalid call as the model wrote it."""
-        if attempt.token_span is None:
-            return attempt.raw
-        start, end = attempt.token_span
-        return self._decode(self._ids[start:end])
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:
@@ -267,13 +263,13 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 
 
 def _to_tool_call(attempt: ParsedToolCall) -> ToolCall | None:
-    if attempt.status != "ok" or not attempt.name or not _is_text(attempt.name):
+    if attempt.status != "ok" or not attempt.name or not can_encode(attempt.name):
         return None
-    return ToolCall(id=attempt.id or new_id("call"), name=attempt.name, arguments=_arguments(attempt))
+    return ToolCall(id=attempt.id or new_id("call"), name=attempt.name, arguments=_format_arguments(attempt))
 
 
-def _arguments(attempt: ParsedToolCall) -> str:
-    """Return the arguments as generated if the library provides them, or else the parsed value as JSON."""
+def _format_arguments(attempt: ParsedToolCall) -> str:
+    """Return the arguments as the model generated them if the library provides this text, or else as JSON."""
     arguments: Any = attempt.arguments
     if isinstance(arguments, str):
         return arguments
@@ -284,14 +280,5 @@ def _arguments(attempt: ParsedToolCall) -> str:
                 return text
         except (ValueError, RecursionError):
             continue
-    written = json.dumps(arguments or {}, ensure_ascii=False)
-    return written if _is_text(written) else json.dumps(arguments)
-
-
-def _is_text(text: str) -> bool:
-    """Return True if the text can be encoded. JSON can contain half a surrogate pair, which cannot be
-    encoded."""
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
+    text = json.dumps(arguments or {}, ensure_ascii=False)
+    return text if can_encode(text) else json.dumps(arguments)

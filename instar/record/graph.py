@@ -1,9 +1,7 @@
 """The message graph of one session, which finds the recorded call that a request continues.
 
 Requests are compared by their hash chains (`record.hashing`), and prompts without messages by text or tokens.
-
-Memory is linear in what the session recorded: a call keeps only its own tokens and hashes, and refers to its
-base call for the rest.
+The memory of a graph is linear in the size of the recorded session.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -34,19 +33,19 @@ from instar.record.nodes import (
     matches_reply,
     tool_call_ids,
 )
-from instar.record.redact import is_redaction_reason, parse_redaction_reason
+from instar.record.redact import parse_redaction_reason
 from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
 _RECENT_CALLS = 8
-"""The number of recent calls that are searched for a shared prefix if no message was seen before."""
+"""The number of recent calls that are searched for a shared prefix if all messages are new."""
 _RECENT_PROMPTS = 64
 """The number of recent calls that a prompt without messages is compared with."""
 
 
 class MessageGraph:
     def __init__(self, hasher: MessageHasher, recorded: Iterable[CallDelta] = ()) -> None:
-        """``recorded`` are the calls that are already in the store, in commit order."""
+        """Create a graph with the calls that are already in the store, in commit order."""
         self._hasher = hasher
         self._nodes: dict[str, CallNode] = {}
         self._by_request: defaultdict[bytes, list[CallNode]] = defaultdict(list)
@@ -61,7 +60,7 @@ class MessageGraph:
 
     @property
     def next_request_number(self) -> int:
-        """The number of the next request: the number of requests that are finished or in flight."""
+        """The number of requests that are finished or in flight."""
         return self.finished_requests + self._in_flight.total()
 
     @property
@@ -71,9 +70,9 @@ class MessageGraph:
     # --- placement ----------------------------------------------------------------------------------
 
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Return the chain, with the original digests for those of our replies that the agent changed. A
-        reply matches if its tool call ids are ours and its arguments contain everything that was generated:
-        agents fill in defaults."""
+        """Return the chain with the recorded digests of the replies that the agent changed. A message matches
+        a recorded reply if its tool call ids are equal and its arguments contain all generated arguments.
+        Agents add default arguments."""
         known = len(chain)
         while known and chain.canonical[known] not in self._by_prefix:
             known -= 1
@@ -87,15 +86,15 @@ class MessageGraph:
     def place(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
-        """Return the place of a request in the graph. Without a ``renderer``, the placement has no tokens.
-        Each placement must be released once."""
+        """Return the place of a request in the graph. The placement has no tokens if ``renderer`` is None.
+        The caller must release each placement once."""
         placement = self._place_sibling(chain, messages, tools, renderer)
         placement = placement or self._place_extension(chain, messages, tools, renderer)
         return self._register(placement or self._place_branch(chain, messages, tools, renderer))
 
     def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
-        """Return the place of a prompt without messages. The prompt continues the call whose prompt and reply
-        it begins with."""
+        """Return the place of a prompt without messages. The parent is the call whose prompt and reply are
+        the longest prefix of the prompt."""
         parent = self._find_text_parent(prompt) if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             rest = prompt[parent.prompt_and_reply[0] :] if parent and parent.prompt_and_reply else prompt
@@ -116,7 +115,7 @@ class MessageGraph:
         return self._register(Placement(ids, link, parent.call_id, parent.call_id, shared, 0, key))
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
-        """Return a placement that had no tokens, with the prompt that a provider has returned."""
+        """Return a placement without tokens with the prompt that a provider has returned."""
         base = self._nodes.get(placement.base_id or "")
         shared = _stored_prefix_length(base, prompt_ids) if base else 0
         link = placement.link
@@ -125,7 +124,7 @@ class MessageGraph:
         return replace(placement, prompt_ids=prompt_ids, link=link, base_tokens=shared)
 
     def release(self, placement: Placement) -> None:
-        """Record that the placed request has ended, whether it was recorded or not."""
+        """Record that the placed request is no longer in flight."""
         self._in_flight[placement.key] -= 1
         if self._in_flight[placement.key] <= 0:
             del self._in_flight[placement.key]
@@ -141,7 +140,7 @@ class MessageGraph:
     def _place_sibling(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        """Return the place of a request that was recorded before, or None if the request is new."""
+        """Return the place of a request that equals a recorded request, or None."""
         if not (same := self._by_request.get(chain.key)):
             return None
         node = same[-1]
@@ -180,15 +179,15 @@ class MessageGraph:
     def _place_branch(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
-        """Render the request again and return its place. A prefix shared with a recorded call is stored only
-        with that call."""
+        """Render the request and return its place. The base is the recorded call with the longest shared
+        prefix."""
         key = chain.key
         prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else EMPTY_IDS
         if not self._nodes:
             return Placement(prompt_ids=prompt, link=self._link(key, Link.ROOT), key=key)
-        seen = map(self._by_prefix.get, reversed(chain.canonical[1:]))
-        longest = next(filter(None, seen), None)
-        candidates = [longest] if longest else self._newest(_RECENT_CALLS)
+        prefix_nodes = map(self._by_prefix.get, reversed(chain.canonical[1:]))
+        longest = next(filter(None, prefix_nodes), None)
+        candidates = [longest] if longest else self._newest_nodes(_RECENT_CALLS)
         shared, base = max(
             ((_stored_prefix_length(node, prompt), node) for node in candidates), key=lambda pair: pair[0]
         )
@@ -204,11 +203,11 @@ class MessageGraph:
         )
 
     def _find_text_parent(self, prompt: str) -> CallNode | None:
-        recent = self._newest(_RECENT_PROMPTS)
-        known = [
+        recent = self._newest_nodes(_RECENT_PROMPTS)
+        candidates = [
             (node, *node.prompt_and_reply) for node in recent if node.prompt_and_reply and node.has_tokens
         ]
-        for node, length, digest in sorted(known, key=lambda entry: -entry[1]):
+        for node, length, digest in sorted(candidates, key=lambda candidate: -candidate[1]):
             if length <= len(prompt) and self._hasher.hash_text(prompt[:length]) == digest:
                 return node
         return None
@@ -216,7 +215,7 @@ class MessageGraph:
     def _find_token_parent(self, prompt: Ids) -> CallNode | None:
         best: CallNode | None = None
         longest = 0
-        for node in self._newest(_RECENT_PROMPTS):
+        for node in self._newest_nodes(_RECENT_PROMPTS):
             if not node.is_stored:
                 continue
             sequence = node.sequence()
@@ -225,7 +224,7 @@ class MessageGraph:
                 best, longest = node, len(sequence)
         return best
 
-    def _newest(self, count: int) -> Iterator[CallNode]:
+    def _newest_nodes(self, count: int) -> Iterator[CallNode]:
         return islice(reversed(self._nodes.values()), count)
 
     # --- recorded calls -----------------------------------------------------------------------------
@@ -238,12 +237,10 @@ class MessageGraph:
         return call_id in self._nodes
 
     def has_request(self, request_id: str) -> bool:
-        """Return True if a request with this id is finished."""
         return request_id in self._finished
 
     def is_reply_unredacted(self, call: Call) -> bool:
-        """Return True if the reply was stored without redactions."""
-        if not is_redaction_reason(call.reason):
+        if parse_redaction_reason(call.reason) is None:
             return True
         node = self._nodes.get(call.call_id)
         return node is not None and node.reply_digest == self._hasher.hash_message(call.reply)
@@ -258,18 +255,17 @@ class MessageGraph:
         return _newest_request(node for node in nodes if node.is_ok and node.client_key == client_key)
 
     def mark_undelivered(self, key: bytes) -> None:
-        """Record that the client of this request disconnected before it received the reply."""
+        """Record that the client of a request with this key disconnected before it received the reply."""
         self._undelivered.add(key)
 
     def is_undelivered(self, key: bytes) -> bool:
         return key in self._undelivered
 
     def take_undelivered(self, key: bytes) -> bool:
-        """Return True if the reply to this request was not delivered. Later calls return False."""
-        if key not in self._undelivered:
-            return False
+        """Return True in the first call after the reply to a request with this key was not delivered."""
+        is_undelivered = key in self._undelivered
         self._undelivered.discard(key)
-        return True
+        return is_undelivered
 
     def add(
         self,
@@ -280,30 +276,21 @@ class MessageGraph:
         sampled_ids: Ids | None = None,
         first_redacted_message: int | None = None,
     ) -> None:
-        """Add a recorded call. ``chain`` covers the messages and the reply of the call; it is None for a
+        """Add a recorded call. ``chain`` covers the messages and the reply of the call, and is None for a
         prompt without messages. ``sampled_ids`` is set if the call was stored without its tokens."""
         base = self._nodes[call.base_id] if call.base_id else None
         base_tokens = placement.base_tokens
         if sampled_ids is not None and base and base.has_tokens:
-            # The store does not share the prefix, but memory needs no second copy of it.
+            # The call shares no prefix in the store, but it shares the prefix in memory.
             base_tokens = common_prefix_length(base.sequence(), placement.prompt_ids)
-        node = CallNode(
-            call_id=call.call_id,
-            request_id=call.request_id,
-            parent_id=call.parent_id,
-            client_key=call.client_key,
-            is_ok=call.status is CallStatus.OK,
+        node = self._create_node(
+            call,
             has_tokens=len(placement.prompt_ids) > 0,
             is_stored=len(call.prompt_ids) > 0,
-            base=base,
             base_tokens=base_tokens,
-            base_messages=call.base_messages,
-            # A copy, because a slice would keep the whole prompt in memory.
+            # A slice without a copy would keep the complete prompt in memory.
             prompt=placement.prompt_ids[base_tokens:].copy(),
             sampled=call.sampled_ids if sampled_ids is None else sampled_ids,
-            tools_digest=chain.tools_digest if chain else b"",
-            reply=call.reply if call.reply.get("tool_calls") else None,
-            reply_digest=chain.digests[-1] if chain else b"",
             message_count=len(call.messages),
             first_redacted_message=first_redacted_message,
         )
@@ -313,6 +300,19 @@ class MessageGraph:
         else:
             self._add_chain(node, chain)
 
+    def _create_node(self, call: Call | CallDelta, **fields: Any) -> CallNode:
+        return CallNode(
+            call_id=call.call_id,
+            request_id=call.request_id,
+            parent_id=call.parent_id,
+            client_key=call.client_key,
+            is_ok=call.status is CallStatus.OK,
+            base=self._nodes[call.base_id] if call.base_id else None,
+            base_messages=call.base_messages,
+            reply=call.reply if call.reply.get("tool_calls") else None,
+            **fields,
+        )
+
     def _add_node(self, node: CallNode, key: bytes) -> None:
         self._nodes[node.call_id] = node
         self._by_request[key].append(node)
@@ -320,7 +320,8 @@ class MessageGraph:
             self._finished.add(node.request_id)
 
     def _add_chain(self, node: CallNode, chain: HashChain) -> None:
-        """Add a node whose chain includes the reply."""
+        """Add a node with the chain of its messages and reply."""
+        node.tools_digest, node.reply_digest = chain.tools_digest, chain.digests[-1]
         node.exact = chain.exact[1 + node.base_messages :]
         self._add_node(node, chain.canonical[-2] + chain.tools_digest)
         self._by_conversation[chain.canonical[-1]].append(node)
@@ -332,24 +333,14 @@ class MessageGraph:
     def _restore(self, recorded: Iterable[CallDelta]) -> None:
         chains: dict[str, HashChain] = {}
         for part in recorded:
-            base = self._nodes[part.base_id] if part.base_id else None
-            tokens = part.base_tokens + len(part.prompt_tail)
-            node = CallNode(
-                call_id=part.call_id,
-                request_id=part.request_id,
-                parent_id=part.parent_id,
-                client_key=part.client_key,
-                is_ok=part.status is CallStatus.OK,
-                has_tokens=tokens > 0,
-                is_stored=tokens > 0,
-                base=base,
+            has_tokens = part.base_tokens + len(part.prompt_tail) > 0
+            node = self._create_node(
+                part,
+                has_tokens=has_tokens,
+                is_stored=has_tokens,
                 base_tokens=part.base_tokens,
-                base_messages=part.base_messages,
                 prompt=part.prompt_tail,
                 sampled=part.sampled_ids,
-                tools_digest=b"",
-                reply=part.reply if part.reply.get("tool_calls") else None,
-                reply_digest=b"",
                 message_count=part.message_count,
                 first_redacted_message=parse_redaction_reason(part.reason),
             )
@@ -365,9 +356,8 @@ class MessageGraph:
             else:
                 tools = self._hasher.hash_tools(part.tools)
                 digests = [self._hasher.hash_message(message) for message in (*part.messages, part.reply)]
-            node.tools_digest, node.reply_digest = tools, digests[-1]
-            empty = self._hasher.empty_chain()
-            shared = chains[part.base_id].prefix(part.base_messages) if part.base_id else empty
+            base_chain = chains[part.base_id] if part.base_id else self._hasher.empty_chain()
+            shared = base_chain.prefix(part.base_messages)
             chains[part.call_id] = chain = shared.with_tools(tools).extend(digests)
             self._add_chain(node, chain)
 

@@ -1,9 +1,9 @@
 """Hashes of every prefix of a request's messages, by which requests are compared.
 
-The canonical chain ignores what agents change when they send back a reply: the white space around its
-content, the ids of its tool calls and the white space in their arguments. The exact chain covers every byte;
-it determines how many messages a call shares with its base call in the store. The hashes are keyed, so that
-they reveal nothing about text that was redacted.
+The canonical chain ignores the parts of a reply that agents change: the white space around the content, the
+ids of the tool calls, and the white space in their arguments. The exact chain covers every byte and
+determines how many messages a call shares with its base call in the store. The hashes are keyed, so that they
+reveal nothing about redacted text.
 """
 
 from __future__ import annotations
@@ -20,29 +20,26 @@ import orjson
 from instar.types import Message, Tool, ToolCall
 
 DIGEST_SIZE = 16
-_PAIR = 2 * DIGEST_SIZE
-_PROMPT = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
+_MESSAGE_DIGESTS_SIZE = 2 * DIGEST_SIZE
+_PROMPT_DIGEST = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """The hashes of all prefixes of a request's messages.
-
-    Index k of ``canonical`` and ``exact`` is the hash of the first k messages; ``digests`` has the two hashes
-    of each single message.
-    """
+    """The hashes of all prefixes of a request's messages. Index k of ``canonical`` and ``exact`` is the hash
+    of the first k messages."""
 
     tools_digest: bytes
     canonical: list[bytes]
     exact: list[bytes]
     digests: list[bytes]
+    """The canonical and the exact digest of each message, concatenated."""
 
     def __len__(self) -> int:
         return len(self.digests)
 
     @property
     def key(self) -> bytes:
-        """The hash of the whole request."""
         return self.canonical[-1] + self.tools_digest
 
     def prefix(self, count: int) -> HashChain:
@@ -51,36 +48,37 @@ class HashChain:
         )
 
     def extend(self, digests: Iterable[bytes]) -> HashChain:
-        canonical, exact, own = [*self.canonical], [*self.exact], [*self.digests]
+        canonical, exact, all_digests = [*self.canonical], [*self.exact], [*self.digests]
         for digest in digests:
             canonical.append(_combine(canonical[-1], digest[:DIGEST_SIZE]))
             exact.append(_combine(exact[-1], digest[DIGEST_SIZE:]))
-            own.append(digest)
-        return HashChain(self.tools_digest, canonical, exact, own)
+            all_digests.append(digest)
+        return HashChain(self.tools_digest, canonical, exact, all_digests)
 
     def with_tools(self, tools: bytes) -> HashChain:
         return HashChain(tools, self.canonical, self.exact, self.digests)
 
     def pack(self, start: int) -> bytes:
-        """Return the value of ``Call.digests`` for a chain that ends with the reply: the digests of the tools
-        and of the messages, starting at index ``start``."""
+        """Return the value of ``Call.digests``: the digests of the tools, of the messages starting at index
+        ``start``, and of the reply, which is the last message of the chain."""
         return b"".join([self.tools_digest, *self.digests[start:]])
 
 
 def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
     """Return the digest of the tools, and the digests of the messages and the reply."""
-    return packed[:DIGEST_SIZE], [packed[at : at + _PAIR] for at in range(DIGEST_SIZE, len(packed), _PAIR)]
+    size = _MESSAGE_DIGESTS_SIZE
+    return packed[:DIGEST_SIZE], [packed[at : at + size] for at in range(DIGEST_SIZE, len(packed), size)]
 
 
 def is_prompt_digest(packed: bytes) -> bool:
-    """Return True if ``Call.digests`` belongs to a prompt that was sent as text."""
-    return len(packed) == _PROMPT.size
+    """Return True if ``packed`` is the result of ``pack_prompt``."""
+    return len(packed) == _PROMPT_DIGEST.size
 
 
 def unpack_prompt_digest(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
-    """Return the digest of the prompt, and the length and digest of prompt + reply."""
-    prompt, length, both = _PROMPT.unpack(packed)
-    return prompt, (length, both)
+    """Return the digest of the prompt, and the length and the digest of prompt + reply."""
+    prompt, length, prompt_and_reply = _PROMPT_DIGEST.unpack(packed)
+    return prompt, (length, prompt_and_reply)
 
 
 class MessageHasher:
@@ -103,17 +101,18 @@ class MessageHasher:
         canonical = self._hash(canonical_content(message))
         if message["role"] == "assistant":
             return canonical + self._hash(message)
-        # The canonical content lacks only the id of the answered call and the name of the tool.
-        rest = [message.get("tool_call_id"), message.get("name")]
-        return canonical + (canonical if rest == [None, None] else self._hash([canonical.hex(), rest]))
+        # The canonical content lacks only the id of the tool call and the name of the tool.
+        omitted = [message.get("tool_call_id"), message.get("name")]
+        return canonical + (canonical if omitted == [None, None] else self._hash([canonical.hex(), omitted]))
 
     def hash_text(self, text: str) -> bytes:
         return self.hash_bytes(text.encode("utf-8", "surrogatepass"))
 
     def pack_prompt(self, prompt: str, reply: str) -> bytes:
         """Return the value of ``Call.digests`` for a prompt that was sent as text."""
-        both = prompt + reply
-        return _PROMPT.pack(self.hash_text(prompt), len(both), self.hash_text(both))
+        prompt_and_reply = prompt + reply
+        length, digest = len(prompt_and_reply), self.hash_text(prompt_and_reply)
+        return _PROMPT_DIGEST.pack(self.hash_text(prompt), length, digest)
 
     def hash_bytes(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=DIGEST_SIZE, key=self._key).digest()
@@ -128,7 +127,7 @@ class MessageHasher:
 
 
 def canonical_content(message: Message) -> list[Any]:
-    """Return the content of a message without what agents change when they send it back."""
+    """Return the parts of a message that agents do not change when they send the message back."""
     role = message["role"]
     if role == "assistant":
         calls = [[call["name"], parse_arguments(call)] for call in message.get("tool_calls", ())]
@@ -144,10 +143,10 @@ def parse_arguments(call: ToolCall) -> Any:
         return call["arguments"]
 
 
-def _combine(before: bytes, digest: bytes) -> bytes:
-    return blake2b(before + digest, digest_size=DIGEST_SIZE).digest()
+def _combine(prefix_hash: bytes, digest: bytes) -> bytes:
+    return blake2b(prefix_hash + digest, digest_size=DIGEST_SIZE).digest()
 
 
 def normalize_call_id(call_id: str) -> str:
-    """Return the letters and digits of an id: some agents drop all other characters."""
+    """Return only the letters and digits of an id, because some agents drop all other characters."""
     return "".join(filter(str.isalnum, call_id))

@@ -1,4 +1,4 @@
-"""A recorded call as the message graph keeps it, and the comparison of messages with recorded replies."""
+"""The nodes of a message graph, and the comparison of messages with recorded replies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
 _BRIDGE_TOKENS = 1024
-"""The number of tokens at the end of a prompt that a renderer gets to continue the prompt. They include the
-start of the last turn."""
+"""The number of tokens at the end of a prompt that a renderer needs to continue the prompt."""
 
 
 @dataclass(slots=True)
 class CallNode:
+    """A recorded call. It contains only the tokens and hashes that are not in its base call."""
+
     call_id: str
     request_id: str
     parent_id: str | None
     client_key: str | None
     is_ok: bool
     has_tokens: bool
-    """True if the tokens are known."""
     is_stored: bool
     """True if the tokens are in the store, so that other calls can refer to them."""
     base: CallNode | None
@@ -35,17 +35,17 @@ class CallNode:
     prompt: Ids
     """The part of the prompt after the first ``base_tokens`` tokens of the base call."""
     sampled: Ids
-    tools_digest: bytes
     reply: Message | None
-    """The reply if it has tool calls, because an agent may send such a reply back changed."""
-    reply_digest: bytes
+    """The reply if it has tool calls, because agents may change the arguments of tool calls."""
     message_count: int
+    first_redacted_message: int | None
+    """The index of the first redacted message. The index of the reply is ``message_count``."""
+    tools_digest: bytes = b""
+    reply_digest: bytes = b""
     exact: list[bytes] = field(default_factory=list[bytes])
     """The part of the exact chain after ``base_messages``, including the reply."""
-    first_redacted_message: int | None = None
-    """The index of the first redacted message. The reply has the index after the last message."""
     prompt_and_reply: tuple[int, bytes] | None = None
-    """The length and digest of prompt + reply, if the prompt was sent as text."""
+    """The length and the digest of prompt + reply, if the prompt was sent as text."""
 
     def prompt_ids(self) -> Ids:
         sequence = self.sequence()
@@ -53,7 +53,7 @@ class CallNode:
 
     def sequence(self, length: int | None = None) -> Ids:
         """Return the prompt and the sampled tokens, or only the first ``length`` tokens."""
-        # Not recursive, because sessions can be longer than the stack.
+        # This is a loop, because a session can have more calls than the recursion limit.
         pieces: list[Ids] = []
         node: CallNode | None = self
         needed = length
@@ -68,7 +68,7 @@ class CallNode:
         return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
     def shared_messages(self, exact: Sequence[bytes]) -> int:
-        """Return the number of leading messages that are identical to the messages and reply of this call."""
+        """Return the number of messages at the start of ``exact`` that are also in this call."""
         node: CallNode | None = self
         limit = len(exact) - 1
         while node is not None:
@@ -81,30 +81,30 @@ class CallNode:
         return 0
 
     def redacted_within(self, count: int) -> int | None:
-        """Return the index of the first redacted message if it is among the first ``count`` messages, or else
-        None."""
+        """Return the index of the first redacted message, or None if it is not in the first ``count``
+        messages."""
         first = self.first_redacted_message
         return first if first is not None and first < count else None
 
 
 def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
-    """Return the newest candidate, preferring one with the same tool call ids, then one that succeeded."""
-    return max(enumerate(candidates), key=lambda pair: (_reply_ids(pair[1]) == ids, pair[1].is_ok, pair[0]))[
-        1
-    ]
+    """Return the newest of the best candidates. A candidate with these tool call ids is better than a call
+    that succeeded, which is better than a failed call."""
 
+    def rank(index: int) -> tuple[bool, bool, int]:
+        node = candidates[index]
+        return (tool_call_ids(node.reply) if node.reply else ()) == ids, node.is_ok, index
 
-def _reply_ids(node: CallNode) -> tuple[str, ...]:
-    return tool_call_ids(node.reply) if node.reply else ()
+    return candidates[max(range(len(candidates)), key=rank)]
 
 
 def matches_reply(message: Message, reply: Message) -> bool:
-    """Return True if an agent's message is our reply, possibly with changed arguments."""
+    """Return True if the message of an agent is the reply, possibly with additional arguments."""
     received, sent = message.get("tool_calls", ()), reply.get("tool_calls", ())
     return (
         message["content"].strip() == reply["content"].strip()
         and len(received) == len(sent)
-        and all(_matches_call(a, b) for a, b in zip(received, sent, strict=True))
+        and all(_matches_call(*pair) for pair in zip(received, sent, strict=True))
     )
 
 
@@ -137,22 +137,22 @@ def extend_prompt(
     tools: Sequence[Tool],
     renderer: Renderer,
 ) -> Placement | None:
-    """Return the placement with the parent's tokens followed by the messages starting at index ``count``, or
-    None if the conversation cannot be continued exactly."""
+    """Return the placement with a prompt that continues the parent's tokens with ``messages[count:]``, or
+    None if there is no exact continuation."""
     if not parent.has_tokens:
         return None
-    before = parent.sequence()
-    end = before[: len(before) - len(parent.sampled)][-_BRIDGE_TOKENS:].tolist()
+    tokens = parent.sequence()
+    end = tokens[: len(tokens) - len(parent.sampled)][-_BRIDGE_TOKENS:].tolist()
     sampled = parent.sampled.tolist()
     extended = renderer.extend(end, sampled, messages[count:], tools)
     if extended is not None:
         added = np.asarray(extended[len(end) + len(sampled) :], np.int32)
-        prompt = np.concatenate([before, added])
+        prompt = np.concatenate([tokens, added])
     elif any(message["role"] == "assistant" for message in messages[count:]):
-        return None  # the agent wrote a reply itself, so this is a different history
+        return None  # the agent wrote a reply itself, so the history differs
     else:
-        # The whole conversation may still begin with exactly these tokens.
+        # The rendered conversation may still begin with exactly these tokens.
         prompt = np.asarray(renderer.render(messages, tools), np.int32)
-        if not np.array_equal(prompt[: len(before)], before):
+        if not np.array_equal(prompt[: len(tokens)], tokens):
             return None
-    return replace(placement, prompt_ids=prompt, base_tokens=len(before) if parent.is_stored else 0)
+    return replace(placement, prompt_ids=prompt, base_tokens=len(tokens) if parent.is_stored else 0)

@@ -1,7 +1,7 @@
-"""Removal of secrets from data before it is stored.
+"""Removes secrets from data before it is stored.
 
-Every secret of a kind contains one of the kind's markers. A text without any marker is not searched further,
-so that the search costs almost nothing for text without secrets.
+Every kind of secret has markers, of which each secret contains at least one. Text without any marker is not
+searched further, so that the search costs almost nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ _REASON_PREFIX = "redacted from message "
 
 
 def redaction_reason(message_index: int, reason: str | None) -> str:
-    """Return why a call is not trainable: a secret was redacted from it, first in message ``message_index``.
-    ``reason`` is an additional reason, if there is one."""
+    """Return the reason for which a call with a redacted secret is not trainable. ``message_index`` is the
+    index of the first redacted message, and ``reason`` an additional reason."""
     return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
-
-
-def is_redaction_reason(reason: str | None) -> bool:
-    return reason is not None and reason.startswith(_REASON_PREFIX)
 
 
 def parse_redaction_reason(reason: str | None) -> int | None:
@@ -41,18 +37,18 @@ def parse_redaction_reason(reason: str | None) -> int | None:
 class SecretPattern:
     name: str
     markers: tuple[str, ...]
-    """Strings of which every secret of this kind contains at least one."""
+    """Every secret of this kind contains at least one of these texts."""
     rare_character: str
-    """A rare character in every secret of this kind, searched first; empty if there is none."""
+    """A character that every secret of this kind contains, or an empty string. It is searched first."""
     pattern: re.Pattern[str]
 
     def replacement(self, match: re.Match[str]) -> str:
-        """Return the text that replaces a match. The match's group ``before`` is kept."""
+        """Return the text that replaces a match. The text of the group ``before`` is not redacted."""
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
-def _secret(name: str, marks: str, sign: str, pattern: str) -> SecretPattern:
-    return SecretPattern(name, tuple(marks.split()), sign, re.compile(pattern))
+def _secret(name: str, markers: str, rare_character: str, pattern: str) -> SecretPattern:
+    return SecretPattern(name, tuple(markers.split()), rare_character, re.compile(pattern))
 
 
 SECRET_PATTERNS: tuple[SecretPattern, ...] = (
@@ -77,7 +73,7 @@ SECRET_PATTERNS: tuple[SecretPattern, ...] = (
     ),
     _secret("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
 )
-"""The secrets that are removed. A private key without an end line is removed up to the end of the text."""
+"""The secrets that are removed. A private key without an end line extends to the end of the text."""
 
 
 @dataclass(slots=True)
@@ -100,22 +96,22 @@ class Redactor:
                 patterns.append(re.compile(pattern))
             except re.error as error:
                 raise ConfigError(
-                    f"gateway.redact.patterns[{i}]: {pattern!r} is not a valid pattern: {error}"
+                    f"gateway.redact.patterns[{i}]: {pattern!r} is not a regular expression: {error}"
                 ) from error
         return Redactor(SECRET_PATTERNS if config.secrets else (), patterns)
 
     def redact_text(self, text: str) -> str:
-        """Return the text without secrets, or the same object if there are none."""
+        """Return the text without secrets. Text without secrets is returned as the same object."""
         if self._has_marker(text):
             for secret in self.secrets:
                 if any(marker in text for marker in secret.markers):
                     text = secret.pattern.sub(secret.replacement, text)
         for pattern in self.patterns:
-            text = pattern.sub(_replacement, text)
+            text = pattern.sub(lambda match: "[redacted]" if match[0] else "", text)
         return text
 
     def _has_marker(self, text: str) -> bool:
-        # Plain loops take half the time of any(), and this runs over every text.
+        # This runs for every text, and plain loops take half the time of any().
         for character, markers in self._markers.items():
             if character in text:
                 for marker in markers:
@@ -124,7 +120,7 @@ class Redactor:
         return False
 
     def redact_message(self, message: Message) -> Message:
-        """Return the message without secrets, or the same object if there are none."""
+        """Return the message without secrets. A message without secrets is returned as the same object."""
         clean = message
         for name in ("content", "reasoning", "name", "tool_call_id"):
             if (text := message.get(name)) and (redacted := self.redact_text(text)) != text:
@@ -162,7 +158,7 @@ class Redactor:
         return call if clean == call else clean
 
     def _redact_arguments(self, arguments: str) -> str:
-        # The arguments are JSON, whose escapes may hide a secret from a search in the text.
+        # The arguments are JSON. Its escape sequences may hide a secret from a search in the text.
         clean = self.redact_text(arguments)
         if "\\" not in clean:
             return clean
@@ -172,7 +168,3 @@ class Redactor:
         except (ValueError, RecursionError):
             return clean  # not JSON, or nested too deeply
         return clean if redacted == value else json.dumps(redacted, ensure_ascii=False)
-
-
-def _replacement(match: re.Match[str]) -> str:
-    return "[redacted]" if match[0] else ""

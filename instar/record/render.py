@@ -1,4 +1,4 @@
-"""Renderers of the model's prompts.
+"""Renderers, which convert messages to prompts.
 
 The `renderers` library has renderers for some model families. For other models, the renderer uses the model's
 own chat template, with our bridge and, if the template has no tools, our tool format.
@@ -27,8 +27,8 @@ from instar.types import Json, Message, Tool, ToolCall
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_CACHED_CHARACTERS = 8 * 1024 * 1024
-_PROBES = (
+_MAX_CACHED_CHARS = 8 * 1024 * 1024
+_ENCODING_PROBES = (
     "{0}user\nHello there.{1}\n{0}assistant\n",
     " {0}  system\n\n\tA  B{1}{1}\n {0}\n",
     "é{0}日本語 naïve{1}🙂 'quoted' {0}x{1}",
@@ -41,8 +41,8 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     from renderers.base import MODEL_RENDERER_MAP  # slow to import
 
     tokenizer = load_tokenizer(folder)
-    # The library maps only the names of published models, because the template of a fine-tuned model may
-    # differ from the template of its base model.
+    # The library maps only the names of published models. The template of a fine-tuned model may differ from
+    # the template of its base model.
     if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
         from instar.record.family import FamilyRenderer
 
@@ -51,19 +51,17 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
         if renderer.lists_tools() or tokenizer.chat_template is None:
             return renderer
     if tokenizer.chat_template is None:
-        raise ConfigError(f"model.name: {model.name!r} has no chat template, so it cannot be sent messages")
-    return TemplateRenderer(tokenizer, _eos_ids(folder), model.tool_format)
-
-
-def _eos_ids(folder: Path) -> list[int]:
-    """Return the end-of-text tokens from the model's generation config."""
+        raise ConfigError(
+            f"model.name: {model.name!r} has no chat template; choose a model with a chat template"
+        )
     path = folder / "generation_config.json"
     eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    return [eos] if isinstance(eos, int) else list(eos or ())
+    eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
+    return TemplateRenderer(tokenizer, eos_ids, model.tool_format)
 
 
 def to_template_message(message: Message) -> Json:
-    """Return a message in the shape that chat templates and the `renderers` library expect."""
+    """Return a message in the format that chat templates and the `renderers` library expect."""
     out: Json = {"role": message["role"], "content": message["content"]}
     if reasoning := message.get("reasoning"):
         out["reasoning_content"] = reasoning
@@ -84,19 +82,16 @@ def to_template_message(message: Message) -> Json:
 
 
 class CachingEncoder:
-    """Encodes text and caches the tokens of its pieces.
+    """Encodes text and caches the tokens of the pieces between added tokens, such as `<|im_start|>`.
 
-    A tokenizer first splits text at its added tokens (such as `<|im_start|>`) and then encodes the pieces
-    between them separately. With cached pieces, the instructions and tools that open every session of an
-    agent, and the messages of a history that is rendered again, are encoded only once. The constructor
-    verifies that pieces can be encoded separately; if not, whole texts are encoded.
+    A tokenizer encodes these pieces separately. With the cache, the instructions and tools at the start of
+    every session of an agent, and the messages of a history that is rendered again, are encoded only once.
+    The constructor verifies that pieces can be encoded separately; if not, complete texts are encoded.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, cached_characters: int = _CACHED_CHARACTERS
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_cached_chars: int = _MAX_CACHED_CHARS) -> None:
         self._backend: Any = tokenizer.backend_tokenizer
-        self._max_size = cached_characters
+        self._max_size = max_cached_chars
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self._size = 0
         self._added_ids: dict[str, int] = {}
@@ -108,15 +103,15 @@ class CachingEncoder:
 
     @property
     def cache_size(self) -> int:
-        """The number of characters whose tokens are cached."""
+        """The number of characters in the cache."""
         return self._size
 
     def __call__(self, text: str) -> list[int]:
         if self._splitter is None:
-            return self.encode_whole(text)
+            return self.encode_uncached(text)
         return list(chain.from_iterable(map(self._encode_piece, self._splitter.split(text))))
 
-    def encode_whole(self, text: str) -> list[int]:
+    def encode_uncached(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _encode_piece(self, piece: str) -> list[int]:
@@ -127,7 +122,7 @@ class CachingEncoder:
         if (cached := self._cache.get(piece)) is not None:
             self._cache.move_to_end(piece)
             return cached
-        ids = self.encode_whole(piece)
+        ids = self.encode_uncached(piece)
         self._cache[piece] = ids
         self._size += len(piece)
         while self._size > self._max_size:
@@ -144,61 +139,80 @@ class CachingEncoder:
         longest_first = sorted(self._added_ids, key=len, reverse=True)
         self._splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         pairs = zip(longest_first, longest_first[::-1], strict=True)
-        texts = [probe.format(*pair) for pair in list(pairs)[:8] for probe in _PROBES]
-        is_exact = all(self(text) == self.encode_whole(text) for text in texts)
+        texts = [probe.format(*pair) for pair in list(pairs)[:8] for probe in _ENCODING_PROBES]
+        is_exact = all(self(text) == self.encode_uncached(text) for text in texts)
         return self._splitter if is_exact else None
 
 
-class TemplateRenderer(Renderer):
+class TokenizerRenderer(Renderer):
+    """The part of a renderer that depends only on the tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._hidden_ids: frozenset[int] = frozenset()
+        """The tokens that are not part of a reply's text."""
+
+    def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
+        return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, PlainTextScanner())
+
+    def token_text(self, token_id: int) -> str:
+        return self._decode([token_id])
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class TemplateRenderer(TokenizerRenderer):
     """A renderer that uses the model's own chat template."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int] = (), tool_format: str = "auto"
     ) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = CachingEncoder(tokenizer)
-        # The library's own fallback also applies the template; here it provides only the stop tokens.
         from renderers.configs import DefaultRendererConfig
         from renderers.default import DefaultRenderer
 
-        self._library = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
-        self._tool_role = self._writes_tool_role()
-        has_tools = self._template_calls_parse()
+        super().__init__(tokenizer)
+        self._encoder = CachingEncoder(tokenizer)
+        # The library's own renderer for templates provides only the stop tokens here.
+        library = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
+        self._has_tool_role = self._writes_tool_role()
+        has_tools = self._writes_parseable_calls()
         if tool_format == "template" and not has_tools:
             raise ConfigError(
                 "model.tool_format: 'template' requires a chat template that lists tools and writes calls as "
-                f"{CALL_OPEN}JSON{CALL_CLOSE}; this model's does not. Use 'auto' or 'generic'"
+                f"{CALL_OPEN}JSON{CALL_CLOSE}, which this model's template does not; use 'auto' or 'generic'"
             )
-        self._generic = tool_format == "generic" or not has_tools
-        stops = {*self._library.get_stop_token_ids(), *eos_ids, *self._turn_end()}
-        self._stop_token_ids = tuple(sorted(stops))
-        self._hidden = frozenset(self._hidden_ids()) | stops
-        self._opens_reasoning = self._prompt_text().rstrip().endswith(THINK_OPEN)
+        self.uses_generic_tools = tool_format == "generic" or not has_tools
+        question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
+        prompt = self._render_ids([question], (), generation=True)
+        conversation = self._render_ids([question, reply], (), generation=False)
+        special_ids = tokenizer.all_special_ids
+        turn_end = [token_id for token_id in conversation[len(prompt) :] if token_id in special_ids][:1]
+        stop_ids = {*library.get_stop_token_ids(), *eos_ids, *turn_end}
+        self._stop_token_ids = tuple(sorted(stop_ids))
+        # The markers of reasoning and of tool calls are not hidden, because the parser needs them.
+        special = zip(special_ids, tokenizer.all_special_tokens, strict=True)
+        hidden_ids = {i for i, text in special if "think" not in text and "tool_call" not in text}
+        self._hidden_ids = frozenset(hidden_ids | stop_ids)
+        self._opens_reasoning = self._decode(prompt).rstrip().endswith(THINK_OPEN)
         self._bridge = TemplateBridge(
-            self._ids,
+            self._render_ids,
             self.encode,
             self._stop_token_ids,
-            structured_calls=not self._generic,
-            tool_formats=[()] if self._generic else [(), (PROBE_TOOL,)],
+            structured_calls=not self.uses_generic_tools,
+            tool_sets=[()] if self.uses_generic_tools else [(), (PROBE_TOOL,)],
         )
+        self.bridged_roles = self._bridge.roles
+        """The roles that can follow a reply without rendering the history again."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return self._stop_token_ids
 
-    @property
-    def uses_generic_tools(self) -> bool:
-        return self._generic
-
-    @property
-    def bridged_roles(self) -> frozenset[str]:
-        """The roles that can follow a reply without rendering the history again."""
-        return self._bridge.roles
-
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        if self._generic:
-            messages, tools = to_generic_messages(messages, tools, tool_role=self._tool_role), ()
-        return self._ids(messages, tools, generation=True)
+        if self.uses_generic_tools:
+            messages, tools = to_generic_messages(messages, tools, tool_role=self._has_tool_role), ()
+        return self._render_ids(messages, tools, generation=True)
 
     def extend(
         self,
@@ -207,11 +221,8 @@ class TemplateRenderer(Renderer):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        if self._generic:
-            new_messages = to_generic_messages(
-                new_messages, tools, tool_role=self._tool_role, list_tools=False
-            )
-            tools = ()
+        if self.uses_generic_tools:
+            new_messages, tools = to_generic_messages(new_messages, (), tool_role=self._has_tool_role), ()
         return self._bridge.extend(prompt_ids, sampled_ids, new_messages, tools)
 
     def stream(
@@ -223,18 +234,14 @@ class TemplateRenderer(Renderer):
         eager: bool = False,
     ) -> StreamParser:
         scanner = ReplyScanner(calls=bool(tools), reasoning=self._opens_reasoning, eager=eager)
-        return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, scanner)
-
-    def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        return TextStreamParser(Detokenizer(self._decode, self._hidden), stop, PlainTextScanner())
+        return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
     def encode(self, text: str) -> list[int]:
         return self._encoder(text)
 
-    def token_text(self, token_id: int) -> str:
-        return self._decode([token_id])
-
-    def _ids(self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool) -> list[int]:
+    def _render_ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
+    ) -> list[int]:
         from jinja2 import TemplateError
 
         specs = [{"type": "function", "function": dict(tool)} for tool in tools] or None
@@ -246,59 +253,34 @@ class TemplateRenderer(Renderer):
                 tokenize=False,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            # A template may call raise_exception, or fail on a role or field that it was not written for.
+            # A template may call raise_exception, or fail on a role or field that it does not support.
             raise RenderError(f"the model's chat template rejects these messages: {error}") from error
         return self._encoder(cast(str, text))
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-
-    def _text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        return self._decode(self._ids(messages, tools, generation=False))
-
-    def _prompt_text(self) -> str:
-        return self._decode(self._ids([Message(role="user", content="Hi")], (), generation=True))
-
-    def _hidden_ids(self) -> list[int]:
-        """Return the special tokens that are not part of a reply's text. The markers that we parse are not
-        among them."""
-        special = zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True)
-        return [token_id for token_id, text in special if "think" not in text and "tool_call" not in text]
-
-    def _turn_end(self) -> set[int]:
-        """Return the special token that the template writes after a reply, as a set of at most one token."""
-        question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
-        prompt = self._ids([question], (), generation=True)
-        conversation = self._ids([question, reply], (), generation=False)
-        special = set(self._tokenizer.all_special_ids)
-        return {next((i for i in conversation[len(prompt) :] if i in special), -1)} - {-1}
+    def _render_text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        return self._decode(self._render_ids(messages, tools, generation=False))
 
     def _writes_tool_role(self) -> bool:
-        marker = "7440-mark"
+        question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
         try:
-            text = self._text(
-                [
-                    Message(role="user", content="Hi"),
-                    Message(role="assistant", content="Ok"),
-                    Message(role="tool", content=marker),
-                ]
+            return "7440-mark" in self._render_text(
+                [question, reply, Message(role="tool", content="7440-mark")]
             )
         except RenderError:
             return False
-        return marker in text
 
-    def _template_calls_parse(self) -> bool:
-        """Return True if the template lists tools and writes a call in the form that we parse."""
+    def _writes_parseable_calls(self) -> bool:
+        """Return True if the template lists tools and writes calls in the format that we parse."""
         question = Message(role="user", content="Hi")
         call = ToolCall(id="call-0", name=PROBE_TOOL["name"], arguments='{"q": "x"}')
         try:
-            with_tools = self._text([question], [PROBE_TOOL])
-            with_call = self._text(
+            with_tools = self._render_text([question], [PROBE_TOOL])
+            with_call = self._render_text(
                 [question, Message(role="assistant", content="", tool_calls=[call])], [PROBE_TOOL]
             )
         except RenderError:
             return False
-        if with_tools == self._text([question]) or PROBE_TOOL["name"] not in with_tools:
+        if with_tools == self._render_text([question]) or PROBE_TOOL["name"] not in with_tools:
             return False
         written = parse_call(with_call.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
         return written is not None and written["name"] == call["name"]

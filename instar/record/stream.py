@@ -1,14 +1,13 @@
-"""Parsing of sampled ids into a reply, as they arrive. Complete replies are parsed by the same code.
+"""Parsers that convert sampled tokens to a reply while the tokens arrive.
 
-There are three stages: ids become text that never ends inside a character; text is cut at a stop string; text
-is split into reasoning, content and tool calls. Each stage holds back what is not decided yet: the bytes of
-half a character, a possible start of a stop string, a possible tool call (or, with ``eager``, a call whose
-first argument has not begun).
+There are three stages. The first converts tokens to text, the second ends the text at a stop string, and the
+third splits the text into reasoning, content and tool calls. Each stage holds back text that may still
+change: an incomplete character, a possible start of a stop string, or a possible tool call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, PartialToolCall, parse_call
@@ -16,14 +15,14 @@ from instar.types import Message, ToolCall
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
-_UNDECODED = "\ufffd"
+_REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Detokenizer:
-    """Converts token ids to text as they arrive. Only a window of the last tokens is decoded, so that the
-    cost does not grow with the length of the reply."""
+    """Converts tokens to text. Only a window of the last tokens is decoded, so that the cost does not grow
+    with the length of the reply."""
 
-    _WINDOW, _KEEP = 32, 8
+    _MAX_WINDOW_TOKENS, _KEPT_TOKENS = 32, 8
 
     def __init__(self, decode: Callable[[list[int]], str], hidden: Collection[int]) -> None:
         self._decode = decode
@@ -36,12 +35,12 @@ class Detokenizer:
         text = self._decode(self._window)
         # Up to three bytes of an incomplete character decode to as many replacement characters.
         end = len(text)
-        while end > len(text) - 3 and text[end - 1 : end] == _UNDECODED:
+        while end > len(text) - 3 and text[end - 1 : end] == _REPLACEMENT_CHARACTER:
             end -= 1
         piece = text[self._emitted : end]
         self._emitted = max(self._emitted, end)
-        if end == len(text) and len(self._window) > self._WINDOW:
-            self._window = self._window[-self._KEEP :]
+        if end == len(text) and len(self._window) > self._MAX_WINDOW_TOKENS:
+            self._window = self._window[-self._KEPT_TOKENS :]
             self._emitted = len(self._decode(self._window))
         return piece
 
@@ -50,7 +49,7 @@ class Detokenizer:
 
 
 class StopStringFilter:
-    """Passes on text up to the first stop string."""
+    """Returns text up to the first stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -84,12 +83,22 @@ def overlap_length(text: str, marker: str) -> int:
     return 0
 
 
+def build_reply(content: str, reasoning: str, tool_calls: Iterable[ToolCall]) -> Message:
+    message = Message(role="assistant", content=content)
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls := list(tool_calls):
+        message["tool_calls"] = calls
+    return message
+
+
 def complete_call_delta(index: int, call: ToolCall) -> ReplyDelta:
     return ReplyDelta(call=ToolCallDelta(index, call["id"], call["name"], call["arguments"]))
 
 
 class ReplyScanner:
-    """Splits text into reasoning, content and tool calls. White space next to a call is dropped."""
+    """Splits text into reasoning, content and tool calls, without the white space next to a call. With
+    ``eager``, the arguments of a call are emitted before the call is complete."""
 
     def __init__(self, *, calls: bool, reasoning: bool = False, eager: bool = False) -> None:
         self._look_for_calls = calls
@@ -108,7 +117,7 @@ class ReplyScanner:
         self._buffer += text
         while self._advance():
             pass
-        return self._take()
+        return self._take_deltas()
 
     def finish(self) -> list[ReplyDelta]:
         rest, self._buffer = self._buffer, ""
@@ -121,25 +130,25 @@ class ReplyScanner:
             self._add_content(rest)
             if not self.tool_calls:
                 self._emit_text(self._space)
-        return self._take()
+        return self._take_deltas()
 
-    def _take(self) -> list[ReplyDelta]:
+    def _take_deltas(self) -> list[ReplyDelta]:
         out, self._out = self._out, []
         return out
 
     def _advance(self) -> bool:
-        """Process the next part of the text and return True, or return False if more text is needed."""
+        """Process the next part of the text. Return False if more text is needed."""
         if not self._buffer:
             return False
         if self._state == "start":
-            return self._begin()
+            return self._scan_start()
         if self._state == "reasoning":
-            return self._in_reasoning()
+            return self._scan_reasoning()
         if self._open is not None:
-            return self._in_open_call(self._open)
-        return self._in_content()
+            return self._scan_open_call(self._open)
+        return self._scan_content()
 
-    def _begin(self) -> bool:
+    def _scan_start(self) -> bool:
         text = self._buffer.lstrip()
         if text.startswith(THINK_OPEN):
             self._state, self._buffer = "reasoning", text[len(THINK_OPEN) :]
@@ -149,7 +158,7 @@ class ReplyScanner:
             self._state = "content"
         return True
 
-    def _in_reasoning(self) -> bool:
+    def _scan_reasoning(self) -> bool:
         before, closed, after = self._buffer.partition(THINK_CLOSE)
         if closed:
             self._emit_reasoning(before)
@@ -160,7 +169,7 @@ class ReplyScanner:
         self._buffer = self._buffer[len(self._buffer) - keep :]
         return False
 
-    def _in_content(self) -> bool:
+    def _scan_content(self) -> bool:
         if not self._look_for_calls:
             self._add_content(self._buffer)
             self._buffer = ""
@@ -173,9 +182,9 @@ class ReplyScanner:
             return False
         self._add_content(before)
         self._buffer = CALL_OPEN + rest
-        return self._in_call(rest)
+        return self._scan_call(rest)
 
-    def _in_call(self, rest: str) -> bool:
+    def _scan_call(self, rest: str) -> bool:
         start = rest.lstrip()
         body, closed, after = rest.partition(CALL_CLOSE)
         if (not start or start.startswith("{")) and not closed:
@@ -198,7 +207,7 @@ class ReplyScanner:
             self._buffer = rest[decided:]
         return False
 
-    def _in_open_call(self, call: PartialToolCall) -> bool:
+    def _scan_open_call(self, call: PartialToolCall) -> bool:
         body, closed, after = self._buffer.partition(CALL_CLOSE)
         decided = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
         self._out += call.feed(body[:decided])
@@ -238,7 +247,7 @@ class ReplyScanner:
 
 
 class PlainTextScanner:
-    """A scanner for replies that are only text, used in place of ``ReplyScanner``."""
+    """A replacement of ``ReplyScanner`` for replies that are plain text."""
 
     def __init__(self) -> None:
         self.content: list[str] = []
@@ -270,9 +279,5 @@ class TextStreamParser(StreamParser):
 
     @property
     def message(self) -> Message:
-        message = Message(role="assistant", content="".join(self._scanner.content))
-        if self._scanner.reasoning:
-            message["reasoning"] = "".join(self._scanner.reasoning)
-        if self._scanner.tool_calls:
-            message["tool_calls"] = list(self._scanner.tool_calls)
-        return message
+        scanner = self._scanner
+        return build_reply("".join(scanner.content), "".join(scanner.reasoning), scanner.tool_calls)

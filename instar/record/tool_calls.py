@@ -1,21 +1,18 @@
 """Tool calls in text: the generic tool format, for models whose chat template has no tools.
 
-The tools are listed in the system message, after its own text (a system message is added if there is none),
-one per line, with a `?` after an optional parameter::
+The tools are listed at the end of the system message, one per line, with a `?` after an optional parameter::
 
     Tools:
     calc(expression: string): Evaluate arithmetic.
     To call a tool, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 
-A call is written on one line, in the style of Hermes, after the text of its message, and has the same form in
-the history; the arguments are kept as they were generated::
+A call is one line in the format of Hermes, after the text of the message. In the history, the arguments stay
+as they were generated::
 
     <tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>
 
-A result is a message of the role `tool` if the template writes that role, else a user message
+A result is a message with the role `tool` if the template supports this role, or else a user message
 `<tool_response>...</tool_response>`. A malformed call is plain text.
-
-``PartialToolCall`` streams the arguments of a call while the model writes them.
 """
 
 from __future__ import annotations
@@ -30,33 +27,33 @@ from instar.types import Json, Message, Tool, ToolCall, new_id
 
 CALL_OPEN = "<tool_call>"
 CALL_CLOSE = "</tool_call>"
-HOW_TO_CALL = f'To call a tool, write {CALL_OPEN}{{"name": ..., "arguments": {{...}}}}{CALL_CLOSE}'
+CALL_INSTRUCTIONS = f'To call a tool, write {CALL_OPEN}{{"name": ..., "arguments": {{...}}}}{CALL_CLOSE}'
 
 _decoder = json.JSONDecoder()
 
 
 def format_tool_list(tools: Iterable[Tool]) -> str:
-    """Return the list of tools that is appended to the system message."""
-    return "\n".join(["Tools:", *map(_tool_line, tools), HOW_TO_CALL])
+    """Return the text that lists the tools at the end of the system message."""
+    return "\n".join(["Tools:", *map(_format_tool, tools), CALL_INSTRUCTIONS])
 
 
-def _tool_line(tool: Tool) -> str:
-    # Agents send all kinds of schemas; an invalid one yields a tool without parameters.
+def _format_tool(tool: Tool) -> str:
+    # Agents send all kinds of schemas. A tool with an invalid schema is listed without parameters.
     schema = tool["parameters"]
-    required, properties = _list(schema.get("required")), schema.get("properties")
+    required, properties = _as_list(schema.get("required")), schema.get("properties")
     parameters = ", ".join(
-        f"{name}{'' if name in required else '?'}: {_type_name(spec)}"
+        f"{name}{'' if name in required else '?'}: {_format_type(spec)}"
         for name, spec in (cast(Json, properties) if isinstance(properties, dict) else {}).items()
     )
     description = " ".join(tool["description"].split())
     return f"{tool['name']}({parameters})" + (f": {description}" if description else "")
 
 
-def _type_name(spec: Any) -> str:
+def _format_type(spec: Any) -> str:
     if not isinstance(spec, dict):
         return "any"
     spec = cast(Json, spec)
-    if choices := _list(spec.get("enum")):
+    if choices := _as_list(spec.get("enum")):
         return "|".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     type_name = spec.get("type", "any")
     if isinstance(type_name, list):
@@ -64,22 +61,28 @@ def _type_name(spec: Any) -> str:
     return str(type_name)
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else []
 
 
 def format_call(call: ToolCall) -> str:
-    """Return a call as the model would write it. Arguments that are not a JSON object are quoted."""
-    arguments = call["arguments"] if _is_object(call["arguments"]) else json.dumps(call["arguments"])
+    """Return the text with which a model makes this call. Arguments that are not a JSON object become a JSON
+    string."""
+    arguments = call["arguments"]
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        arguments = json.dumps(arguments)
     name = json.dumps(call["name"], ensure_ascii=False)
     return f'{CALL_OPEN}{{"name": {name}, "arguments": {arguments}}}{CALL_CLOSE}'
 
 
 def parse_call(body: str) -> ToolCall | None:
-    """Return the call in the text between the tags, with the arguments as written, or None if it is not
-    valid."""
+    """Return the call whose JSON is ``body``, with the arguments as generated, or None if it is not valid."""
     try:
-        members = _raw_members(body.strip())
+        members = _split_members(body.strip())
         name = parse_call_name(members["name"])
         arguments = members.get("arguments", "{}")
     except (ValueError, KeyError, RecursionError):
@@ -90,28 +93,34 @@ def parse_call(body: str) -> ToolCall | None:
 
 
 def parse_call_name(text: str) -> str | None:
-    """Return the tool's name from its JSON text, or None if the name is empty or cannot be encoded."""
+    """Return the name of a tool from its JSON text, or None if the name is not valid."""
     try:
         name: Any = json.loads(text)
-        # Half a surrogate pair is valid JSON but cannot be encoded.
-        return name if isinstance(name, str) and name.encode() else None
     except ValueError:
         return None
+    return name if isinstance(name, str) and name and can_encode(name) else None
+
+
+def can_encode(text: str) -> bool:
+    """Return False for text with half a surrogate pair, which is valid in JSON but not in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def to_generic_messages(
-    messages: Sequence[Message], tools: Sequence[Tool], *, tool_role: bool, list_tools: bool = True
+    messages: Sequence[Message], tools: Sequence[Tool], *, tool_role: bool
 ) -> list[Message]:
-    """Return the messages with tool calls and tool results as plain text. The tools are listed only with
-    ``list_tools``."""
+    """Return the messages with the list of tools, the tool calls and the tool results as plain text."""
     plain = [_to_plain(message, tool_role) for message in messages]
-    if not tools or not list_tools:
+    if not tools:
         return plain
     tool_list = format_tool_list(tools)
     if plain and plain[0]["role"] == "system":
-        text = plain[0]["content"]
-        content = f"{text}\n{tool_list}" if text else tool_list
-        return [Message(role="system", content=content), *plain[1:]]
+        text = plain.pop(0)["content"]
+        tool_list = f"{text}\n{tool_list}" if text else tool_list
     return [Message(role="system", content=tool_list), *plain]
 
 
@@ -124,42 +133,35 @@ def _to_plain(message: Message, tool_role: bool) -> Message:
     return Message(role=message["role"], content=content)
 
 
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _raw_members(text: str) -> dict[str, str]:
+def _split_members(text: str) -> dict[str, str]:
     """Return the members of a JSON object, with their values as text. Raise ValueError if ``text`` is not a
     JSON object."""
     if not text.startswith("{"):
-        raise ValueError("not an object")
+        raise ValueError("the text does not begin with an object")
     members: dict[str, str] = {}
-    at = _skip(text, 1)
+    at = _skip_whitespace(text, 1)
     while text[at : at + 1] != "}":
         if members:
-            at = _skip(text, _expect(text, at, ","))
+            at = _skip_whitespace(text, _expect_char(text, at, ","))
         key, at = _decoder.raw_decode(text, at)
         if not isinstance(key, str):
             raise ValueError("a key is not a string")
-        at = _skip(text, _expect(text, _skip(text, at), ":"))
+        at = _skip_whitespace(text, _expect_char(text, _skip_whitespace(text, at), ":"))
         _, end = _decoder.raw_decode(text, at)
         members[key] = text[at:end]
-        at = _skip(text, end)
+        at = _skip_whitespace(text, end)
     if at != len(text) - 1:
-        raise ValueError("text after the object")
+        raise ValueError("there is text after the object")
     return members
 
 
-def _skip(text: str, position: int) -> int:
+def _skip_whitespace(text: str, position: int) -> int:
     while position < len(text) and text[position] in " \t\n\r":
         position += 1
     return position
 
 
-def _expect(text: str, at: int, char: str) -> int:
+def _expect_char(text: str, at: int, char: str) -> int:
     if text[at : at + 1] != char:
         raise ValueError(f"expected {char!r}")
     return at + 1
@@ -178,11 +180,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class JsonObjectTracker:
-    """Follows the text of one JSON object as it arrives, without building the object.
-
-    A control character inside a string is invalid JSON, but it is still clear where the string ends. In this
-    case ``is_flawed`` is set, and the text is followed further.
-    """
+    """Finds the end of a JSON object in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self.has_value = False
@@ -190,8 +188,9 @@ class JsonObjectTracker:
         self.is_complete = False
         """True once the object is closed."""
         self.is_broken = False
-        """True if the text is not JSON, so the end of the object is unknown."""
+        """True if the text is not JSON, so that the end of the object is unknown."""
         self.is_flawed = False
+        """True if a string is invalid but has a clear end, for example if it contains a control character."""
         self._closers: list[str] = []
         self._expected = "value"
         self._in_string = False
@@ -199,20 +198,20 @@ class JsonObjectTracker:
         self._escaped = 0
 
     def feed(self, text: str) -> int:
-        """Return how many characters of ``text`` were followed. The caller passes the rest again, with more
-        text after it, unless the object is complete or broken."""
+        """Return the number of characters that were processed. Unless the object is complete or broken, the
+        caller passes the remaining characters again, followed by more text."""
         at = 0
         while at < len(text) and not (self.is_complete or self.is_broken):
-            moved = self._string(text, at) if self._in_string else self._token(text, at)
-            if not moved:
+            length = self._read_string(text, at) if self._in_string else self._read_token(text, at)
+            if not length:
                 break
-            at += moved
+            at += length
         return at
 
-    def _string(self, text: str, at: int) -> int:
+    def _read_string(self, text: str, at: int) -> int:
         char = text[at]
         if self._escaped:
-            return self._escape(char)
+            return self._read_escape(char)
         if char == '"':
             self._in_string = False
             return self._expect("colon") if self._is_key else self._end_value()
@@ -225,7 +224,7 @@ class JsonObjectTracker:
         self.is_flawed = self.is_flawed or _CONTROL.search(match[0]) is not None
         return len(match[0])
 
-    def _escape(self, char: str) -> int:
+    def _read_escape(self, char: str) -> int:
         # self._escaped is 5 after the backslash, and 4 to 1 while that many hex digits are missing.
         if self._escaped == 5:
             self.is_flawed = self.is_flawed or char not in '"\\/bfnrtu'
@@ -233,11 +232,11 @@ class JsonObjectTracker:
             return 1
         if char not in "0123456789abcdefABCDEF":
             self.is_flawed, self._escaped = True, 0
-            return self._string(char, 0)
+            return self._read_string(char, 0)
         self._escaped -= 1
         return 1
 
-    def _token(self, text: str, at: int) -> int:
+    def _read_token(self, text: str, at: int) -> int:
         char, expected = text[at], self._expected
         if char in " \t\r\n":
             return 1
@@ -252,11 +251,11 @@ class JsonObjectTracker:
             self._in_string = self._is_key = True
             return 1
         if expected in ("value", "value or end"):
-            return self._value(text, at)
+            return self._read_value(text, at)
         self.is_broken = True
         return 0
 
-    def _value(self, text: str, at: int) -> int:
+    def _read_value(self, text: str, at: int) -> int:
         char = text[at]
         if char == '"':
             self._in_string, self._is_key = True, False
@@ -284,11 +283,11 @@ class JsonObjectTracker:
 
 
 class PartialToolCall:
-    """A call, ``{"name": ..., "arguments": {...}}``, while it is written. Its arguments are emitted as
-    generated, starting with their first value.
+    """A call ``{"name": ..., "arguments": {...}}`` that the model is still generating. The arguments are
+    emitted as generated, once their first value has begun.
 
-    Once something was emitted, the call stays a call. If the arguments stop being JSON, all later text
-    belongs to the arguments, because their end is unknown.
+    An emitted call stays a call. If the arguments are no longer valid JSON, all later text belongs to the
+    arguments, because their end is unknown.
     """
 
     def __init__(self, name: str, index: int) -> None:
@@ -300,8 +299,8 @@ class PartialToolCall:
 
     @staticmethod
     def try_start(text: str, index: int) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
-        """Return the call that ``text`` begins and the first deltas, or None while the first value of the
-        arguments has not begun or is not JSON."""
+        """Return the call that begins with ``text`` and the first deltas. Return None if the first value of
+        the arguments has not begun or is not JSON."""
         head = _HEAD.match(text)
         if head is None:
             return None
@@ -320,11 +319,11 @@ class PartialToolCall:
         if self._object.is_complete:
             return []
         text = self._held + text
-        followed = self._object.feed(text)
+        processed = self._object.feed(text)
         if self._object.is_broken:
-            followed = len(text)
-        self._held = "" if self._object.is_complete else text[followed:]
-        return self._emit(text[:followed])
+            processed = len(text)
+        self._held = "" if self._object.is_complete else text[processed:]
+        return self._emit(text[:processed])
 
     def finish(self) -> list[ReplyDelta]:
         held, self._held = self._held, ""

@@ -36,8 +36,8 @@ def texts(specials: list[str], count: int) -> list[str]:
 def check(encoder: CachingEncoder, specials: list[str]) -> None:
     assert encoder.is_splitting
     for text in texts(specials, 2000):
-        assert encoder(text) == encoder.encode_whole(text)
-        assert encoder(text) == encoder.encode_whole(text)  # from the cache
+        assert encoder(text) == encoder.encode_uncached(text)
+        assert encoder(text) == encoder.encode_uncached(text)  # from the cache
 
 
 def test_caching_encoder_pieces_equal_whole_text() -> None:
@@ -65,7 +65,7 @@ def test_caching_encoder_does_not_split_at_tokens_that_strip_space() -> None:
 
 
 def test_caching_encoder_cache_stays_within_its_limit() -> None:
-    encoder = CachingEncoder(make_tiny_tokenizer(), cached_characters=100)
+    encoder = CachingEncoder(make_tiny_tokenizer(), max_cached_chars=100)
     for i in range(50):
         encoder(f"text number {i}")
     assert 0 < encoder.cache_size <= 100
