@@ -76,7 +76,7 @@ class EngineSource(Source):
                 versions=row.versions.tolist(),
                 finish_reason=row.finish_reason,
             )
-            choices.append(self.build_choice(call, reply, placement, graph.sampled_tokens(row)))
+            choices.append(self.build_choice(call, reply, placement, graph.sampled_token_count(row)))
         return choices
 
     def build_choice(

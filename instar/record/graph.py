@@ -245,7 +245,7 @@ class MessageGraph:
         node = self._nodes.get(call.call_id)
         return node is not None and node.reply_digest == self._hasher.hash_message(call.reply)
 
-    def sampled_tokens(self, call: Call) -> int:
+    def sampled_token_count(self, call: Call) -> int:
         node = self._nodes.get(call.call_id)
         return len(call.sampled_ids) or (len(node.sampled) if node else 0)
 

@@ -84,7 +84,7 @@ class ScoringRunner:
         self.is_draining = False
 
     @property
-    def doing(self) -> str:
+    def status_text(self) -> str:
         """The status text of the role."""
         counts, pending_groups = self.counts, len(self._group_queue.pending)
         failed = f", {counts.fallback} failed ({counts.last_reason[:80]})" if counts.fallback else ""

@@ -36,14 +36,14 @@ async def run_rewards(context: RoleContext) -> None:
     try:
         async with background_tasks(
             directory.watch_url("gateway", scoring_context.set_gateway_url),
-            context.heartbeat(store, lambda: runner.doing),
+            context.heartbeat(store, lambda: runner.status_text),
             call_when_set(runner.drain, context.drain, context.stop),
         ):
             await run_until_first(runner.run(), _wait_for_stop(context))
     finally:
         for scorer in scorers:
             await scorer.close()
-    await context.announce(store, runner.doing)
+    await context.announce(store, runner.status_text)
     await store.close()
 
 

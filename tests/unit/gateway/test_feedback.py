@@ -321,7 +321,7 @@ async def test_correction_with_a_stop_token_is_not_trainable(gateway: Served, te
     session, _ = await answered(gateway)
     view = await send_feedback(gateway, session.api_key, correction=text)
     assert not view["trainable"]
-    assert "does not parse this text as a reply" in view["reason"]
+    assert "not a valid reply in this model's format" in view["reason"]
     assert await gateway.store.corrections("run", 0, 10) == []
 
 

@@ -191,7 +191,7 @@ async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -
     runner = make(store, Stuck(), Counting(), config=slow)
     task = asyncio.create_task(runner.run())
     await until_scored(store, *names)
-    assert "20 scored" in runner.doing
+    assert "20 scored" in runner.status_text
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
