@@ -1,4 +1,4 @@
-"""The gateway's composition root: builds the call pipeline and the control API into one ASGI app."""
+"""The gateway's ASGI app, which is composed of the call pipeline and the control API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,7 +18,7 @@ from instar.errors import StoreError
 from instar.gateway.auth import Authenticator
 from instar.gateway.base import ApiError
 from instar.gateway.context import GatewayContext, RunIdentity
-from instar.gateway.control import ControlApi, ControlServices
+from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService
@@ -26,13 +26,11 @@ from instar.gateway.pipeline.parse import RequestReader
 from instar.gateway.pipeline.pipeline import CallPipeline, RouteMatch
 from instar.gateway.pipeline.record import Recorder
 from instar.gateway.pipeline.resolve import SessionResolver
-from instar.gateway.process_stats import LoopLagMonitor
 from instar.gateway.provider_source import ProviderSource
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
 from instar.gateway.token_api import SubmissionService
-from instar.gateway.upstream.base import Upstream
 from instar.models import resolve_tokenizer
 from instar.record.base import Renderer
 from instar.record.hashing import MessageHasher
@@ -40,23 +38,26 @@ from instar.record.redact import Redactor
 from instar.registry import list_names, resolve
 from instar.store.base import Store
 
+if TYPE_CHECKING:
+    from instar.gateway.upstream.http import HttpUpstream
+
 logger = logging.getLogger(__name__)
 
 HASH_KEY_NAME = "message-hashes"
-"""The name of the secret in the store with which messages are hashed."""
+"""The name of the stored secret with which messages are hashed."""
 
 
 @asynccontextmanager
 async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
 ) -> AsyncGenerator[Starlette]:
-    """Yield the app of a run. Without an ``engine``, the configured provider replies. The caller closes the
-    store and the engine."""
+    """Yield the app of a run. The configured provider replies if there is no ``engine``. The caller closes
+    the store and the engine."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
 
-        def connect(section: UpstreamEngineConfig, path: str) -> Upstream:
+        def connect(section: UpstreamEngineConfig, path: str) -> HttpUpstream:
             upstream = HttpUpstream(section, path)
             stack.push_async_callback(upstream.close)
             return upstream
@@ -95,13 +96,13 @@ def create_app(
     admin_key: str,
     hash_key: bytes = b"",
     train_sampling: SamplingConfig | None = None,
-    upstreams: Mapping[str, Upstream] | None = None,
-    upstream: Upstream | None = None,
+    upstreams: Mapping[str, HttpUpstream] | None = None,
+    upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
 ) -> Starlette:
     """Return the gateway's app.
 
-    ``train_sampling`` is forced on every call of the train channel. If ``upstream`` is given, it replies
+    ``train_sampling`` replaces the sampling settings of all calls of the train channel. ``upstream`` replies
     instead of an engine. The caller closes the store, the engine and the upstreams.
     """
     context = GatewayContext(
@@ -120,7 +121,7 @@ def create_app(
     if engine is not None and renderer is not None:
         source = EngineSource(context, engine, renderer)
         submissions = SubmissionService(context, states, recorder, renderer)
-    providers = {name: ProviderSource(context, one) for name, one in (upstreams or {}).items()}
+    providers = {name: ProviderSource(context, value) for name, value in (upstreams or {}).items()}
     provider = ProviderSource(context, upstream) if upstream is not None else None
     router = ModelRouter(source, provider, providers, models or {})
     feedback = FeedbackService(
@@ -140,8 +141,8 @@ def create_app(
 
 
 class GatewayApp(Starlette):
-    """The ASGI app of the gateway. It passes model calls directly to the pipeline, because a router and its
-    middleware would cost more than some calls."""
+    """The ASGI app of the gateway. Model calls skip Starlette's router and middleware, which are slow
+    compared with short calls."""
 
     def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
         error_types = (ApiError, StoreError, HTTPException, Exception)
@@ -180,12 +181,16 @@ def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Record
 
 
 @asynccontextmanager
-async def _run_in_background(*works: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Run tasks while the ``with`` block runs, then cancel and await them. A task that fails is reported
-    immediately."""
-    tasks = [asyncio.create_task(work) for work in works]
+async def _run_in_background(*coroutines: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Run tasks until the ``with`` block ends. The failure of a task is logged immediately."""
+
+    def log_failure(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("A background task of the gateway failed.", exc_info=error)
+
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     for task in tasks:
-        task.add_done_callback(_report_failure)
+        task.add_done_callback(log_failure)
     try:
         yield
     finally:
@@ -194,15 +199,10 @@ async def _run_in_background(*works: Coroutine[Any, Any, None]) -> AsyncGenerato
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("A background task of the gateway failed.", exc_info=error)
-
-
 async def _close_idle_sessions(sessions: SessionService, idle_timeout: float) -> None:
     while True:
         await asyncio.sleep(min(idle_timeout / 4, 30))
         try:
             await sessions.close_idle(idle_timeout)
         except StoreError as error:
-            logger.warning("Idle sessions were not closed, will retry: %s", error)
+            logger.warning("Idle sessions could not be closed; the gateway will retry: %s", error)

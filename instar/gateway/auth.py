@@ -1,7 +1,7 @@
 """The keys of the admin, of agents and of sessions. Only hashes of the keys are stored.
 
-The admin key may do everything. An agent's key opens sessions of its agent and may use only those. A
-session's key may use its own session and nothing else.
+The admin key has access to everything, an agent's key to all sessions of its agent, and a session's key to
+its own session.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instar.store.base import KeyKind, KeyRow, Store
 from instar.types import Session
 
 KEY_CACHE_SECONDS = 3.0
-"""The number of seconds for which a key is not looked up again. A revoked key may work that much longer."""
+"""The time after which a key is looked up again. A revoked key works for up to this time."""
 MAX_CACHED_KEYS = 20_000
 MIN_KEY_LENGTH = 16
 MIN_REMOTE_KEY_LENGTH = 32
@@ -35,9 +35,9 @@ def new_key() -> str:
 
 
 def extract_key(headers: Mapping[str, str]) -> str:
-    """Return the caller's key. Raise ApiError (401) if there is none. The gateway's own header is read first,
-    because a client that uses it may send a provider's key in the others; then the headers that clients of
-    OpenAI, Anthropic and Azure use."""
+    """Return the caller's key. Raise ApiError (401) if the request has no key. The gateway's own header is
+    read before those of OpenAI, Anthropic and Azure, because the client may send a provider's key in the
+    latter."""
     if key := headers.get(KEY_HEADER):
         return key.strip()
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -45,7 +45,8 @@ def extract_key(headers: Mapping[str, str]) -> str:
         return key.strip()
     if key := headers.get("x-api-key", "") or headers.get("api-key", ""):
         return key.strip()
-    raise ApiError(401, "No API key: send 'Authorization: Bearer <key>'.", code="missing_api_key")
+    message = "The request has no API key; send the header 'Authorization: Bearer <key>'."
+    raise ApiError(401, message, code="missing_api_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,13 @@ class Caller:
 
     def check_access(self, session: Session) -> None:
         """Raise ApiError (403) if the caller may not use the session."""
-        if self.kind == "session" and self.session_id != session.session_id:
-            raise ApiError(403, "This key belongs to another session.", code="wrong_session")
-        if self.kind == "agent" and self.agent_id != session.agent_id:
-            raise ApiError(403, "This session belongs to another agent.", code="wrong_agent")
+        if not self.can_access(session):
+            raise ApiError(403, f"This key belongs to another {self.kind}.", code=f"wrong_{self.kind}")
+
+    def can_access(self, session: Session) -> bool:
+        if self.kind == "session":
+            return self.session_id == session.session_id
+        return self.kind == "admin" or self.agent_id == session.agent_id
 
 
 class Authenticator:
@@ -76,8 +80,7 @@ class Authenticator:
         self._cache: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
 
     async def identify(self, key: str) -> Caller:
-        """Return the caller that the key belongs to. Raise ApiError (401) if the key is unknown or
-        revoked."""
+        """Return the owner of the key. Raise ApiError (401) if the key is unknown or revoked."""
         hashed = hash_key(key)
         if secrets.compare_digest(hashed, self._admin_hash):
             return Caller("admin")
@@ -92,36 +95,35 @@ class Authenticator:
         return caller
 
     async def _look_up(self, hashed: str) -> tuple[Caller, float]:
-        """Return the caller and the number of seconds for which to cache the result."""
+        """Return the caller, and the number of seconds for which the caller may be cached."""
         session = await self._store.session_by_key(hashed)
         if session is not None and session.run_id == self._run_id:
-            # A session's key is never revoked: it gives access to nothing once its session has ended.
+            # A session's key is never revoked, because it is useless after the end of its session.
             return Caller("session", session.agent_id, session.session_id), float("inf")
         row = await self._store.key(hashed)
         if row is None:
-            raise ApiError(401, "This API key is not known.", code="invalid_api_key")
+            raise ApiError(401, "This API key is unknown.", code="invalid_api_key")
         if row.revoked_at is not None:
             raise ApiError(401, "This API key was revoked.", code="invalid_api_key")
         return Caller(row.kind, row.agent_id), KEY_CACHE_SECONDS
 
 
 async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: str = "") -> str:
-    """Store a new key and return it; it cannot be read again later. Raise ConflictError if the name is
-    taken."""
+    """Store the hash of a new key and return the key. Raise ConflictError if the name is already used."""
     key = new_key()
     await store.put_key(KeyRow(hash_key(key), kind, agent_id, name))
     return key
 
 
 async def create_agent_key(store: Store, agent_id: str) -> str:
-    """Store a new key for the agent and return it. Earlier keys stay valid, but cannot be shown again."""
+    """Store the hash of a new key of the agent and return the key. Earlier keys stay valid."""
     return await create_key(store, "agent", agent_id, f"serve-{secrets.token_hex(4)}")
 
 
 def resolve_admin_key(environment: Mapping[str, str], variable: str, host: str) -> str:
-    """Return the admin key for a gateway on ``host``: the one in the environment, or else a new one.
+    """Return the admin key from the environment, or a new key if the variable is not set.
 
-    Raise ConfigError if the key is easy to guess or has characters that a header cannot carry.
+    Raise ConfigError if the key is too short for a gateway on ``host`` or cannot be sent in a header.
     """
     key = environment.get(variable)
     if key is None:
@@ -130,10 +132,10 @@ def resolve_admin_key(environment: Mapping[str, str], variable: str, host: str) 
     advice = f"Set a random key of at least {min_length} characters, or unset it to have one generated"
     if len(key) < min_length:
         raise ConfigError(
-            f"{variable} has {len(key)} characters, too few for a gateway on {host} (gateway.host). {advice}"
+            f"{variable} has {len(key)} characters, which is too short for gateway.host {host!r}. {advice}"
         )
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"{variable} has characters that an HTTP header cannot carry. {advice}")
+        raise ConfigError(f"{variable} has characters that an HTTP header cannot contain. {advice}")
     return key
 
 
@@ -143,4 +145,4 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # Any other name may belong to any machine.
+        return False  # A host name may belong to any machine.

@@ -1,4 +1,4 @@
-"""The wire types of the gateway's control API, and the error that every route responds with.
+"""The wire types of the gateway's control API, and the error of all its routes.
 
 POST /sessions                  OpenSession      → OpenedSession
 POST /sessions/{id}/complete    CompleteSession  → EndedSession
@@ -10,6 +10,7 @@ GET  /feedback?session={id}                      → FeedbackList
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated
 
 import msgspec
@@ -18,7 +19,7 @@ from instar.types import Channel, Json, Reward, RewardSource, ScoreState, Sessio
 
 SESSION_HEADER = "x-instar-session"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
-"""The settings that a session may force on its calls."""
+"""The sampling settings that a session may set for all its calls."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """The range of the store's integers."""
@@ -28,14 +29,15 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     channel: Channel = Channel.LIVE
     task_id: str | None = None
     task: Json | None = None
-    """The task itself, stored in the session's metadata under ``task``."""
+    """The task, which is stored in the session's metadata under ``task``."""
     group_id: str | None = None
     slot: Int64 = 0
     attempt: Int64 = 0
     seed: Int64 | None = None
-    """The seed from which the seeds of calls are derived when the agent sends none."""
+    """The seed from which the seeds of calls without a seed are derived."""
     sampling: Json = msgspec.field(default_factory=dict)
-    """The settings forced on every call. The keys are those in `SAMPLING_KEYS`."""
+    """The sampling settings of all calls, which replace the agent's. The keys are those in
+    `SAMPLING_KEYS`."""
     metadata: Json = msgspec.field(default_factory=dict)
 
 
@@ -59,7 +61,7 @@ class RewardBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def to_reward_body(reward: Reward) -> RewardBody:
-    """Return the reward as a response shows it, without its session and time."""
+    """Return the reward without its session and time."""
     return msgspec.convert(reward, RewardBody, from_attributes=True)
 
 
@@ -72,12 +74,12 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     reward: float | None = None
-    """The reward that the agent gives itself."""
+    """The agent's own reward."""
     metadata: Json = msgspec.field(default_factory=dict)
     rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
     """Rewards from other sources; accepted only with the admin key."""
     scores: list[ScoreBody] = msgspec.field(default_factory=list[ScoreBody])
-    """The scorers that have finished with the session; accepted only with the admin key."""
+    """The states of scorers that have finished; accepted only with the admin key."""
 
 
 class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -126,33 +128,32 @@ class SessionView(msgspec.Struct):
     rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An error response. ``param`` is the path of the invalid value in the request."""
+    """An error response."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.retry_after = retry_after
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str | None = None
+    param: str | None = None
+    """The path of the invalid value in the request."""
+    retry_after: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, code=code, param=param)
 
 
+def invalid_value(message: str, param: str | None = None) -> ApiError:
+    return bad_request(message, param, "invalid_value")
+
+
 def from_validation(error: msgspec.ValidationError | msgspec.DecodeError) -> ApiError:
-    """Return the ApiError for an error of msgspec such as «Expected `str`, got `int` - at
-    `$.messages[0].role`»."""
+    """Return the ApiError for an error such as ``Expected `str`, got `int` - at `$.messages[0].role```."""
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     for problem, label, code in (
@@ -166,5 +167,5 @@ def from_validation(error: msgspec.ValidationError | msgspec.DecodeError) -> Api
             return bad_request(f"{label}: '{path}'.", path, code)
     if not isinstance(error, msgspec.ValidationError):
         return bad_request(f"The body is not valid JSON: {message}", code="invalid_json")
-    position = f" at '{path}'" if path else ""
-    return bad_request(f"Invalid request{position}: {message}", path or None, "invalid_type")
+    location = f" at '{path}'" if path else ""
+    return bad_request(f"Invalid request{location}: {message}", path or None, "invalid_type")

@@ -1,4 +1,4 @@
-"""Values that all parts of the gateway share."""
+"""Values that the components of the gateway share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.store.base import Store
 class RunIdentity:
     run_id: str
     agent_id: str
-    """The agent of requests whose key does not belong to an agent."""
+    """The agent of requests that are sent with a key of no agent."""
     policy_id: str
 
 
@@ -26,4 +26,4 @@ class GatewayContext:
     hasher: MessageHasher
     redactor: Redactor
     train_sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """The sampling settings that every call of the train channel uses."""
+    """The sampling settings of all calls of the train channel."""

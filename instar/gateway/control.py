@@ -1,35 +1,30 @@
-"""The routes other than model calls: models, health, sessions, submitted calls and feedback."""
+"""All routes except model calls: models, health, sessions, submitted calls and feedback."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
+from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.errors import EngineError
 from instar.gateway.auth import Caller
-from instar.gateway.base import (
-    ApiError,
-    CompleteSession,
-    FailSession,
-    OpenedSession,
-    OpenSession,
-    bad_request,
-    from_validation,
-)
+from instar.gateway.base import ApiError, CompleteSession, FailSession, OpenedSession, OpenSession
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.chat import ChatDialect
+from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService
 from instar.gateway.pipeline.parse import RequestReader, parse_retry_evidence
 from instar.gateway.pipeline.respond import JSON, error_response
-from instar.gateway.process_stats import LoopLagMonitor, memory_mb
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
@@ -37,6 +32,27 @@ from instar.gateway.token_api import SubmissionService, parse_submission
 
 T = TypeVar("T")
 PREFIXES = ("/v1", "/s/{session}/v1")
+_LAG_SAMPLE_SECONDS = 0.05
+_MAX_LAG_SAMPLES = 6000  # five minutes
+
+
+class LoopLagMonitor:
+    """Measures how late the event loop resumes its tasks."""
+
+    def __init__(self) -> None:
+        self._lags: deque[float] = deque(maxlen=_MAX_LAG_SAMPLES)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            expected = loop.time() + _LAG_SAMPLE_SECONDS
+            await asyncio.sleep(_LAG_SAMPLE_SECONDS)
+            self._lags.append(max(0.0, loop.time() - expected))
+
+    def p99(self) -> float:
+        """Return the 99th percentile of the lag in seconds."""
+        lags = sorted(self._lags)
+        return lags[int(0.99 * (len(lags) - 1))] if lags else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +60,7 @@ class ControlServices:
     sessions: SessionService
     feedback: FeedbackService
     submissions: SubmissionService | None
-    """The service that records submitted calls; None without an engine."""
+    """The service that records submitted calls, or None if the gateway has no engine."""
     loop_lag: LoopLagMonitor
 
 
@@ -83,28 +99,28 @@ class ControlApi:
         await self._authenticate(http)
         if "anthropic-version" in http.headers:
             return Response(format_models([self._policy_id]), media_type=JSON)
-        return _json({"object": "list", "data": [_model_info(self._policy_id)]})
+        return _to_response({"object": "list", "data": [_format_model(self._policy_id)]})
 
     async def get_model(self, http: HttpRequest) -> Response:
         await self._authenticate(http)
-        return _json(_model_info(http.path_params["model"]))
+        return _to_response(_format_model(http.path_params["model"]))
 
     async def health(self, http: HttpRequest) -> Response:
         if self._router.engine is None:
-            return _json({"status": "ok", "engine": "none"})
+            return _to_response({"status": "ok", "engine": "none"})
         try:
             async with asyncio.timeout(2):
                 status = await self._router.engine.engine.status()
         except (EngineError, TimeoutError) as error:
-            return _json({"status": "ok", "engine": "down", "reason": str(error)})
-        return _json({"status": "ok", "engine": "up", "version": status.version})
+            return _to_response({"status": "ok", "engine": "down", "reason": str(error)})
+        return _to_response({"status": "ok", "engine": "up", "version": status.version})
 
     async def stats(self, http: HttpRequest) -> Response:
         await self._require_admin(http)
-        return _json(
+        return _to_response(
             {
                 "loop_lag_p99_ms": self._services.loop_lag.p99() * 1000,
-                "rss_mb": memory_mb(),
+                "rss_mb": _memory_mb(),
                 "in_flight": self._reader.in_flight,
                 "sessions_in_memory": len(self._states),
             }
@@ -115,7 +131,7 @@ class ControlApi:
         session, key = await self._services.sessions.open(caller, body)
         base_url = f"{http.url.scheme}://{http.url.netloc}/s/{session.session_id}/v1"
         opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
-        return _struct(opened, 201)
+        return _to_response(opened, 201)
 
     async def complete_session(self, http: HttpRequest) -> Response:
         return await self._end_session(http, CompleteSession)
@@ -125,11 +141,11 @@ class ControlApi:
 
     async def _end_session(self, http: HttpRequest, kind: type[CompleteSession | FailSession]) -> Response:
         caller, body = await self._read(http, kind)
-        return _struct(await self._services.sessions.end(http.path_params["session"], caller, body))
+        return _to_response(await self._services.sessions.end(http.path_params["session"], caller, body))
 
     async def get_session(self, http: HttpRequest) -> Response:
         caller = await self._authenticate(http)
-        return _struct(await self._services.sessions.view(http.path_params["session"], caller))
+        return _to_response(await self._services.sessions.view(http.path_params["session"], caller))
 
     async def submit_calls(self, http: HttpRequest) -> Response:
         caller, engine = await self._authenticate(http), self._router.require_engine().engine
@@ -137,23 +153,24 @@ class ControlApi:
         state = await self._states.get_open(http.path_params["session"], caller)
         latest = (await self._store.latest_policy(state.session.policy_id)).version
         calls = parse_submission(body, engine.info.vocab_size, latest)
-        assert self._services.submissions is not None, "there is an engine"
-        return _json({"call_ids": await self._services.submissions.submit(state, calls)}, 201)
+        assert self._services.submissions is not None, "a gateway with an engine accepts submissions"
+        return _to_response({"call_ids": await self._services.submissions.submit(state, calls)}, 201)
 
     async def add_feedback(self, http: HttpRequest) -> Response:
         caller, body = await self._read(http, FeedbackBody)
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
-                raise ApiError(403, "The URL and the body name different sessions.", code="session_conflict")
+                message = f"The URL names the session {session_id!r}, and the body {body.session_id!r}."
+                raise ApiError(403, message, code="session_conflict")
             body.session_id = session_id
         client_key = parse_retry_evidence(http.headers).client_key
         view, is_new = await self._services.feedback.add(caller, body, client_key)
-        return _struct(view, 201 if is_new else 200)
+        return _to_response(view, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
         await self._require_admin(http)
         session_id = http.query_params.get("session")
-        return _struct(FeedbackList(await self._services.feedback.list_feedback(session_id)))
+        return _to_response(FeedbackList(await self._services.feedback.list_feedback(session_id)))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
         return error_response(ChatDialect(), error)
@@ -163,29 +180,27 @@ class ControlApi:
 
     async def _require_admin(self, http: HttpRequest) -> None:
         if (await self._authenticate(http)).kind != "admin":
-            raise ApiError(403, "Only the admin key may read this.", code="not_allowed")
+            raise ApiError(403, "This path requires the admin key.", code="not_allowed")
 
     async def _read(self, http: HttpRequest, kind: type[T]) -> tuple[Caller, T]:
         caller = await self._authenticate(http)
-        return caller, _decode(await self._reader.read_http(http), kind)
+        body = await self._reader.read_http(http)
+        return caller, decode_body(msgspec.json.Decoder(kind), body or b"{}")
 
 
-def _model_info(name: str) -> dict[str, Any]:
+def _format_model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "instar"}
 
 
-def _decode(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise from_validation(error) from error
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type=JSON)
-
-
-def _struct(value: msgspec.Struct, status: int = 200) -> Response:
+def _to_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def _memory_mb() -> float:
+    """Return the resident memory of this process, or its peak on systems without /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize() / 2**20
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,4 +1,4 @@
-"""Replies that the run's own engine samples."""
+"""The run's own engine as the source of replies."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec.structs
 
 from instar.config import SamplingConfig
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable, PromptTooLong
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
-from instar.gateway.pipeline.record import SampledReply
-from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, SamplingRun, Source
+from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
+from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
 from instar.record.base import Placement, Renderer, StreamParser
 from instar.record.graph import MessageGraph
 from instar.types import Call, Channel, SamplingParams
 
+if TYPE_CHECKING:
+    from instar.gateway.pipeline.respond import Responder
+
 _PARSER_PROMPT_TOKENS = 64
-"""The number of tokens at the end of a prompt that a parser gets, to see whether the prompt opens the
-reasoning."""
+"""The number of tokens at the end of a prompt in which a parser looks for the start of the reasoning."""
 
 
 class EngineSource(Source):
@@ -55,8 +57,8 @@ class EngineSource(Source):
         size = self.engine.info.vocab_size
         position = next((i for i, token in enumerate(ids) if not 0 <= token < size), None)
         if position is not None:
-            message = f"Token id {ids[position]} is not in the vocabulary of {size} tokens."
-            raise bad_request(message, f"{param}[{position}]", "invalid_value")
+            message = f"Token id {ids[position]} is not in the vocabulary, whose last id is {size - 1}."
+            raise invalid_value(message, f"{param}[{position}]")
 
     def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun:
         return _EngineSamplingRun(self, call, placement, self._train_sampling)
@@ -95,8 +97,8 @@ class EngineSource(Source):
     def token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the logprobs for the client, or none if the client did not ask for them. Stop tokens are
-        left out, because they are not part of the text."""
+        """Return the logprobs if the client requested them. Stop tokens are left out, because they are not
+        part of the text."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -110,12 +112,12 @@ class EngineSource(Source):
         return dialect.format_count(len(self.renderer.render(request.messages, request.tools)))
 
     async def score_prompt(self, request: ModelRequest) -> list[TokenLogprob]:
-        """Return the logprobs of the prompt's own tokens. Nothing is sampled, so nothing is recorded."""
+        """Return the logprobs of the prompt's tokens. The request is not recorded, because nothing is
+        sampled."""
         self.check_request(request)
         if not self.engine.info.scores:
-            raise bad_request(
-                "The engine does not return the logprobs of a prompt.", "echo", "unsupported_value"
-            )
+            message = "The engine cannot return the logprobs of a prompt; send the request without 'echo'."
+            raise bad_request(message, "echo", "unsupported_value")
         assert request.prompt is not None
         prompt = request.prompt
         ids = self.renderer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -124,7 +126,8 @@ class EngineSource(Source):
             async with asyncio.timeout(self._timeout):
                 logprobs = await self.engine.logprobs(ids)
         except TimeoutError as error:
-            raise ApiError(504, f"No logprobs within {self._timeout:g} seconds.", code="timeout") from error
+            message = f"The engine did not return logprobs within {self._timeout:g} seconds."
+            raise ApiError(504, message, code="timeout") from error
         text = self.renderer.token_text
         return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
 
@@ -140,32 +143,31 @@ class _EngineSamplingRun(SamplingRun):
         self._replies: list[SampledReply] = []
         self._parsers: list[StreamParser] = []
 
-    async def run(self, stream: ReplyStream | None) -> SampledResult:
+    async def run(self, stream: Responder | None) -> SampledResult:
         call, source = self._call, self._source
         self._prepare_replies(is_streamed=stream is not None and not call.dialect.is_token_level)
-        works = [self._sample_one(i, reply, stream) for i, reply in enumerate(self._replies)]
-        await _run_all(works)
+        await _run_all([self._sample_reply(i, reply, stream) for i, reply in enumerate(self._replies)])
         choices = [
             source.build_choice(call, reply, self.placement, len(reply.ids)) for reply in self._replies
         ]
         return SampledResult(self._replies, choices)
 
     def partial_replies(self) -> list[SampledReply]:
-        begun: list[SampledReply] = []
+        partial_replies: list[SampledReply] = []
         for reply, parser in zip(self._replies, self._parsers, strict=True):
             if reply.ids:
                 parser.finish()
                 reply.message = parser.message
-                begun.append(reply)
-        return begun
+                partial_replies.append(reply)
+        return partial_replies
 
     def _prepare_replies(self, *, is_streamed: bool) -> None:
         request, renderer = self._call.request, self._source.renderer
         params = self._sampling_params()
         session = self._call.state.session
-        # The sessions of a group must differ, so the train channel ignores the agent's seed.
-        is_seed_forced = session.channel is Channel.TRAIN and session.seed is not None
-        request_seed = None if is_seed_forced else request.seed
+        # The train channel ignores the agent's seed, because the sessions of a group must differ.
+        has_forced_seed = session.channel is Channel.TRAIN and session.seed is not None
+        request_seed = None if has_forced_seed else request.seed
         prompt_end = self.placement.prompt_ids[-_PARSER_PROMPT_TOKENS:].tolist()
         for index in range(request.n):
             if request.prompt is not None:
@@ -175,70 +177,60 @@ class _EngineSamplingRun(SamplingRun):
             self._parsers.append(parser)
             seed = _choose_seed(request_seed, session.seed, self._call.number, index)
             reply = SampledReply(msgspec.structs.replace(params, seed=seed))
-            reply.untrainable = (
-                None
-                if self._call.is_trainable
-                else "training on this model is disabled by its route (trainable: false)"
-            )
+            reply.untrainable = None if self._call.is_trainable else MODEL_UNTRAINABLE
             self._replies.append(reply)
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the sampling settings: the agent's, overridden by the channel's and then by the
-        session's."""
+        """Return the sampling settings. The session's settings replace the channel's, which replace the
+        agent's."""
         request, session = self._call.request, self._call.state.session
-        settings: dict[str, Any] = {
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "max_tokens": request.max_tokens,
-        }
+        overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:
             train = self._train_sampling
-            settings |= {"temperature": train.temperature, "top_p": train.top_p, "top_k": None}
-        settings |= session.sampling
+            overrides = {"temperature": train.temperature, "top_p": train.top_p, "top_k": None}
+        settings = request.sampling_settings(overrides | session.sampling)
         prompt_tokens = len(self.placement.prompt_ids)
         if not prompt_tokens:
-            raise bad_request("The prompt is empty.", "prompt", "invalid_value")
-        context = self._source.engine.info.max_context
-        available = context - prompt_tokens
-        if available < 1:
-            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; the context is {context} tokens")
-        settings["max_tokens"] = min(settings["max_tokens"] or available, available)
+            raise invalid_value("The prompt is empty.", "prompt")
+        max_context = self._source.engine.info.max_context
+        max_tokens = max_context - prompt_tokens
+        if max_tokens < 1:
+            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; the context is {max_context} tokens")
+        settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
         return SamplingParams(
             seed=request.seed,
             stop=request.stop,
             stop_token_ids=(*self._source.renderer.stop_token_ids, *request.stop_token_ids),
             score=request.logprobs or session.channel is not Channel.VAL,
-            **{name: value for name, value in settings.items() if value is not None},
+            **settings,
         )
 
-    async def _sample_one(self, index: int, reply: SampledReply, stream: ReplyStream | None) -> None:
+    async def _sample_reply(self, index: int, reply: SampledReply, stream: Responder | None) -> None:
         call, source, parser = self._call, self._source, self._parsers[index]
         request = call.request
-        tokens = stream if call.dialect.is_token_level else None
-        deltas_to = None if call.dialect.is_token_level else stream
+        token_stream = stream if call.dialect.is_token_level else None
+        delta_stream = None if call.dialect.is_token_level else stream
         engine = source.engine.for_session(call.state.session.session_id)
         async with aclosing(engine.generate(self.placement.prompt_ids, reply.params)) as chunks:
             async for chunk in chunks:
                 reply.append(chunk)
-                if tokens is not None:
-                    await tokens.send_tokens(index, chunk)
+                if token_stream is not None:
+                    await token_stream.send_tokens(index, chunk)
                 deltas = parser.feed(chunk.token_ids)
-                if deltas_to is not None and (deltas or request.logprobs):
+                if delta_stream is not None and (deltas or request.logprobs):
                     logprobs = source.token_logprobs(request, chunk.token_ids, chunk.logprobs)
-                    await deltas_to.send_deltas(index, deltas, logprobs)
+                    await delta_stream.send_deltas(index, deltas, logprobs)
         reply.ended_at = time.time()
         if reply.finish_reason is None or reply.finish_reason == "aborted":
-            raise EngineUnavailable("the engine ended a reply before its end")
+            raise EngineUnavailable("the engine stopped before the end of a reply")
         deltas = parser.finish()
         reply.message = parser.message
-        if deltas_to is not None and deltas:
-            await deltas_to.send_deltas(index, deltas, ())
+        if delta_stream is not None and deltas:
+            await delta_stream.send_deltas(index, deltas, ())
 
 
 def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
-    """Return the seed of one reply: derived from the agent's seed if there is one, else from the session's
-    seed."""
+    """Return the seed of a reply, which is derived from the agent's seed or else from the session's seed."""
     if request_seed is not None:
         return request_seed if index == 0 else _derive_seed(request_seed, index)
     return None if session_seed is None else _derive_seed(session_seed, number, index)
@@ -249,16 +241,15 @@ def _derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-async def _run_all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the coroutines concurrently. On the first failure, cancel the others and wait for them before
-    raising the error."""
-    if len(works) == 1:
-        await works[0]
+async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run the coroutines concurrently. Cancel and await all of them before raising the first error."""
+    if len(coroutines) == 1:
+        await coroutines[0]
         return
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
-    except BaseException:  # cancellation included: no task may continue alone
+    except BaseException:  # Also after cancellation, no task may keep running.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

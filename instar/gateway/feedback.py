@@ -1,7 +1,6 @@
-"""Feedback from people on sessions and replies.
+"""Record people's feedback on sessions and replies, together with its reward.
 
-Feedback is recorded once, together with its reward. A corrected reply is recorded as the tokens that the
-model should have sampled.
+A corrected reply is recorded as the tokens that the model should have sampled.
 """
 
 from __future__ import annotations
@@ -17,23 +16,14 @@ import msgspec
 from instar.config import ModelRoute
 from instar.errors import RenderError
 from instar.gateway.auth import Caller
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import ApiError, bad_request, invalid_value
+from instar.gateway.pipeline.record import MODEL_UNTRAINABLE
 from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
 from instar.store.base import Store, feedback_key
-from instar.types import (
-    Call,
-    CallStatus,
-    Channel,
-    Feedback,
-    Ids,
-    Reward,
-    RewardSource,
-    Session,
-    new_id,
-)
+from instar.types import Call, CallStatus, Channel, Feedback, Ids, Reward, RewardSource, Session, new_id
 
 SCORER = "feedback"
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
@@ -44,25 +34,23 @@ FeedbackText = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
 class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Feedback on a session, on a call, or on a response given by its id. With a session's own key, none of
-    the three has to be given."""
+    """Feedback on a session, a call or a response. A session's own key identifies the session if no id is
+    sent."""
 
     session_id: str | None = None
     call_id: str | None = None
     response_id: str | None = None
     feedback_id: FeedbackId | None = None
-    """An id with which the same feedback can be sent again without being recorded twice."""
+    """The client's id of the feedback, with which a retry is not recorded again."""
     thumbs: Literal["up", "down", 1, -1] | None = None
     score: float | None = None
     text: FeedbackText = ""
     correction: Annotated[str, msgspec.Meta(min_length=1, max_length=100_000)] | None = None
-    """The reply that the call, or the last call of the session, should have given."""
+    """The correct reply of the call, or of the session's last call."""
     author: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 class FeedbackView(msgspec.Struct):
-    """Feedback as it was recorded."""
-
     feedback_id: str
     session_id: str
     call_id: str | None
@@ -73,11 +61,10 @@ class FeedbackView(msgspec.Struct):
     author: str
     created_at: float
     reward: float | None = None
-    """The reward of the session or call that follows from the feedback."""
     trainable: bool = False
-    """True if the correction can be trained on."""
+    """True if the model can be trained on the correction."""
     reason: str | None = None
-    """Why the correction cannot be trained on."""
+    """The reason if the model cannot be trained on the correction."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -86,16 +73,14 @@ class FeedbackList(msgspec.Struct):
 
 def _feedback_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
     view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
-    view.reward, view.trainable, view.reason = (
-        reward_value(feedback),
-        feedback.correction_ids is not None,
-        reason,
-    )
+    view.reward = reward_value(feedback)
+    view.trainable = feedback.correction_ids is not None
+    view.reason = reason
     return view
 
 
 def reward_value(feedback: Feedback) -> float | None:
-    """Return the feedback's score, or else 1 or 0 for its thumb; None if the feedback is only text."""
+    """Return the feedback's score, 1 or 0 for its thumb, or None if the feedback has neither."""
     if feedback.score is not None:
         return feedback.score
     return None if feedback.thumbs is None else THUMB_REWARDS[feedback.thumbs]
@@ -118,7 +103,7 @@ class FeedbackService:
         max_context: Callable[[], int | None],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        """``renderer`` encodes corrections; ``max_context`` returns the length of the model's context."""
+        """``renderer`` encodes corrections. ``max_context`` returns the context length of the model."""
         self._store = store
         self._redactor = redactor
         self._run_id = run_id
@@ -129,10 +114,10 @@ class FeedbackService:
     async def add(
         self, caller: Caller, body: FeedbackBody, client_key: str | None = None
     ) -> tuple[FeedbackView, bool]:
-        """Record feedback; return it, and True if it is new.
+        """Record feedback. Return the recorded feedback, and False if it was recorded before.
 
-        ``client_key`` is an idempotency key, used as an id within the session. Raise ApiError (409) if the id
-        belongs to different feedback.
+        ``client_key`` is an idempotency key, which identifies the feedback within its session. Raise ApiError
+        (409) if the id or key was used for different feedback.
         """
         _check_body(body)
         subject = await self._find_subject(caller, body)
@@ -144,12 +129,10 @@ class FeedbackService:
         rows = await self._store.feedback(self._run_id, session_id=feedback.session_id)
         recorded = next((row for row in rows if row.feedback_id == feedback.feedback_id), None)
         if recorded is None or not _is_same(recorded, feedback, subject.call):
-            raise ApiError(
-                409,
-                f"The feedback id {feedback.feedback_id!r} is already used by different feedback.",
-                code="conflict",
-                param="feedback_id",
+            message = (
+                f"The id {feedback.feedback_id!r} is already used by different feedback; send another id."
             )
+            raise ApiError(409, message, code="conflict", param="feedback_id")
         return _feedback_view(recorded, reason), False
 
     async def list_feedback(self, session_id: str | None) -> list[FeedbackView]:
@@ -165,7 +148,8 @@ class FeedbackService:
                 "Send a session_id, a call_id or a response_id.", "session_id", "missing_required_parameter"
             )
         if body.session_id is not None and body.session_id != session_id:
-            raise ApiError(403, "The call belongs to another session.", code="session_conflict")
+            message = f"The call belongs to the session {session_id!r}, not to {body.session_id!r}."
+            raise ApiError(403, message, code="session_conflict")
         session = await self._get_session(session_id)
         if session is None:
             raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
@@ -184,9 +168,11 @@ class FeedbackService:
             param, calls = "response_id", await self._store.calls_by_request(body.response_id)
         else:
             return None
-        # Calls that the caller may not use are treated as missing. Some providers give many responses the
-        # same id.
-        calls = [call for call in calls if await self._has_access(caller, call)]
+        # Calls that the caller may not use are treated as missing. Some providers use the same id for several
+        # responses.
+        sessions = [await self._get_session(call.session_id) for call in calls]
+        pairs = zip(calls, sessions, strict=True)
+        calls = [call for call, session in pairs if session and caller.can_access(session)]
         if body.session_id is not None and len(calls) > 1:
             calls = [call for call in calls if call.session_id == body.session_id]
         if not calls:
@@ -194,25 +180,20 @@ class FeedbackService:
             raise ApiError(404, f"There is no reply {name!r}.", code="reply_not_found", param=param)
         if len(calls) > 1:
             ids = ", ".join(call.call_id for call in calls)
-            raise bad_request(f"Several calls have this id; send the call_id of one of {ids}.", param)
+            raise bad_request(
+                f"Several calls have this response_id; send one of these call_ids: {ids}.", param
+            )
         return calls[0]
-
-    async def _has_access(self, caller: Caller, call: Call) -> bool:
-        session = await self._get_session(call.session_id)
-        if session is None:
-            return False
-        try:
-            caller.check_access(session)
-        except ApiError:
-            return False
-        return True
 
     async def _build_feedback(
         self, subject: _FeedbackSubject, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
-        """Return the feedback, and the reason if its correction cannot be trained on, else None."""
+        """Return the feedback, and the reason if the model cannot be trained on its correction."""
         redact = self._redactor.redact_text
         session_id = subject.session.session_id
+        feedback_id = body.feedback_id or (f"{session_id}/{client_key}" if client_key else new_id("fb"))
+        if redact(feedback_id) != feedback_id:
+            raise bad_request("The feedback id looks like a secret; send another id.", "feedback_id")
         call, ids, reason, correction = subject.call, None, None, None
         if body.correction is not None:
             correction = redact(body.correction)
@@ -220,11 +201,11 @@ class FeedbackService:
             if correction != body.correction:
                 reason = "a secret was removed from the correction"
             elif _is_from_agent(subject.session, caller):
-                reason = "it was sent with the session key of a rollout, which only the agent has"
+                reason = "the correction was sent with the session key of a rollout, which only the agent has"
             else:
                 ids, reason = self._encode_correction(subject.session, call, correction)
         feedback = Feedback(
-            feedback_id=self._choose_id(session_id, body.feedback_id, client_key),
+            feedback_id=feedback_id,
             session_id=session_id,
             call_id=call.call_id if call else None,
             thumbs=None if body.thumbs is None else THUMBS[body.thumbs],
@@ -237,28 +218,20 @@ class FeedbackService:
         )
         return feedback, reason
 
-    def _choose_id(self, session_id: str, feedback_id: str | None, client_key: str | None) -> str:
-        chosen = feedback_id or (f"{session_id}/{client_key}" if client_key else new_id("fb"))
-        if self._redactor.redact_text(chosen) != chosen:
-            message = "The feedback id looks like a secret and would be stored; choose another one."
-            raise bad_request(message, "feedback_id")
-        return chosen
-
     async def _last_call(self, session_id: str) -> Call:
         calls = await self._store.calls(session_id)
-        complete = [call for call in calls if call.status is CallStatus.OK]
-        if not complete:
-            raise bad_request("This session has no reply to correct.", "correction", "invalid_value")
-        return complete[-1]
+        complete_calls = [call for call in calls if call.status is CallStatus.OK]
+        if not complete_calls:
+            raise invalid_value("The session has no complete reply that can be corrected.", "correction")
+        return complete_calls[-1]
 
     def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
-        """Return the tokens of the correction and None, or None and the reason if the correction cannot be
-        trained on."""
+        """Return the tokens of the correction, or the reason if the model cannot be trained on it."""
         route = match_model_route(self._models, call.model)
         if session.channel is Channel.VAL:
             return None, "sessions of the val channel are not trained on"
         if route is not None and not route.trainable:
-            return None, "training on this model is disabled by its route (trainable: false)"
+            return None, MODEL_UNTRAINABLE
         if not len(call.prompt_ids):
             return None, f"the call's tokens were not stored: {call.reason}"
         if self._renderer is None:
@@ -269,27 +242,30 @@ class FeedbackService:
             return None, str(error)
         length, max_context = len(call.prompt_ids) + len(ids), self._max_context()
         if max_context is not None and length > max_context:
-            return None, f"it has {length} tokens with its prompt; the context is {max_context} tokens"
+            reason = f"prompt and correction have {length} tokens; the context is {max_context} tokens"
+            return None, reason
         return ids, None
 
 
 def _check_body(body: FeedbackBody) -> None:
     if body.thumbs is None and body.score is None and not body.text and body.correction is None:
-        raise bad_request("Send at least one of thumbs, score, text, correction.", code="invalid_value")
+        raise invalid_value("Send at least one of thumbs, score, text, correction.")
     if body.score is not None and not math.isfinite(body.score):
-        raise bad_request("A score must be a finite number.", "score", "invalid_value")
+        raise invalid_value(f"'score' is {body.score}; it must be a finite number.", "score")
     if body.call_id is not None and body.response_id is not None:
-        raise bad_request("Send a call_id or a response_id, not both.", "response_id", "invalid_value")
+        raise invalid_value("Send a call_id or a response_id, not both.", "response_id")
 
 
 def _is_from_agent(session: Session, caller: Caller) -> bool:
-    """Return True if the feedback was sent by an agent and not by a person. Only the agent has the key of a
-    rollout's session, and an agent must not rate or teach itself."""
+    """Return True if an agent sent the feedback. Only the agent has the key of a rollout's session, and an
+    agent must not train itself."""
     return caller.kind == "session" and session.channel is not Channel.LIVE
 
 
 def _build_reward(feedback: Feedback, value: float, subject: _FeedbackSubject, caller: Caller) -> Reward:
     detail = {"feedback_id": feedback.feedback_id, "by": caller.kind}
+    if feedback.author:
+        detail["author"] = feedback.author
     is_from_agent = _is_from_agent(subject.session, caller)
     return Reward(
         session_id=feedback.session_id,
@@ -297,16 +273,16 @@ def _build_reward(feedback: Feedback, value: float, subject: _FeedbackSubject, c
         source=RewardSource.AGENT if is_from_agent else RewardSource.HUMAN,
         scorer=SCORER,
         call_id=subject.call.call_id if subject.call else None,
-        detail=detail | ({"author": feedback.author} if feedback.author else {}),
+        detail=detail,
         created_at=feedback.created_at,
-        # The key has a prefix, so that an id chosen by a client cannot replace a scorer's reward.
+        # The key has a prefix, so that a client's id cannot replace the reward of a scorer.
         reward_id=feedback_key(feedback.feedback_id),
     )
 
 
 def _is_same(recorded: Feedback, feedback: Feedback, call: Call | None) -> bool:
-    """Return True if both feedbacks have the same content. A correction of the session's last reply stays the
-    same after other replies follow."""
+    """Return True if both have the same content. A correction without a call id is the same correction even
+    if the session has a new last call."""
     is_same_call = recorded.call_id == feedback.call_id or (call is None and feedback.correction is not None)
     return is_same_call and all(
         getattr(recorded, name) == getattr(feedback, name)

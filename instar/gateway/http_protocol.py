@@ -1,8 +1,7 @@
-"""HTTP connections that limit the head of a request and report when the client disconnects.
+"""HTTP connections that limit the headers of a request and report when the client disconnects.
 
-Uvicorn reads the head of a request whatever its size and however slowly it arrives; the app limits bodies
-itself. The app gets the connection from its scope (`get_connection`), because checking the connection costs
-less than a task that waits for the client to disconnect.
+Uvicorn limits neither the size nor the time of the headers. The app gets the connection from its scope
+(`get_connection`), because a callback on disconnect is faster than a task that waits for the disconnect.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _EXTENSION = "instar.connection"
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
-    """Return the connection of a request, or None if a different protocol class serves it."""
+    """Return the connection of a request, or None if it has a different protocol class."""
     return scope.get("extensions", {}).get(_EXTENSION)
 
 
@@ -27,7 +26,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     max_head = 1 << 20
     """The maximum size in bytes of a request line with its headers."""
     head_timeout = 60.0
-    """The time in seconds from the first byte of a connection or request to the end of its headers."""
+    """The time in seconds within which the headers of a request must arrive."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -35,7 +34,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects; set while a request is handled."""
+        """The callback for a disconnect, which is set while a request is handled."""
 
     @property
     def has_body(self) -> bool:
@@ -43,7 +42,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return not self.cycle.more_body
 
     def send_response(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Write a complete response with status 200 in one piece."""
+        """Write a complete response with status 200 in one system call."""
         cycle = self.cycle
         if cycle.disconnected or cycle.response_started:
             return

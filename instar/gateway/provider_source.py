@@ -1,27 +1,31 @@
-"""Replies of a provider. The provider's response is passed on to the client, and parsed to be recorded."""
+"""A provider as the source of replies. Its response is passed on to the client, and parsed for the record."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 from instar.config import SamplingConfig
 from instar.gateway.auth import KEY_HEADER, KEY_HEADERS
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice
-from instar.gateway.pipeline.record import SampledReply
-from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult, SamplingRun, Source
-from instar.gateway.upstream.base import Upstream
+from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
+from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
 from instar.types import Call, Channel, SamplingParams
+
+if TYPE_CHECKING:
+    from instar.gateway.pipeline.respond import Responder
+    from instar.gateway.upstream.http import HttpUpstream
 
 
 class ProviderSource(Source):
     name = "provider"
 
-    def __init__(self, context: GatewayContext, upstream: Upstream) -> None:
+    def __init__(self, context: GatewayContext, upstream: HttpUpstream) -> None:
         self._upstream = upstream
         self._train_sampling = context.train_sampling
 
@@ -45,7 +49,7 @@ class ProviderSource(Source):
 class _ProviderSamplingRun(SamplingRun):
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: HttpUpstream,
         call: ModelCall,
         graph: MessageGraph,
         placement: Placement,
@@ -63,14 +67,17 @@ class _ProviderSamplingRun(SamplingRun):
         self._response = upstream.send(
             call.request, call.dialect.name, call.body, headers, self._overrides or None
         )
-        self._first_at: float | None = None
+        self._first_chunk_at: float | None = None
 
-    async def run(self, stream: ReplyStream | None) -> SampledResult:
-        try:
-            async for chunk in self._response:
-                self._first_at = self._first_at or time.time()
+    async def run(self, stream: Responder | None) -> SampledResult:
+        async with aclosing(self._response.chunks) as chunks:
+            async for chunk in chunks:
+                self._first_chunk_at = self._first_chunk_at or time.time()
                 if chunk.choices is not None:
-                    self._adopt_response_id(chunk.response_id)
+                    response_id = chunk.response_id
+                    # Clients refer to the provider's id, unless the provider uses the same id repeatedly.
+                    if response_id is not None and not self._graph.has_request(response_id):
+                        self._call.meta.request_id = response_id
                     replies = self._build_replies(chunk.choices)
                     return SampledResult(replies, chunk.choices, chunk.deltas, chunk.raw, chunk.content_type)
                 assert stream is not None, "only streamed responses have several chunks"
@@ -78,18 +85,10 @@ class _ProviderSamplingRun(SamplingRun):
                     await stream.send_raw(chunk.raw, chunk.content_type)
                 else:
                     await stream.send_indexed_deltas(chunk.deltas)
-        finally:
-            await self._response.aclose()
         raise AssertionError("a response ends with its choices, or raises")
 
     def partial_replies(self) -> list[SampledReply]:
         return self._build_replies(self._response.partial_choices())
-
-    def _adopt_response_id(self, response_id: str | None) -> None:
-        """Use the provider's id for the response, because clients refer to it, unless the id was used
-        before."""
-        if response_id is not None and not self._graph.has_request(response_id):
-            self._call.meta.request_id = response_id
 
     def _build_replies(self, choices: Sequence[ReplyChoice]) -> list[SampledReply]:
         if choices and choices[0].prompt_ids is not None:
@@ -97,12 +96,15 @@ class _ProviderSamplingRun(SamplingRun):
         return [self._build_reply(choice) for choice in choices]
 
     def _build_reply(self, choice: ReplyChoice) -> SampledReply:
+        request = self._call.request
         reply = SampledReply(
-            _sampling_params(self._call.request, self._overrides),
+            SamplingParams(
+                seed=request.seed, stop=request.stop, **request.sampling_settings(self._overrides)
+            ),
             choice.message,
             finish_reason=choice.finish_reason,
             stop=choice.stop_string,
-            first_token_at=self._first_at,
+            first_token_at=self._first_chunk_at,
             ended_at=time.time(),
         )
         if choice.sampled_ids is None or choice.sampled_logprobs is None:
@@ -113,27 +115,15 @@ class _ProviderSamplingRun(SamplingRun):
         reply.behavior_logprobs = [float("nan")] * len(reply.ids)
         # A provider serves the base model, which is version 0.
         reply.versions = [0] * len(reply.ids)
-        unsupported = self._call.request.unsupported_error
+        unsupported = request.unsupported_error
         if not self._call.is_trainable:
-            reply.untrainable = "training on this model is disabled by its route (trainable: false)"
+            reply.untrainable = MODEL_UNTRAINABLE
         elif unsupported is not None:
-            reply.untrainable = f"sampled with settings that are not recorded: {unsupported.message}"
+            reply.untrainable = f"the call was sampled with unsupported settings: {unsupported.message}"
         return reply
 
 
-def _sampling_params(request: ModelRequest, overrides: Mapping[str, Any]) -> SamplingParams:
-    settings: dict[str, Any] = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "max_tokens": request.max_tokens,
-        **overrides,
-    }
-    settings = {name: value for name, value in settings.items() if value is not None}
-    return SamplingParams(seed=request.seed, stop=request.stop, **settings)
-
-
 def _without_gateway_keys(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers without the gateway's own key, which providers must not see."""
+    """Return the headers without the gateway's own key, which a provider must not receive."""
     key_headers = {KEY_HEADER} if KEY_HEADER in headers else KEY_HEADERS
     return {name: value for name, value in headers.items() if name not in key_headers}

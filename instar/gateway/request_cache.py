@@ -1,8 +1,7 @@
 """A cache of parsed requests.
 
-An agent sends its whole history with every call. If a body starts with the same bytes as an earlier body of
-the same caller, the messages within those bytes and their hashes are reused and only the rest is parsed. So
-the cost of a call depends only on its new messages.
+An agent sends its complete history with every call. If a body starts with the same bytes as an earlier body
+of the same caller, the messages in those bytes and their hashes are reused, and only the rest is parsed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.record.hashing import HashChain, MessageHasher
 
 MIN_CACHED_BODY = 8 * 1024
-"""The size in bytes below which a body is not looked up, because parsing it is faster."""
+"""The size in bytes below which parsing a body is faster than using the cache."""
 _MAX_BODIES_PER_CALLER = 4
 _WHITESPACE = b" \t\r\n"
 
@@ -30,7 +29,7 @@ _WHITESPACE = b" \t\r\n"
 class _ParsedBody:
     body: bytes
     ends: list[int]
-    """The offset at which each message ends in the body."""
+    """The offset of the end of each message."""
     start: int
     """The offset of the first message."""
     request: ModelRequest
@@ -51,11 +50,9 @@ class RequestCache:
 
     @property
     def size(self) -> int:
-        """The total size of the cached bodies in bytes."""
         return self._size
 
     def parse(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
-        """Return the request and the hash chain of its messages."""
         key = (dialect.name, caller)
         cached, count = self._find_longest(key, body)
         parsed = self._parse_rest(dialect, body, cached, count) if cached else None
@@ -73,9 +70,8 @@ class RequestCache:
     def _parse_rest(
         self, dialect: Dialect, body: bytes, cached: _ParsedBody, count: int
     ) -> _ParsedBody | None:
-        """Return the parsed body, with its first ``count`` messages taken from ``cached``. Return None if the
-        rest must not be parsed alone, for example because an error has to give its position in the complete
-        body."""
+        """Return the parsed body with the first ``count`` messages of ``cached``. Return None if the complete
+        body must be parsed, for example because an error must name a position in the complete body."""
         start = cached.start
         rest_start = _next_message(body, cached.ends[count - 1])
         rest = body[:start] + body[rest_start:]
@@ -84,7 +80,7 @@ class RequestCache:
         except ApiError:
             return None
         offsets = _message_offsets(rest) if parsed.unsupported_error is None else None
-        # If a body repeats the key "messages", the last one counts.
+        # The last value counts if a body repeats the key "messages".
         if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
         request = replace(parsed, messages=cached.request.messages[:count] + parsed.messages)
@@ -98,7 +94,7 @@ class RequestCache:
         return _ParsedBody(body, ends, start, request, chain)
 
     def _find_longest(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
-        """Return the cached body that shares the most messages with ``body``, and the number of shared
+        """Return the cached body that shares the most messages with ``body``, and the number of these
         messages. The last message of ``body`` is never shared."""
         best: _ParsedBody | None = None
         best_count = 0
@@ -135,16 +131,16 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
 
 
 def _next_message(body: bytes, end: int) -> int:
-    """Return the offset of the message after the one that ends at ``end``, or 0 if there is none."""
+    """Return the offset of the message after the message that ends at ``end``, or 0 after the last
+    message."""
     while body[end : end + 1] and body[end] in _WHITESPACE:
         end += 1
     return end + 1 if body[end : end + 1] == b"," else 0
 
 
 def _message_offsets(body: bytes) -> tuple[int, list[int]] | None:
-    """Return the offset of the first message and the offsets at which messages end, or None if they cannot be
-    determined. msgspec returns views of the body itself, so the offsets follow from the addresses of the
-    views."""
+    """Return the offset of the first message and the offsets of the ends of all messages, or None if the body
+    has no messages. The offsets are computed from addresses, because msgspec.Raw is a view of the body."""
     try:
         raws = msgspec.json.decode(body, type=_MessagesBody).messages
     except msgspec.DecodeError:

@@ -25,14 +25,14 @@ class ModelRouter:
         upstreams: Mapping[str, ProviderSource],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        """``provider`` serves the run's model instead of the engine; ``upstreams`` are chosen by routes."""
+        """``provider`` replies instead of the engine. ``upstreams`` are the providers that routes select."""
         self.engine = engine
         self._default: Source | None = provider or engine
         self._upstreams = upstreams
         self._models = models
 
     def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
-        """Return the source for a model, and True if its calls may be trained on."""
+        """Return the source of a model's replies, and True if its calls are trainable."""
         if needs_engine:
             return self.require_engine(), True
         route = match_model_route(self._models, model) if self._models else None

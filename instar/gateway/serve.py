@@ -14,7 +14,7 @@ from instar.gateway.http_protocol import LimitedHttpProtocol
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 picks a free port."""
+    """Return a listening socket. Port 0 selects a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        # The role that runs the server handles signals, and sets ``stop``.
+        # The caller of `serve` handles signals and sets ``stop``.
         yield
 
 
@@ -46,9 +46,9 @@ async def serve(
 ) -> None:
     """Serve until ``stop`` or ``drain`` is set.
 
-    After ``stop``, requests in flight have ``grace`` seconds to finish; after ``drain`` they have no limit.
-    Later connections wait at the socket for a different process that holds it. A connection is closed if the
-    head of a request has more than ``max_head`` bytes or does not arrive within ``head_timeout`` seconds.
+    Requests in flight have ``grace`` seconds to finish after ``stop``, and no limit after ``drain``. Later
+    connections wait until another process accepts them from the same socket. A connection is closed if the
+    headers of a request have more than ``max_head`` bytes or do not arrive within ``head_timeout`` seconds.
     """
     config = uvicorn.Config(
         app,
@@ -67,7 +67,7 @@ async def serve(
         await stop.wait()
         is_draining = server.should_exit
         server.should_exit = True
-        if is_draining:  # The drain has no deadline of its own.
+        if is_draining:  # The drain has no deadline.
             await asyncio.sleep(grace)
             server.force_exit = True
 

@@ -10,34 +10,13 @@ from typing import Any
 import msgspec
 
 from instar.errors import ConflictError
+from instar.gateway import base
 from instar.gateway.auth import Caller, new_key
-from instar.gateway.base import (
-    SAMPLING_KEYS,
-    ApiError,
-    CallView,
-    CompleteSession,
-    EndedSession,
-    FailSession,
-    OpenSession,
-    RewardBody,
-    ScoreBody,
-    SessionView,
-    bad_request,
-    to_reward_body,
-)
+from instar.gateway.base import ApiError, CallView, EndedSession, FailSession, RewardBody, SessionView
 from instar.gateway.context import GatewayContext
 from instar.gateway.session_states import SessionState, SessionStates
 from instar.http.auth import hash_key
-from instar.types import (
-    Call,
-    Channel,
-    Reward,
-    RewardSource,
-    Score,
-    Session,
-    SessionStatus,
-    new_id,
-)
+from instar.types import Call, Channel, Reward, RewardSource, Score, Session, SessionStatus, new_id
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -53,10 +32,11 @@ class SessionService:
         self._redactor = context.redactor
         self._states = states
 
-    async def open(self, caller: Caller, body: OpenSession) -> tuple[Session, str]:
+    async def open(self, caller: Caller, body: base.OpenSession) -> tuple[Session, str]:
         """Open a session and return it with its key."""
         if caller.kind == "session":
-            raise ApiError(403, "A session's key cannot open other sessions.", code="not_allowed")
+            message = "The key of a session cannot open other sessions; use an agent's key or the admin key."
+            raise ApiError(403, message, code="not_allowed")
         if caller.kind == "agent" and body.channel is not Channel.LIVE:
             message = f"Only the admin key may open sessions of the channel {body.channel.value!r}."
             raise ApiError(403, message, param="channel")
@@ -81,11 +61,13 @@ class SessionService:
         self._states.add(SessionState(session))
         return session, key
 
-    async def end(self, session_id: str, caller: Caller, body: CompleteSession | FailSession) -> EndedSession:
-        """End a session and store its rewards. A session that has already ended is left unchanged."""
+    async def end(
+        self, session_id: str, caller: Caller, body: base.CompleteSession | FailSession
+    ) -> EndedSession:
+        """End a session and store its rewards. A session that has already ended is not changed."""
         state = await self._states.get(session_id)
         caller.check_access(state.session)
-        scores = body.scores if isinstance(body, CompleteSession) else []
+        scores = [] if isinstance(body, FailSession) else body.scores
         for name, values in (("rewards", body.rewards), ("scores", scores)):
             if values and caller.kind != "admin":
                 raise ApiError(403, f"Only the admin key may send '{name}'.", code="not_allowed", param=name)
@@ -94,7 +76,8 @@ class SessionService:
             rewards.insert(0, RewardBody(value=body.reward, source=RewardSource.AGENT))
         for i, reward in enumerate(rewards):
             if not math.isfinite(reward.value):
-                raise bad_request("A reward must be a finite number.", f"rewards[{i}].value", "invalid_value")
+                path = f"rewards[{i}].value"
+                raise base.invalid_value(f"'{path}' is {reward.value}; it must be a finite number.", path)
         redactor = self._redactor
         status, reason = SessionStatus.COMPLETED, None
         if isinstance(body, FailSession):
@@ -117,14 +100,14 @@ class SessionService:
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
     async def close_idle(self, seconds: float) -> int:
-        """Complete the live sessions that had no call for ``seconds``, and return their number."""
+        """Complete the live sessions without a call in the last ``seconds``, and return their number."""
         closed = 0
         for session_id in await self._store.idle_sessions(self._identity.run_id, time.time() - seconds):
             state = await self._states.find_open(session_id)
             if state is None or state.in_flight or state.used_at > time.time() - seconds:
                 continue
-            reason = f"silent for {seconds:g} s"
-            # Set before the store is asked, so that a call that arrives during the write opens a new session.
+            reason = f"the session had no call for {seconds:g} seconds"
+            # The status is set before the write, so that a call during the write opens a new session.
             state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
             if await self._store.end_session(session_id, SessionStatus.COMPLETED, reason):
                 closed += 1
@@ -137,7 +120,7 @@ class SessionService:
         assert session is not None, "sessions are never deleted"
         view = msgspec.convert(session, SessionView, from_attributes=True)
         view.calls = [_call_view(call) for call in await self._store.calls(session_id)]
-        view.rewards = [to_reward_body(reward) for reward in await self._store.rewards(session_id)]
+        view.rewards = [base.to_reward_body(reward) for reward in await self._store.rewards(session_id)]
         return view
 
     def _to_reward(self, session_id: str, body: RewardBody) -> Reward:
@@ -145,7 +128,7 @@ class SessionService:
         fields["detail"] = self._redactor.redact_value(body.detail)
         return Reward(session_id=session_id, created_at=time.time(), **fields)
 
-    def _to_score(self, session_id: str, body: ScoreBody) -> Score:
+    def _to_score(self, session_id: str, body: base.ScoreBody) -> Score:
         reason = None if body.reason is None else self._redactor.redact_text(body.reason)
         return Score(session_id, body.scorer, body.state, body.attempts, reason, time.time())
 
@@ -153,16 +136,16 @@ class SessionService:
 def _check_sampling(sampling: dict[str, Any]) -> None:
     for name, value in sampling.items():
         path = f"sampling.{name}"
-        if name not in SAMPLING_KEYS:
-            allowed = ", ".join(sorted(SAMPLING_KEYS))
-            raise bad_request(f"A session cannot force {name!r}; it can force {allowed}.", path)
-        kind = int if name in ("top_k", "max_tokens") else int | float
-        if isinstance(value, bool) or not isinstance(value, kind) or value < 0:
-            expected = "a non-negative integer" if kind is int else "a non-negative number"
-            raise bad_request(f"'{path}' is {value!r}; it must be {expected}.", path)
+        if name not in base.SAMPLING_KEYS:
+            allowed = ", ".join(sorted(base.SAMPLING_KEYS))
+            raise base.bad_request(f"'{path}' is not a supported setting; supported: {allowed}.", path)
+        number_type = int if name in ("top_k", "max_tokens") else int | float
+        if isinstance(value, bool) or not isinstance(value, number_type) or value < 0:
+            expected = "a non-negative integer" if number_type is int else "a non-negative number"
+            raise base.bad_request(f"'{path}' is {value!r}; it must be {expected}.", path)
         low, high = SAMPLING_RANGES.get(name, (0, math.inf))
         if not low <= value <= high:
-            raise bad_request(f"'{path}' is {value}; it must be between {low:g} and {high:g}.", path)
+            raise base.bad_request(f"'{path}' is {value}; it must be between {low:g} and {high:g}.", path)
 
 
 def _call_view(call: Call) -> CallView:

@@ -1,4 +1,4 @@
-"""The sessions in memory, with their message graphs and the requests that are in progress."""
+"""The sessions in memory, with their message graphs and pending requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from instar.gateway.context import GatewayContext
 from instar.record.graph import MessageGraph
 from instar.types import Channel, Session, SessionStatus, new_id
 
-_MAX_EVICTION_SCAN = 64
-"""The number of sessions that one eviction examines."""
+_MAX_SESSIONS_PER_EVICTION = 64
 
 
 @dataclass(slots=True)
@@ -24,36 +23,35 @@ class PendingRequest:
 
     client_key: str | None
     done: asyncio.Future[None]
-    client_gone: bool = False
-    """True once the complete reply is being recorded and the client has disconnected."""
+    is_client_gone: bool = False
+    """True if the client disconnected while the complete reply was being recorded."""
 
 
 @dataclass(slots=True)
 class SessionState:
-    """A session in memory. Its message graph is loaded by the first call that needs it."""
+    """A session in memory. Its message graph is loaded by the first call."""
 
     session: Session
     unsaved_session: Session | None = None
-    """The session while it is not stored yet. The store opens it together with its first call."""
+    """The session until it is stored together with its first call; then None."""
     is_matched_by_content: bool = False
-    """True if calls are matched to the session by content alone. Named sessions are not matched by content,
-    because a session that starts with the same messages could take over the calls of another one."""
+    """True if calls are matched to the session by content. Sessions that a request names are not matched by
+    content, because calls of other sessions may start with the same messages."""
     graph: MessageGraph | None = None
     in_flight: int = 0
     used_at: float = 0.0
-    """The time at which the session's last call in this process ended."""
+    """The time at which the session's last call ended in this process."""
     pending: dict[bytes, list[PendingRequest]] = field(default_factory=dict[bytes, list[PendingRequest]])
-    """Requests in progress by placement key."""
+    """The pending requests by placement key."""
     graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def take_unsaved_session(self) -> Session | None:
-        opening, self.unsaved_session = self.unsaved_session, None
-        return opening
+        session, self.unsaved_session = self.unsaved_session, None
+        return session
 
 
 class _CallTracker:
-    """A context manager that counts a session's calls. It is a class because a generator costs more per
-    call."""
+    """A context manager that counts a session's calls. It is a class because a generator is slower."""
 
     __slots__ = ("_state", "_states")
 
@@ -84,26 +82,25 @@ class SessionStates:
         return len(self._states)
 
     async def get(self, session_id: str) -> SessionState:
-        """Return the session. Raise ApiError (404) if the run has no such session."""
-        if (state := await self._find(session_id)) is None:
+        """Raise ApiError (404) if the run has no such session."""
+        if (state := await self.find(session_id)) is None:
             raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
         return state
 
     async def get_open(self, session_id: str, caller: Caller) -> SessionState:
-        """Return an open session. Raise ApiError if the session does not exist (404), if the caller may not
-        use it (403), or if it has ended (410)."""
+        """Raise ApiError if the session does not exist (404), belongs to others (403) or has ended (410)."""
         state = await self.get(session_id)
         caller.check_access(state.session)
         if state.session.status is not SessionStatus.OPEN:
-            raise ApiError(410, "This session has ended.", code="session_ended")
+            raise ApiError(410, f"The session {session_id!r} has ended.", code="session_ended")
         return state
 
     async def find_open(self, session_id: str) -> SessionState | None:
-        """Return the session, or None if it has ended or was never stored because its first call failed."""
-        state = await self._find(session_id) if session_id else None
+        """Return the session if it exists and is open."""
+        state = await self.find(session_id) if session_id else None
         return state if state and state.session.status is SessionStatus.OPEN else None
 
-    async def _find(self, session_id: str) -> SessionState | None:
+    async def find(self, session_id: str) -> SessionState | None:
         if (state := self._states.get(session_id)) is None:
             session = await self._store.session(session_id)
             if session is None or session.run_id != self._identity.run_id:
@@ -119,7 +116,7 @@ class SessionStates:
         return state
 
     def create(self, agent_id: str, external_id: str | None) -> SessionState:
-        """Return a new live session, which is stored together with its first call."""
+        """Return a new live session. The session is stored together with its first call."""
         session = Session(
             session_id=new_id("sess"),
             run_id=self._identity.run_id,
@@ -135,8 +132,7 @@ class SessionStates:
         self._states.pop(session_id, None)
 
     def track_call(self, state: SessionState) -> _CallTracker:
-        """Return a context manager that counts a call while it is in progress. A session whose first call
-        fails is removed afterwards."""
+        """Return a context manager that counts a call. It removes the session if its first call fails."""
         return _CallTracker(self._states, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:
@@ -150,10 +146,9 @@ class SessionStates:
     def _evict(self) -> None:
         if len(self._states) <= self._limit:
             return
-        # Keep the newest session, which its request is about to use, and sessions that the store cannot
-        # return yet.
+        # The newest session is about to be used, and unsaved sessions cannot be loaded again.
         newest = next(reversed(self._states))
-        for session_id, state in list(islice(self._states.items(), _MAX_EVICTION_SCAN)):
+        for session_id, state in list(islice(self._states.items(), _MAX_SESSIONS_PER_EVICTION)):
             if session_id != newest and not state.in_flight and state.unsaved_session is None:
                 del self._states[session_id]
                 if len(self._states) <= self._limit:

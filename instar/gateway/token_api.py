@@ -1,7 +1,7 @@
-"""Record calls that a program sampled elsewhere: ``POST /sessions/{id}/calls``.
+"""``POST /sessions/{id}/calls``, which records calls that a program sampled itself.
 
-A submission has the exact token ids with their logprobs and policy versions, like the reply of an engine. An
-unknown logprob is null; a call with one is recorded but not trained on.
+A submission has the sampled token ids with their logprobs and policy versions. An unknown logprob is null,
+and a call with an unknown logprob is recorded but not trained on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
+import msgspec.structs
 import numpy as np
 
-from instar.gateway.base import bad_request
+from instar.gateway.base import invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.dialects.common import decode_body, parse_stop
@@ -23,7 +24,7 @@ from instar.gateway.pipeline.record import Recorder, RequestMeta, SampledReply
 from instar.gateway.session_states import SessionState, SessionStates
 from instar.record.base import Renderer
 from instar.record.graph import MessageGraph
-from instar.types import FinishReason, Ids, Json, Message, SamplingParams, Tool, new_id
+from instar.types import FinishReason, Json, Message, SamplingParams, Tool, new_id
 
 MAX_SUBMITTED_CALLS = 256
 
@@ -77,18 +78,12 @@ _decoder = msgspec.json.Decoder(SubmissionBody)
 
 @dataclass(frozen=True, slots=True)
 class SubmittedCall:
-    prompt_ids: Ids
+    body: CallBody
     reply: SampledReply
-    has_message: bool
-    """False if the reply is known only as token ids; its message is then empty."""
+    """The reply. Its message is empty if the body only has the reply's token ids."""
     messages: tuple[Message, ...] | None
-    """The messages of the prompt, or None if the prompt is known only as token ids."""
+    """The messages of the prompt, or None if the body only has the prompt's token ids."""
     tools: tuple[Tool, ...]
-    model: str
-    parent_id: str | None
-    """The id of the call that this one continues, as the program claims; such a call may not exist."""
-    client_key: str | None
-    """An idempotency key: a call with the same key is not recorded again."""
 
 
 class SubmissionService:
@@ -101,41 +96,39 @@ class SubmissionService:
         self._renderer = renderer
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
-        """Record the calls and return their ids, including the ids of calls that were already recorded."""
+        """Record the calls and return their ids. A call whose ``client_key`` was already recorded is not
+        recorded again."""
         ids: list[str] = []
         with self._states.track_call(state):
             graph = await self._states.load_graph(state)
             for i, call in enumerate(calls):
-                if call.parent_id is not None and not graph.has_call(call.parent_id):
-                    message = f"This session has no call {call.parent_id!r}."
-                    raise bad_request(message, f"calls[{i}].parent_id", "invalid_value")
+                parent_id = call.body.parent_id
+                if parent_id is not None and not graph.has_call(parent_id):
+                    message = f"This session has no call {parent_id!r}; send the id of one of its calls."
+                    raise invalid_value(message, f"calls[{i}].parent_id")
                 ids += await self._submit(graph, state, call)
         return ids
 
     async def _submit(self, graph: MessageGraph, state: SessionState, call: SubmittedCall) -> list[str]:
-        prompt_ids = call.prompt_ids.tolist()
+        body, reply, chain = call.body, call.reply, None
         if call.messages is None:
-            chain = None
-            placement = graph.place_prompt(prompt_ids, self._renderer)
+            placement = graph.place_prompt(body.prompt_ids, self._renderer)
         else:
             chain = graph.match_replies(self._hasher.hash_messages(call.messages, call.tools), call.messages)
             placement = graph.place(chain, call.messages, call.tools, None)
-            placement = graph.attach_prompt(placement, call.prompt_ids)
+            placement = graph.attach_prompt(placement, np.asarray(body.prompt_ids, np.int32))
         try:
-            if call.client_key and (ids := graph.find_by_idempotency_key(placement.key, call.client_key)):
+            if body.client_key and (ids := graph.find_by_idempotency_key(placement.key, body.client_key)):
                 return ids
-            reply = call.reply
-            if not call.has_message:
+            if body.reply is None:
                 reply.message = self._renderer.parse(reply.ids, call.tools)
-            request = ModelRequest(
-                model=call.model,
-                messages=call.messages or (),
-                tools=call.tools,
-                prompt=None if chain else tuple(prompt_ids),
+            prompt = None if chain else tuple(body.prompt_ids)
+            request = ModelRequest(body.model, call.messages or (), call.tools, prompt)
+            meta = RequestMeta(new_id("sub"), request, chain, "tokens", body.client_key)
+            parent_id = body.parent_id or placement.parent_id
+            return await self._recorder.record(
+                state, graph, meta, replace(placement, parent_id=parent_id), [reply]
             )
-            meta = RequestMeta(new_id("sub"), request, chain, "tokens", call.client_key)
-            place = replace(placement, parent_id=call.parent_id) if call.parent_id is not None else placement
-            return await self._recorder.record(state, graph, meta, place, [reply])
         finally:
             graph.release(placement)
 
@@ -143,23 +136,26 @@ class SubmissionService:
 def parse_submission(
     body: bytes, vocab_size: int, latest_version: int, *, max_calls: int = MAX_SUBMITTED_CALLS
 ) -> list[SubmittedCall]:
-    """Return the calls of a submission. Raise ApiError (400) with the path of the first invalid value."""
+    """Return the submitted calls. Raise ApiError (400) with the path of the first invalid value."""
     calls = decode_body(_decoder, body).calls
     if not calls:
-        raise bad_request("'calls' is empty.", "calls", "invalid_value")
+        raise invalid_value("'calls' is empty.", "calls")
     if len(calls) > max_calls:
-        message = f"There are {len(calls)} calls; at most {max_calls} may be submitted at once."
-        raise bad_request(message, "calls", "invalid_value")
+        message = f"The submission has {len(calls)} calls; at most {max_calls} are allowed."
+        raise invalid_value(message, "calls")
     return [_parse_call(call, f"calls[{i}]", vocab_size, latest_version) for i, call in enumerate(calls)]
 
 
 def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int) -> SubmittedCall:
     for name in ("prompt_ids", "sampled_ids"):
         if not getattr(call, name):
-            raise bad_request(f"'{path}.{name}' is empty.", f"{path}.{name}", "invalid_value")
+            raise invalid_value(f"'{path}.{name}' is empty.", f"{path}.{name}")
         _check_vocabulary(getattr(call, name), vocab_size, f"{path}.{name}")
     for name in ("logprobs", "versions", "behavior_logprobs"):
-        _check_length(getattr(call, name), len(call.sampled_ids), f"{path}.{name}")
+        values = getattr(call, name)
+        if values is not None and len(values) != len(call.sampled_ids):
+            message = f"'{path}.{name}' has {len(values)} values for {len(call.sampled_ids)} sampled tokens."
+            raise invalid_value(message, f"{path}.{name}")
     version_message = "Version {0} does not exist; the latest version is {1}."
     _check_maximum(call.versions, latest_version, f"{path}.versions", version_message)
     check_token_params(call.params, f"{path}.params.")
@@ -167,41 +163,32 @@ def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int)
     for i, message in enumerate(call.messages or ()):
         _check_message(message, f"{path}.messages[{i}]")
     if call.messages == []:
-        raise bad_request(f"'{path}.messages' is empty.", f"{path}.messages", "invalid_value")
+        raise invalid_value(f"'{path}.messages' is empty.", f"{path}.messages")
     if call.reply is not None:
         if call.reply.role != "assistant":
             message = f"The role of a reply is {call.reply.role!r}; it must be 'assistant'."
-            raise bad_request(message, f"{path}.reply.role", "invalid_value")
+            raise invalid_value(message, f"{path}.reply.role")
         _check_message(call.reply, f"{path}.reply")
     return SubmittedCall(
-        prompt_ids=np.asarray(call.prompt_ids, np.int32),
-        reply=_build_reply(call, path),
-        has_message=call.reply is not None,
-        messages=None if call.messages is None else tuple(map(_build_message, call.messages)),
-        tools=tuple(cast(Tool, msgspec.to_builtins(tool)) for tool in call.tools),
-        model=call.model,
-        parent_id=call.parent_id,
-        client_key=call.client_key,
+        call,
+        _build_reply(call, path),
+        None if call.messages is None else tuple(map(_build_message, call.messages)),
+        tuple(cast(Tool, msgspec.to_builtins(tool)) for tool in call.tools),
     )
 
 
 def _build_reply(call: CallBody, path: str) -> SampledReply:
-    body = call.params
-    params = SamplingParams(
-        max_tokens=body.max_tokens or len(call.sampled_ids),
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop=parse_stop(body.stop),
-        stop_token_ids=tuple(body.stop_token_ids),
-    )
-    missing: list[float | None] = [None] * len(call.sampled_ids)
+    settings: dict[str, Any] = msgspec.structs.asdict(call.params) | {
+        "max_tokens": call.params.max_tokens or len(call.sampled_ids),
+        "stop": parse_stop(call.params.stop),
+        "stop_token_ids": tuple(call.params.stop_token_ids),
+    }
+    behavior_logprobs = call.behavior_logprobs or [None] * len(call.sampled_ids)
     reply = SampledReply(
-        params,
+        SamplingParams(**settings),
         ids=call.sampled_ids,
         logprobs=_to_floats(call.logprobs, f"{path}.logprobs"),
-        behavior_logprobs=_to_floats(call.behavior_logprobs or missing, f"{path}.behavior_logprobs"),
+        behavior_logprobs=_to_floats(behavior_logprobs, f"{path}.behavior_logprobs"),
         versions=call.versions,
         finish_reason=call.finish_reason,
     )
@@ -224,32 +211,24 @@ def _check_vocabulary(ids: Sequence[int], vocab_size: int, path: str) -> None:
 def _check_maximum(values: Sequence[int], maximum: int, path: str, message: str) -> None:
     if values and max(values) > maximum:
         position = next(i for i, value in enumerate(values) if value > maximum)
-        raise bad_request(message.format(values[position], maximum), f"{path}[{position}]", "invalid_value")
-
-
-def _check_length(values: Sequence[Any] | None, length: int, path: str) -> None:
-    if values is not None and len(values) != length:
-        message = f"'{path}' has {len(values)} values for {length} sampled tokens."
-        raise bad_request(message, path, "invalid_value")
+        raise invalid_value(message.format(values[position], maximum), f"{path}[{position}]")
 
 
 def _check_message(message: SubmittedMessage, path: str) -> None:
     if message.role != "assistant" and (message.tool_calls or message.reasoning is not None):
         name = "tool_calls" if message.tool_calls else "reasoning"
-        raise bad_request(
-            f"Only messages of the assistant may have '{name}'.", f"{path}.{name}", "invalid_value"
-        )
+        raise invalid_value(f"Only messages of the assistant may have '{name}'.", f"{path}.{name}")
     if (message.role == "tool") != (message.tool_call_id is not None):
-        text = "A message with the role 'tool', and no other, must have a 'tool_call_id'."
-        raise bad_request(text, f"{path}.tool_call_id", "invalid_value")
+        text = "A message must have a 'tool_call_id' if, and only if, its role is 'tool'."
+        raise invalid_value(text, f"{path}.tool_call_id")
 
 
 def _to_floats(values: Sequence[float | None], path: str) -> list[float]:
-    """Return the values with NaN for missing ones. Raise ApiError if a value does not fit into 32 bits."""
+    """Return the values with NaN instead of None. Raise ApiError (400) if a value is below the 32-bit
+    range."""
     floats = np.asarray([math.nan if value is None else value for value in values], np.float64)
-    too_small = floats < np.finfo(np.float32).min
-    if too_small.any():
-        raise bad_request(
-            "A logprob must be finite.", f"{path}[{int(np.argmax(too_small))}]", "invalid_value"
-        )
+    is_too_small = floats < np.finfo(np.float32).min
+    if is_too_small.any():
+        path = f"{path}[{int(np.argmax(is_too_small))}]"
+        raise invalid_value(f"'{path}' is too small for a 32-bit float.", path)
     return floats.tolist()

@@ -8,7 +8,7 @@ or if it does not change the sampled tokens. The docstring of each dialect lists
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,13 @@ class ModelRequest:
     """The error with which our engines respond, or None if they can honour the request."""
     parsed_body: Any = None
     """The decoded body, for dialects that repeat parts of it in the response."""
+
+    def sampling_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sampling settings that the agent or ``overrides`` set. None in ``overrides`` unsets
+        one."""
+        names = ("temperature", "top_p", "top_k", "max_tokens")
+        settings = {name: getattr(self, name) for name in names} | dict(overrides)
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import msgspec
 import orjson
 
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.record.base import ReplyDelta, ToolCallDelta
@@ -123,7 +123,7 @@ def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
 def _check_tool_choice(body: ChatRequestBody, names: set[str]) -> None:
     if body.parallel_tool_calls is False and not names:
         message = "'parallel_tool_calls' is only allowed with 'tools'."
-        raise bad_request(message, "parallel_tool_calls", "invalid_value")
+        raise invalid_value(message, "parallel_tool_calls")
     if body.tool_choice == "required" and not names:
         raise common.no_tools_error()
     if isinstance(body.tool_choice, ChatToolChoice):
@@ -213,7 +213,7 @@ class ChatDialect(Dialect):
         wire = common.decode_body(_decoder, body)
         common.check_ranges(wire, _RANGES)
         if not wire.messages:
-            raise bad_request("'messages' is empty.", "messages", "invalid_value")
+            raise invalid_value("'messages' is empty.", "messages")
         errors = _find_unsupported(wire)
         messages = tuple(
             _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(wire.messages)

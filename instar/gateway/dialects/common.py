@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 import orjson
 
-from instar.gateway.base import ApiError, bad_request, from_validation
+from instar.gateway.base import ApiError, bad_request, from_validation, invalid_value
 from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
@@ -73,29 +73,29 @@ def check_ranges(body: object, ranges: Mapping[str, tuple[float, float]]) -> Non
     for name, (low, high) in ranges.items():
         value = getattr(body, name)
         if value is not None and not low <= value <= high:
-            raise bad_request(f"'{name}' is {value}; it must be in [{low}, {high}].", name, "invalid_value")
+            raise invalid_value(f"'{name}' is {value}; it must be in [{low}, {high}].", name)
     if getattr(body, "top_p") == 0:  # noqa: B009 - every body has this field
-        raise bad_request("'top_p' is 0; it must be greater than 0.", "top_p", "invalid_value")
+        raise invalid_value("'top_p' is 0; it must be greater than 0.", "top_p")
 
 
 def check_tool_is_listed(name: str | None, tools: set[str], path: str = "tool_choice") -> None:
     if name not in tools:
-        raise bad_request(f"The tool {name!r} is not in 'tools'.", path, "invalid_value")
+        raise invalid_value(f"The tool {name!r} is not in 'tools'.", path)
 
 
 def no_tools_error() -> ApiError:
     message = "'tool_choice' requires a tool, and 'tools' is empty."
-    return bad_request(message, "tool_choice", "invalid_value")
+    return invalid_value(message, "tool_choice")
 
 
 def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in strings:
         path = f"{param}[{strings.index('')}]"
-        raise bad_request(f"'{path}' is an empty stop string.", path, "invalid_value")
+        raise invalid_value(f"'{path}' is an empty stop string.", path)
     if len(strings) > MAX_STOP_STRINGS:
         message = f"'{param}' has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed."
-        raise bad_request(message, param, "invalid_value")
+        raise invalid_value(message, param)
     return strings
 
 

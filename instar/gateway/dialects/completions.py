@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 import orjson
 
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.record.base import ReplyDelta
@@ -34,7 +34,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 
 def _parse_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
     if not prompt:
-        raise bad_request("'prompt' is empty.", "prompt", "invalid_value")
+        raise invalid_value("'prompt' is empty.", "prompt")
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt[0], str | list):
@@ -53,9 +53,9 @@ def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
             raise bad_request(message, f"{path}[{i}]", "invalid_type")
         if not 0 <= token <= _MAX_TOKEN_ID:
             message = f"'{path}[{i}]' is {token}; token ids are between 0 and {_MAX_TOKEN_ID}."
-            raise bad_request(message, f"{path}[{i}]", "invalid_value")
+            raise invalid_value(message, f"{path}[{i}]")
     if not token_ids:
-        raise bad_request(f"'{path}' is empty.", path, "invalid_value")
+        raise invalid_value(f"'{path}' is empty.", path)
     return tuple(token_ids)
 
 

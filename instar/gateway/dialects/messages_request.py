@@ -34,7 +34,7 @@ from typing import Any, cast
 
 import msgspec
 
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
 from instar.gateway.dialects.base import ModelRequest
 from instar.types import Message, Tool, ToolCall
@@ -105,7 +105,7 @@ def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRe
 def _decode(raw: bytes) -> MessagesRequestBody:
     body = common.decode_body(_decoder, raw)
     if not body.messages:
-        raise bad_request("'messages' is empty.", "messages", "invalid_value")
+        raise invalid_value("'messages' is empty.", "messages")
     common.check_ranges(body, _RANGES)
     common.parse_stop(body.stop_sequences, "stop_sequences")
     _check_tool_choice(body.tool_choice, body.tools or ())

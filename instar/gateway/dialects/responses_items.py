@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects.common import missing_parameter, placeholder, unsupported_value
 from instar.types import Json, Message, Tool, ToolCall
 from instar.wire.openai import ResponsesContentPart, ResponsesInputItem, ResponsesTool
@@ -87,7 +87,7 @@ def _parse_tool(
     client = ClientTool(_require(spec.name, f"{path}.name"), namespace, spec.type == "custom")
     name = model_tool_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
-        raise bad_request(f"Two tools are named {name!r}.", f"{path}.name", "invalid_value")
+        raise invalid_value(f"Two tools are named {name!r}.", f"{path}.name")
     parameters = _custom_parameters(spec) if client.is_custom else spec.parameters or {}
     if not isinstance(parameters.get("properties", {}), dict):
         path = f"{path}.parameters.properties"

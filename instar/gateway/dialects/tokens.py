@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
 from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, parse_stop
 from instar.record.base import ReplyDelta
@@ -64,7 +64,7 @@ def check_token_params(params: TokenParams, prefix: str = "") -> None:
         raise bad_request(error.message, f"{prefix}{error.param}", error.code) from error
     if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
         message = f"There are {count} stop tokens; at most {MAX_STOP_TOKENS} are allowed."
-        raise bad_request(message, f"{prefix}stop_token_ids", "invalid_value")
+        raise invalid_value(message, f"{prefix}stop_token_ids")
 
 
 class TokenStreamWriter(StreamWriter):
@@ -103,7 +103,7 @@ class TokensDialect(Dialect):
     def parse_request(self, body: bytes) -> ModelRequest:
         parsed = decode_body(_decoder, body)
         if not parsed.prompt_ids:
-            raise bad_request("'prompt_ids' is empty.", "prompt_ids", "invalid_value")
+            raise invalid_value("'prompt_ids' is empty.", "prompt_ids")
         check_token_params(parsed)
         check_ranges(parsed, {"n": RANGES["n"]})
         return ModelRequest(

@@ -1,4 +1,4 @@
-"""Read HTTP requests: check limits, identify the caller, read the body and parse it."""
+"""Read and parse HTTP requests within the configured limits."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SESSION_HEADERS = {
     "x-litellm-session-id": "session",
     "helicone-session-id": "session",
 }
-"""The headers, in lower case, in which known agents send their session id, each with the kind of the id; the
-most specific header first."""
+"""The headers in which known agents send their session id, with the kind of the id. Of several headers in a
+request, the first in this table is used."""
 MAX_EXTERNAL_ID_LENGTH = 512
-"""The maximum length of a session id. Longer ids are shortened to a prefix and a digest."""
+"""The length above which an agent's session id is replaced with a prefix and a digest."""
 
 
 class RequestReader:
@@ -45,10 +45,11 @@ class RequestReader:
         self.in_flight = 0
 
     def admit(self) -> None:
-        """Count a request as in flight until `release` is called. Raise ApiError (429) if too many are in
-        flight."""
-        if self.in_flight >= self._config.max_in_flight:
-            raise ApiError(429, "Too many concurrent requests.", code="too_many_requests", retry_after=1)
+        """Count a request as in flight until `release`. Raise ApiError (429) if there are too many."""
+        limit = self._config.max_in_flight
+        if self.in_flight >= limit:
+            message = f"More than {limit} requests are in flight (gateway.max_in_flight); retry later."
+            raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self.in_flight += 1
 
     def release(self) -> None:
@@ -57,21 +58,17 @@ class RequestReader:
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         size = sum(map(len, headers)) + sum(map(len, headers.values()))
         if size > self._config.max_header:
-            raise ApiError(
-                431, f"The headers have {size} bytes; at most {self._config.max_header} are allowed."
-            )
+            message = f"The headers have {size} bytes; at most {self._config.max_header} are allowed."
+            raise ApiError(431, message)
         return await self._authenticator.identify(extract_key(headers))
 
     async def read_body(self, headers: Mapping[str, str], scope: Scope, receive: Receive) -> bytes:
         if headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(
-                415,
-                "Compressed request bodies are not supported; send the body without Content-Encoding.",
-                code="unsupported_encoding",
-            )
+            message = "Compressed request bodies are not supported; send the body without Content-Encoding."
+            raise ApiError(415, message, code="unsupported_encoding")
         limit = self._config.max_body
         if (connection := get_connection(scope)) is not None and connection.has_body:
-            return await _receive_body(receive, limit)  # The body is already here, so no deadline is needed.
+            return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
         try:
             async with asyncio.timeout(self._config.read_timeout):
                 return await _receive_body(receive, limit)
@@ -84,22 +81,15 @@ class RequestReader:
 
 
 async def _receive_body(receive: Receive, limit: int) -> bytes:
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body", False) and len(body) <= limit:
-        return body
-    return await _receive_rest(body, receive, limit)
-
-
-async def _receive_rest(body: bytes, receive: Receive, limit: int) -> bytes:
-    chunks, size, more = [body], len(body), True
-    while more and size <= limit:
+    chunks: list[bytes] = []
+    size, has_more = 0, True
+    while has_more and size <= limit:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "The connection closed before the body was complete.", code="invalid_json")
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
-        more = message.get("more_body", False)
+        has_more = message.get("more_body", False)
     if size > limit:
         raise ApiError(413, f"The request body is larger than {limit} bytes.", code="too_large")
     return b"".join(chunks)
@@ -112,28 +102,28 @@ class RequestParser:
         self._cache = RequestCache(hasher)
 
     def parse(self, dialect: Dialect, cache_key: str | None, body: bytes) -> tuple[ModelRequest, HashChain]:
-        """Return the request and the hash chain of its messages. Raise ApiError (400) if it is invalid.
+        """Return the request and the hash chain of its messages. Raise ApiError (400) if the request is
+        invalid.
 
-        ``cache_key`` identifies the caller or session, whose requests usually repeat earlier messages.
+        Requests with the same ``cache_key``, which is a session or an agent, usually repeat earlier messages.
         """
         if len(body) >= MIN_CACHED_BODY and dialect.parses_messages_independently:
             request, chain = self._cache.parse(dialect, cache_key, body)
         else:
             request = dialect.parse_request(body)
             chain = self._hasher.hash_messages(request.messages, request.tools)
-        if len(request.messages) > self._config.max_messages:
-            raise _too_many("messages", len(request.messages), self._config.max_messages)
-        if len(request.tools) > self._config.max_tools:
-            raise _too_many("tools", len(request.tools), self._config.max_tools)
+        for name, values, limit in (
+            ("messages", request.messages, self._config.max_messages),
+            ("tools", request.tools, self._config.max_tools),
+        ):
+            if len(values) > limit:
+                message = f"The request has {len(values)} {name}; at most {limit} are allowed."
+                raise bad_request(message, name, "too_many")
         return request, chain
 
 
-def _too_many(name: str, count: int, limit: int) -> ApiError:
-    return bad_request(f"The request has {count} {name}; at most {limit} are allowed.", name, "too_many")
-
-
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
-    """Return the agent's own id for its session: from a known header, or else the first id in the body."""
+    """Return the agent's own id of its session from a known header, or else the first id in the body."""
     if not SESSION_HEADERS.keys().isdisjoint(headers):
         for name, kind in SESSION_HEADERS.items():
             if value := headers.get(name):
@@ -150,18 +140,18 @@ def _shorten_id(external_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetryEvidence:
-    """Signs that a client retries an earlier request and does not want another reply."""
+    """Headers which show that a client retries an earlier request."""
 
     client_key: str | None = None
-    """The idempotency key. A different key means a new request, whatever the other signs say."""
+    """The idempotency key. A request with a different key is never a retry."""
     is_retry: bool = False
-    """True if the client counts this request as a retry."""
+    """True if the client's retry count is not 0."""
 
     def __bool__(self) -> bool:
         return self.is_retry or self.client_key is not None
 
     def matches(self, client_key: str | None) -> bool:
-        """Return True if this request retries the one that was sent with the given idempotency key."""
+        """Return True if this request retries a request that was sent with ``client_key``."""
         return self.is_retry if self.client_key is None else self.client_key == client_key
 
 

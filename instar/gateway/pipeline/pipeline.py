@@ -39,7 +39,7 @@ class RouteMatch:
     dialect: Dialect
     session_id: str | None
     counts_tokens: bool
-    """True if the path asks for the number of a prompt's tokens."""
+    """True if the path is the dialect's ``count_path``."""
 
 
 class CallPipeline:
@@ -62,7 +62,6 @@ class CallPipeline:
         self._timeout = context.config.request_timeout
 
     async def handle(self, route: RouteMatch, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request of an ASGI server."""
         try:
             self._reader.admit()
         except ApiError as error:
@@ -89,12 +88,16 @@ class CallPipeline:
     async def _prepare(self, route: RouteMatch, scope: Scope, receive: Receive) -> ModelCall | Response:
         """Return the call, or the complete response if nothing has to be sampled."""
         if scope["method"] != "POST":
-            raise ApiError(405, "This path only accepts POST.", code="method_not_allowed")
+            message = f"The method {scope['method']} is not allowed on this path; use POST."
+            raise ApiError(405, message, code="method_not_allowed")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         caller = await self._reader.authenticate(headers)
         body = await self._reader.read_body(headers, scope, receive)
         if route.counts_tokens:
-            return await self._count_tokens(route.dialect, headers, body)
+            request = route.dialect.parse_count_request(body)
+            source, _ = self._router.select(request.model)
+            count_body = await source.count_tokens(route.dialect, request, body, headers)
+            return Response(count_body, media_type=JSON)
         return await self._resolve(route, caller, headers, body)
 
     async def _resolve(
@@ -113,7 +116,9 @@ class CallPipeline:
         )
         text_prompt = request.prompt if isinstance(request.prompt, str) else None
         if request.prompt is not None and (text_prompt is not None or not is_engine):
-            message = _prompt_message(request.prompt)
+            # A prompt of token ids that a provider tokenizes itself is recorded as the text of the list.
+            content = text_prompt if text_prompt is not None else str(list(request.prompt))
+            message = Message(role="user", content=content)
             chain = self._context.hasher.hash_messages([message])
             if not is_engine:
                 request = replace(request, messages=(message,))
@@ -121,17 +126,11 @@ class CallPipeline:
         retry = parse_retry_evidence(headers)
         external_id = parse_external_id(headers, request.session_hints)
         hints = SessionHints(route.session_id, session_header, external_id, previous, retry, text_prompt)
-        # Clients that send token ids name their session; their prompts are not matched to other sessions.
+        # Clients that send token ids name their session, so their prompts are not matched by content.
         content_chain = None if dialect.is_token_level else chain
         state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)
         return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
-
-    async def _count_tokens(self, dialect: Dialect, headers: Mapping[str, str], body: bytes) -> Response:
-        request = dialect.parse_count_request(body)
-        source, _ = self._router.select(request.model)
-        counted = await source.count_tokens(dialect, request, body, headers)
-        return Response(counted, media_type=JSON)
 
     # --- place, sample, record, respond -----------------------------------------------------------
 
@@ -158,44 +157,40 @@ class CallPipeline:
         pending: PendingRequest,
         responder: Responder,
     ) -> None:
-        """Sample, record and send the replies. If a call fails, the tokens sampled so far are recorded."""
-        sampling = call.source.start(call, graph, placement)
+        """Sample, record and send the replies. If the call fails, record the tokens that were sampled."""
+        sampling_run = call.source.start(call, graph, placement)
         is_committing = False
 
         async def record_aborted(reason: str) -> None:
-            # Once the commit of the complete replies has begun, the complete replies are the record.
-            if not is_committing and (replies := sampling.partial_replies()):
+            # A call must not be recorded twice, even if the commit of its complete replies fails.
+            if not is_committing and (replies := sampling_run.partial_replies()):
                 await self._recorder.record(
-                    call.state, graph, call.meta, sampling.placement, replies, aborted=reason
+                    call.state, graph, call.meta, sampling_run.placement, replies, aborted=reason
                 )
 
         try:
             with Deadline(self._timeout):
-                result = await sampling.run(responder if call.request.stream else None)
+                result = await sampling_run.run(responder if call.request.stream else None)
             is_committing = True
-            await self._recorder.record(call.state, graph, call.meta, sampling.placement, result.replies)
+            await self._recorder.record(call.state, graph, call.meta, sampling_run.placement, result.replies)
             await responder.finish(result)
         except asyncio.CancelledError:
             if is_committing:
-                # The replies are complete, and the client may ask for them again.
-                pending.client_gone = True
+                # The replies are complete, and the client may retry the request.
+                pending.is_client_gone = True
                 await self._recorder.drain()
                 graph.mark_undelivered(placement.key)
             else:
-                await record_aborted("the client went away")
+                await record_aborted("the client disconnected")
             raise
         except TimeoutError as error:
-            await record_aborted("past its deadline")
-            raise ApiError(504, f"No reply within {self._timeout:g} seconds.", code="timeout") from error
-        except Exception as error:  # whatever a source raises, the sampled tokens are kept
+            await record_aborted("the deadline was exceeded")
+            message = f"The model did not reply within {self._timeout:g} seconds."
+            raise ApiError(504, message, code="timeout") from error
+        except Exception as error:  # The sampled tokens are recorded after every error of a source.
             await record_aborted(f"the {call.source.name} failed: {error}")
             raise
 
 
 def _new_request_id(dialect: Dialect) -> str:
     return new_id(dialect.id_prefix)
-
-
-def _prompt_message(prompt: str | tuple[int, ...]) -> Message:
-    """Return the message under which a prompt is recorded if a provider tokenizes it."""
-    return Message(role="user", content=prompt if isinstance(prompt, str) else str(list(prompt)))

@@ -1,4 +1,4 @@
-"""Place a call in its session's message graph, and find the recorded calls that it asks for again."""
+"""Place a call in its session's message graph, and find the recorded calls that a retry repeats."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from instar.types import Call
 
 
 def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Return the call's place in the graph, which determines the prompt's tokens, and set the call's number.
-    The caller must release the placement."""
+    """Return the call's placement, which determines the prompt's tokens, and set the call's number. The
+    caller must release the placement."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
-    # The number is taken together with the place: concurrent requests must not share a number or a seed.
+    # The number is taken without an await before the placement, so that concurrent requests never share a
+    # number or a seed.
     call.number = graph.next_request_number
     if request.prompt is not None and renderer is not None:
         meta.chain = None
@@ -30,14 +31,13 @@ def place(call: ModelCall, graph: MessageGraph) -> Placement:
 
 
 class ReplayLookup:
-    """Finds the recorded calls that one request asks for again, and makes later requests for the same replies
-    wait for this request."""
+    """Finds the recorded calls that one request repeats, and makes later retries of this request wait."""
 
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
     ) -> None:
-        """``key`` is the key of the request's placement. ``timeout`` limits the wait for a request in
-        progress."""
+        """``key`` is the key of the call's placement. ``timeout`` limits the wait for the original
+        request."""
         self._store = store
         self._pending = call.state.pending
         self._retry = call.retry
@@ -46,7 +46,7 @@ class ReplayLookup:
         self._timeout = timeout
 
     async def find_calls(self, n: int) -> list[Call]:
-        """Return the ``n`` recorded calls to replay, or an empty list if the request must be sampled."""
+        """Return the ``n`` recorded calls to replay, or an empty list if the replies must be sampled."""
         while (original := self._find_pending()) is not None:
             await asyncio.wait([original.done], timeout=self._timeout)
             if not original.done.done():
@@ -57,7 +57,7 @@ class ReplayLookup:
 
     @contextmanager
     def register(self) -> Generator[PendingRequest]:
-        """Make requests that ask for the same replies wait until the ``with`` block ends."""
+        """Make retries of this request wait until the ``with`` block ends."""
         pending = PendingRequest(self._retry.client_key, asyncio.get_running_loop().create_future())
         same_key = self._pending.setdefault(self._key, [])
         same_key.append(pending)
@@ -72,15 +72,15 @@ class ReplayLookup:
     def _find_pending(self) -> PendingRequest | None:
         has_no_key = self._retry.client_key is None
         for pending in reversed(self._pending.get(self._key, ())):
-            if self._retry.matches(pending.client_key) or (pending.client_gone and has_no_key):
+            if self._retry.matches(pending.client_key) or (pending.is_client_gone and has_no_key):
                 return pending
         return None
 
     def _recorded_ids(self) -> list[str]:
-        graph, key, evidence = self._graph, self._key, self._retry
-        if evidence.client_key is None:
-            should_replay = graph.take_undelivered(key) or evidence.is_retry
+        graph, key, retry = self._graph, self._key, self._retry
+        if retry.client_key is None:
+            should_replay = graph.take_undelivered(key) or retry.is_retry
             return graph.find_recorded(key) if should_replay else []
-        if ids := graph.find_by_idempotency_key(key, evidence.client_key):
+        if ids := graph.find_by_idempotency_key(key, retry.client_key):
             graph.take_undelivered(key)
         return ids

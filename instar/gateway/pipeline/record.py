@@ -1,4 +1,4 @@
-"""Record replies: decide what is stored of a call, what is redacted, and whether the call is trainable."""
+"""Record replies: redact secrets, decide whether a call is trainable, and commit the call."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from instar.types import (
 )
 
 _MAX_CACHED_TOOLS = 256
-_REDACTION_OVERLAP = 128
-"""The number of tokens before a prompt's new tokens that are also searched, because a secret may start
-there."""
+_REDACTION_OVERLAP_TOKENS = 128
+"""The number of tokens before a prompt's new tokens in which a secret may start."""
+MODEL_UNTRAINABLE = "training on this model is disabled by its route (trainable: false)"
 _NO_IDS: Ids = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class SampledReply:
-    """One reply with its exact tokens, while it is sampled and when it is complete."""
+    """A complete or partial reply with its sampled tokens."""
 
     params: SamplingParams
     message: Message = field(default_factory=lambda: Message(role="assistant", content=""))
@@ -54,7 +54,7 @@ class SampledReply:
     first_token_at: float | None = None
     ended_at: float = 0.0
     untrainable: str | None = None
-    """Why the reply must not be trained on, if its tokens and logprobs do not show it."""
+    """The reason if the model must not be trained on the reply, except missing logprobs."""
 
     def append(self, chunk: TokenChunk) -> None:
         if chunk.token_ids and self.first_token_at is None:
@@ -68,7 +68,6 @@ class SampledReply:
 
     @property
     def tokens(self) -> TokenChunk:
-        """All tokens in one chunk."""
         return TokenChunk(
             token_ids=self.ids,
             logprobs=self.logprobs,
@@ -85,13 +84,13 @@ class SampledReply:
         if any(map(math.isnan, self.logprobs)):
             return "logprobs are missing"
         if self.params.modifies_distribution and any(map(math.isnan, self.behavior_logprobs)):
-            return "sampled with a changed distribution, and its logprobs are missing"
+            return "the sampling settings change the distribution, and behavior_logprobs are missing"
         return None
 
 
 @dataclass(slots=True)
 class RequestMeta:
-    """The request under which replies are recorded."""
+    """The properties of a request that are recorded with its replies."""
 
     request_id: str
     request: ModelRequest
@@ -111,7 +110,7 @@ class RequestMeta:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedReply:
-    """A call as it is stored, together with the values that the graph needs in addition."""
+    """A call with the values that the message graph needs and the store does not."""
 
     call: Call
     chain: HashChain | None
@@ -132,7 +131,7 @@ class Recorder:
     def __init__(
         self, context: GatewayContext, resolver: SessionResolver, renderer: Renderer | None = None
     ) -> None:
-        """``renderer`` decodes prompts of token ids, to search them for secrets."""
+        """``renderer`` decodes prompts of token ids to find secrets."""
         self._store = context.store
         self._hasher = context.hasher
         self._redactor = context.redactor
@@ -151,8 +150,8 @@ class Recorder:
         *,
         aborted: str | None = None,
     ) -> list[str]:
-        """Record the replies and return the ids of their calls once the calls are durable. Cancelling does
-        not stop the commit."""
+        """Record the replies, and return the ids of their calls when the calls are durable. A cancellation
+        does not stop the commit. ``aborted`` is the reason if the replies are incomplete."""
         rows: list[_RecordedReply] = []
         for reply in replies:
             rows.append(self._build_row(state, meta, placement, reply, rows[0] if rows else None, aborted))
@@ -163,7 +162,7 @@ class Recorder:
         return [row.call.call_id for row in rows]
 
     async def drain(self) -> None:
-        """Wait until all commits in progress have finished. Errors are left to the callers of the commits."""
+        """Wait for all commits in progress. Their errors are raised by `record`."""
         await asyncio.gather(*self._commits, return_exceptions=True)
 
     async def _commit(
@@ -177,20 +176,17 @@ class Recorder:
         tail_keys: dict[str, bytes] = {}
         if state.is_matched_by_content and meta.chain is not None:
             tail_keys = {row.call.call_id: row.chain.canonical[-1] for row in rows if row.chain}
-        opening = state.take_unsaved_session()
+        session = state.take_unsaved_session()
         try:
-            await self._store.add_calls([row.call for row in rows], opening=opening, tail_keys=tail_keys)
+            await self._store.add_calls([row.call for row in rows], opening=session, tail_keys=tail_keys)
         except BaseException:
-            # Nothing was stored, so the next call must open the session.
-            state.unsaved_session = opening
+            # Nothing was stored, so the next call must store the session.
+            state.unsaved_session = session
             raise
         for row in rows:
+            position = row.first_redacted_message
             graph.add(
-                row.call,
-                placement,
-                row.chain,
-                sampled_ids=row.sampled_ids,
-                first_redacted_message=row.first_redacted_message,
+                row.call, placement, row.chain, sampled_ids=row.sampled_ids, first_redacted_message=position
             )
         prompt = meta.request.prompt if isinstance(meta.request.prompt, str) else None
         for row in rows:
@@ -211,12 +207,12 @@ class Recorder:
         has_tokens = content.first_redacted_message is None
         reason = aborted or reply.untrainable_reason
         if reason is not None:
-            reason = self._redactor.redact_text(reason)  # Providers quote the key that they refuse.
+            reason = self._redactor.redact_text(reason)  # A provider's error may contain the rejected key.
         if content.first_redacted_message is not None:
             reason = redaction_reason(content.first_redacted_message, reason)
         chain = meta.chain.extend([self._hasher.hash_message(reply.message)]) if meta.chain else None
         sampled_ids = np.asarray(reply.ids, np.int32)
-        # A further reply is based on the first one, as far as the first one was stored.
+        # All other replies share the stored prompt of the first reply.
         base_tokens = len(first.call.prompt_ids) if first else placement.base_tokens
         behavior_logprobs = None
         if params.modifies_distribution:
@@ -290,19 +286,19 @@ class Recorder:
         return self._hasher.pack_prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
 
     def _has_secret_prompt_ids(self, meta: RequestMeta, placement: Placement) -> bool:
-        """Return True if the new tokens of a prompt of token ids contain a secret."""
+        """Return True if the prompt has token ids, and the new token ids contain a secret."""
         prompt = meta.request.prompt
         if prompt is None or isinstance(prompt, str) or self._renderer is None:
             return False
         parser = self._renderer.stream_text()
-        parser.feed(prompt[max(0, placement.base_tokens - _REDACTION_OVERLAP) :])
+        parser.feed(prompt[max(0, placement.base_tokens - _REDACTION_OVERLAP_TOKENS) :])
         parser.finish()
         text = parser.message["content"]
         return self._redactor.redact_text(text) != text
 
     def _redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
-        """Return the tools without secrets. The result is cached, because agents send the same tools with
-        every call."""
+        """Return the tools without secrets, from a cache, because agents send the same tools with every
+        call."""
         tools = meta.request.tools
         if not tools or meta.chain is None:
             return tools

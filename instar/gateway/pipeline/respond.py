@@ -1,4 +1,4 @@
-"""Respond to model calls: complete or streamed responses, errors, and clients that disconnect."""
+"""Send the responses of model calls, complete or streamed, and watch for clients that disconnect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.dialects.base import Dialect, ReplyChoice, StreamWriter, TokenLogprob
 from instar.gateway.dialects.common import split_reply
 from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
-from instar.gateway.pipeline.sample import ModelCall, ReplyStream, SampledResult
+from instar.gateway.pipeline.sample import ModelCall, SampledResult
 from instar.gateway.upstream.base import UpstreamError
 from instar.record.base import ReplyDelta
 from instar.types import TokenChunk
@@ -58,16 +58,17 @@ def error_response(dialect: Dialect, failure: Exception) -> Response:
     return Response(dialect.format_error(error), error.status, headers, JSON)
 
 
-class Responder(ReplyStream):
+class Responder:
     """Sends the response of one call, and cancels the call when the client disconnects.
 
-    The headers of a stream are sent with its first part, so an earlier failure still has its own status.
+    The headers of a stream are sent together with its first part, so that an earlier failure has its own
+    status.
     """
 
     def __init__(
         self, call: ModelCall, scope: Scope, receive: Receive, send: Send, *, read_timeout: float
     ) -> None:
-        """``read_timeout`` is the time in seconds that a client has to accept the end of a stream."""
+        """``read_timeout`` is the time in seconds within which the client must read the end of a stream."""
         self._call = call
         self._scope = scope
         self._receive = receive
@@ -77,12 +78,12 @@ class Responder(ReplyStream):
         self._has_started = False
 
     async def run(self, execute: Callable[[ModelCall, Responder], Awaitable[None]]) -> None:
-        """Execute the call, which must end with `finish`. Send an error response if it fails."""
+        """Execute the call. Send an error response if it fails."""
         watcher = DisconnectWatcher(self._scope, self._receive)
         try:
             await execute(self._call, self)
         except asyncio.CancelledError:
-            # A disconnect ends the request without an error; any other cancellation comes from the server.
+            # Only a cancellation by the server is passed on; after a disconnect nobody reads an error.
             if not watcher.has_cancelled():
                 raise
         except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
@@ -94,20 +95,17 @@ class Responder(ReplyStream):
         """Send the rest of the response. The call must already be recorded."""
         call = self._call
         if not call.request.stream:
-            if result.raw:
-                await self._send_complete(result.content_type or JSON, result.raw)
-            else:
-                body = call.dialect.format_response(call.meta.request_id, call.request, result.choices)
-                await self._send_complete(JSON, body)
-            return
-        if result.raw:
+            body = result.raw or call.dialect.format_response(
+                call.meta.request_id, call.request, result.choices
+            )
+            await self._send_complete(result.content_type or JSON, body)
+        elif result.raw:
             await self._start(result.content_type or JSON)
-            last = result.raw
+            await self._send_last(result.raw)
         else:
             writer = await self._start_writer()
             parts = [writer.write_deltas(index, [delta], ()) for index, delta in result.deltas]
-            last = b"".join([*parts, writer.finish(result.choices)])
-        await self._send_last(last)
+            await self._send_last(b"".join([*parts, writer.finish(result.choices)]))
 
     async def replay(self, choices: Sequence[ReplyChoice]) -> None:
         """Send recorded replies as if they were sampled now."""
@@ -135,6 +133,7 @@ class Responder(ReplyStream):
         await self._send_part(writer.write_tokens(index, chunk))
 
     async def send_raw(self, raw: bytes, content_type: str | None) -> None:
+        """Pass on the bytes of a provider that speaks the client's dialect."""
         await self._start(content_type or JSON)
         await self._send_part(raw)
 
@@ -160,7 +159,7 @@ class Responder(ReplyStream):
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def _send_last(self, last: bytes) -> None:
-        with suppress(TimeoutError):  # The client does not read the rest; the call is recorded.
+        with suppress(TimeoutError):  # The client may stop reading, because the call is already recorded.
             async with asyncio.timeout(self._read_timeout):
                 await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -179,7 +178,7 @@ class Responder(ReplyStream):
         if not self._has_started:
             await error_response(call.dialect, failure)(self._scope, self._receive, self._send)
             return
-        # A provider's stream that was passed on unchanged has no writer yet.
+        # There is no writer yet if a provider's stream was passed on unchanged.
         writer = self._writer or call.dialect.stream_writer_class(call.meta.request_id, call.request)
         await self._send_last(writer.write_error(to_api_error(failure)))
 
@@ -198,7 +197,7 @@ class DisconnectWatcher:
         self._is_disconnected = False
         self._receive_task: asyncio.Task[None] | None = None
         self._connection: LimitedHttpProtocol | None = get_connection(scope)
-        if self._connection is None:  # A different ASGI server runs the app.
+        if self._connection is None:  # An ASGI server other than ours runs the app.
             self._receive_task = asyncio.create_task(self._wait_for_disconnect(receive))
         elif self._connection.transport.is_closing():
             self._cancel()
@@ -206,7 +205,7 @@ class DisconnectWatcher:
             self._connection.on_disconnect = self._cancel
 
     def has_cancelled(self) -> bool:
-        """Return True if only the disconnect cancelled the task; if so, undo the cancellation."""
+        """Return True, and undo the cancellation, if nothing but the disconnect cancelled the task."""
         return self._is_disconnected and self._task.uncancel() == 0
 
     async def close(self) -> None:

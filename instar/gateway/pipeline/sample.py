@@ -7,19 +7,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice
 from instar.gateway.pipeline.parse import RetryEvidence
 from instar.gateway.pipeline.record import RequestMeta, SampledReply
 from instar.gateway.session_states import SessionState
 from instar.record.base import Placement, Renderer, ReplyDelta
 from instar.record.graph import MessageGraph
-from instar.types import Call, TokenChunk
+from instar.types import Call
+
+if TYPE_CHECKING:
+    from instar.gateway.pipeline.respond import Responder
 
 
 @dataclass(slots=True)
 class ModelCall:
-    """One model call on its way through the pipeline."""
+    """A model call that the pipeline executes."""
 
     meta: RequestMeta
     dialect: Dialect
@@ -44,45 +48,26 @@ class SampledResult:
     replies: Sequence[SampledReply]
     choices: Sequence[ReplyChoice]
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
-    """The last deltas, which have not been streamed yet."""
+    """The deltas that were not streamed."""
     raw: bytes = b""
-    """The last bytes of a provider's response that is passed on unchanged."""
+    """The bytes of a provider's response that were not streamed."""
     content_type: str | None = None
 
 
-class ReplyStream(ABC):
-    """Receives a reply while it is sampled; the respond step sends it to the client."""
-
-    @abstractmethod
-    async def send_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> None: ...
-
-    @abstractmethod
-    async def send_indexed_deltas(self, deltas: Sequence[tuple[int, ReplyDelta]]) -> None: ...
-
-    @abstractmethod
-    async def send_tokens(self, index: int, chunk: TokenChunk) -> None: ...
-
-    @abstractmethod
-    async def send_raw(self, raw: bytes, content_type: str | None) -> None:
-        """Pass on the bytes of a provider that speaks the client's dialect."""
-
-
 class SamplingRun(ABC):
-    """The replies of one call while they are sampled."""
+    """Samples the replies of one call."""
 
     placement: Placement
-    """The call's place. The source completes it if only the source knows the prompt's tokens."""
+    """The call's placement. It has the prompt's tokens only after the run if the source tokenizes prompts."""
 
     @abstractmethod
-    async def run(self, stream: ReplyStream | None) -> SampledResult:
-        """Sample all replies, pass their parts to ``stream``, and return the result. Only the result contains
-        what tells the client that the replies have ended."""
+    async def run(self, stream: Responder | None) -> SampledResult:
+        """Sample all replies, send their parts to ``stream``, and return the result. The parts must not tell
+        the client that a reply has ended, because the call is not recorded yet."""
 
     @abstractmethod
     def partial_replies(self) -> Sequence[SampledReply]:
-        """Return the replies that have begun; for use after `run` failed or was cancelled."""
+        """Return the sampled parts of the replies after `run` failed or was cancelled."""
 
 
 class Source(ABC):
@@ -90,7 +75,7 @@ class Source(ABC):
 
     @property
     def renderer(self) -> Renderer | None:
-        """The renderer of prompts, or None if the source tokenizes them itself."""
+        """The renderer of prompts, or None if the source tokenizes prompts itself."""
         return None
 
     def check_request(self, request: ModelRequest) -> None:  # noqa: B027 - optional
@@ -106,7 +91,7 @@ class Source(ABC):
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
     ) -> list[ReplyChoice]:
-        """Return the replies of recorded calls, as they are sent to the client again."""
+        """Return the replies of recorded calls, to be sent again."""
 
     @abstractmethod
     async def count_tokens(
@@ -116,8 +101,8 @@ class Source(ABC):
 
 
 class Deadline:
-    """A context manager that raises TimeoutError if its block takes longer than ``seconds``. It costs a third
-    of asyncio.timeout."""
+    """A context manager that raises TimeoutError if its block takes longer than ``seconds``. It takes a third
+    of the time of asyncio.timeout."""
 
     __slots__ = ("_cancelling", "_expired", "_handle", "_seconds", "_task")
 
@@ -139,7 +124,7 @@ class Deadline:
         trace: TracebackType | None,
     ) -> None:
         self._handle.cancel()
-        # If the task was also cancelled for a different reason, that cancellation must be passed on.
+        # A cancellation for a different reason must be passed on.
         is_only_cancellation = self._expired and self._task.uncancel() <= self._cancelling
         if is_only_cancellation and kind is asyncio.CancelledError:
             raise TimeoutError from error

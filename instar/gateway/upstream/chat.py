@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from instar.gateway.dialects.base import ModelRequest, ReplyChoice
@@ -11,7 +13,6 @@ from instar.types import Json, Message
 from instar.wire.openai import (
     ChatLogprobs,
     ChatReplyMessage,
-    ChatReplyPart,
     ChatReplyToolCall,
     ChatResponse,
     ChatResponseChoice,
@@ -25,33 +26,32 @@ _decode = msgspec.json.Decoder(ChatResponse).decode
 _decode_with_tokens = msgspec.json.Decoder(ChatResponseWithTokens).decode
 
 
-def _to_usage(usage: ChatUsage) -> TokenUsage:
+def _parse_usage(usage: ChatUsage) -> TokenUsage:
     details = usage.prompt_tokens_details
     cached = details.cached_tokens if details else None
     return TokenUsage(usage.prompt_tokens or 0, usage.completion_tokens or 0, cached)
 
 
-def _to_logprobs(logprobs: ChatLogprobs) -> list[float | None]:
+def _parse_logprobs(logprobs: ChatLogprobs | None) -> Sequence[float | None]:
+    if logprobs is None:
+        return ()
     return logprobs.token_logprobs or [token.logprob for token in logprobs.content or ()]
-
-
-def _to_text(content: str | list[ChatReplyPart] | None) -> str:
-    if isinstance(content, list):
-        return "".join(part.text or "" for part in content if part.type == "text")
-    return content or ""
 
 
 def _add_message(draft: ReplyDraft, message: ChatReplyMessage) -> None:
     if reasoning := message.reasoning_content or message.reasoning:
         draft.add_reasoning(reasoning)
-    if text := _to_text(message.content) or message.refusal:
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text or "" for part in content if part.type == "text")
+    if text := content or message.refusal:
         draft.add_text(text)
     for call in message.tool_calls or ():
         _add_call(draft, call)
 
 
 def _add_call(draft: ReplyDraft, call: ChatReplyToolCall) -> None:
-    # Some providers omit the index. Then a piece with an id begins a call, and one without continues it.
+    # If a provider omits the index, a piece with an id begins a call, and a piece without an id continues it.
     index = call.index
     if index is None:
         index = len(draft.calls) if call.id or not draft.calls else len(draft.calls) - 1
@@ -84,7 +84,7 @@ class ChatReader(ReplyReader):
             raise parse_error(data)
         self.set_response_id(chunk.id)
         if chunk.usage:
-            self.usage = _to_usage(chunk.usage)
+            self.usage = _parse_usage(chunk.usage)
         if isinstance(chunk, ChatResponseWithTokens) and chunk.prompt_token_ids is not None:
             self._prompt_ids = chunk.prompt_token_ids
         for choice in chunk.choices or ():
@@ -101,17 +101,14 @@ class ChatReader(ReplyReader):
         if isinstance(choice.stop_reason, str):
             draft.stop_string = choice.stop_reason
         if isinstance(choice, ChatResponseChoiceWithTokens):
-            self._add_tokens(draft, choice)
+            if choice.prompt_token_ids is not None:
+                self._prompt_ids = choice.prompt_token_ids
+            if choice.token_ids is not None:
+                draft.add_tokens(choice.token_ids, _parse_logprobs(choice.logprobs))
         if choice.finish_reason is not None and draft.finish_reason is None:
             draft.finish_reason = "length" if choice.finish_reason in _LENGTH_REASONS else "stop"
             self._open_choices -= 1
             self.has_ended = self.has_ended or self._open_choices <= 0
-
-    def _add_tokens(self, draft: ReplyDraft, choice: ChatResponseChoiceWithTokens) -> None:
-        if choice.prompt_token_ids is not None:
-            self._prompt_ids = choice.prompt_token_ids
-        if choice.token_ids is not None:
-            draft.add_tokens(choice.token_ids, _to_logprobs(choice.logprobs) if choice.logprobs else ())
 
     @property
     def is_complete(self) -> bool:
@@ -130,8 +127,8 @@ class ChatReader(ReplyReader):
 
 
 def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
-    """Return a request of a different dialect as a chat completions body. ``limit_name`` is the provider's
-    name for its token limit."""
+    """Return a chat completions body for a request of a different dialect. ``limit_name`` is the provider's
+    name for the maximum number of tokens."""
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
@@ -151,7 +148,7 @@ def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "
 
 
 def _format_message(message: Message) -> Json:
-    # Reasoning is left out, because several providers reject it.
+    # Reasoning is left out, because some providers reject it.
     formatted: Json = {"role": message["role"], "content": message["content"]}
     if calls := message.get("tool_calls"):
         formatted["content"] = message["content"] or None

@@ -1,5 +1,9 @@
-"""A provider behind HTTP. Requests and responses in the provider's own dialect pass through unchanged and are
-parsed on the side; others are translated."""
+"""Send calls to a provider: a model that someone else serves behind their own API.
+
+Requests and responses in the provider's own dialect are passed on unchanged; others are translated. Calls to
+a provider are recorded like all other calls. They are trainable if the provider returns the sampled token ids
+and their logprobs, because text is never tokenized again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,6 @@ from instar.errors import ConfigError
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream import chat, messages, rewrite
-from instar.gateway.upstream.base import Upstream
 from instar.gateway.upstream.http_response import (
     HttpResponse,
     HttpUpstreamResponse,
@@ -38,10 +41,10 @@ _PATHS = {
     "responses": "/responses",
     "messages": "/messages",
 }
-_TRANSLATED_TO = ("chat", "messages")
-_WITH_TOKEN_IDS = ("chat", "completions")
+_TRANSLATION_TARGETS = ("chat", "messages")
+_DIALECTS_WITH_TOKEN_IDS = ("chat", "completions")
 
-# The headers of an agent that matter to a provider. All others are dropped.
+# All other headers of the agent are dropped.
 _FORWARDED_HEADERS = frozenset(
     {"user-agent", "x-app", "originator", "session_id", "conversation_id", "idempotency-key"}
     | {"chatgpt-account-id", "http-referer", "x-title"}
@@ -49,25 +52,21 @@ _FORWARDED_HEADERS = frozenset(
 _FORWARDED_PREFIXES = ("anthropic-", "openai-", "x-stainless-")
 _ANTHROPIC_VERSION = "2023-06-01"
 
-# Just below the 5 seconds after which uvicorn, and therefore vLLM, closes an idle connection.
-_KEEPALIVE_SECONDS = 4.0
-_CONNECT_SECONDS = 30.0
-# aiohttp warns about bodies of more than 1 MiB given as bytes.
-_MAX_BYTES_BODY = 1 << 20
+_KEEPALIVE_SECONDS = 4.0  # uvicorn, and therefore vLLM, closes idle connections after 5 seconds.
+_CONNECT_TIMEOUT_SECONDS = 30.0
+_MAX_BYTES_BODY = 1 << 20  # aiohttp warns if a larger body is passed as bytes.
 
 
-class HttpUpstream(Upstream):
-    """An upstream that a provider serves over HTTP. ``path`` is the path of its configuration section, for
-    error messages."""
-
+class HttpUpstream:
     def __init__(self, config: UpstreamEngineConfig, path: str = "engine") -> None:
+        """``path`` is the path of the configuration section, for error messages."""
         self._config = config
         self._dialects = (config.dialect, *config.also)
         self._key = _key(config, path)
         self._base = _base_url(config, path)
         self._urls = {dialect: _url(self._base, dialect, config.dialect) for dialect in self._dialects}
-        self._fixed = {dialect: self._fixed_headers(dialect) for dialect in self._dialects}
-        # OpenAI's newer models reject the name that all others use.
+        self._fixed_headers = {dialect: self._build_fixed_headers(dialect) for dialect in self._dialects}
+        # OpenAI's newer models reject 'max_tokens'.
         is_openai = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
         self._limit_name = "max_completion_tokens" if is_openai else "max_tokens"
         self._proxy = None if proxy_bypass(self._base.host or "") else getproxies().get(self._base.scheme)
@@ -82,29 +81,41 @@ class HttpUpstream(Upstream):
         headers: Mapping[str, str],
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> HttpUpstreamResponse:
+        """Send one call and return its response.
+
+        ``body`` and ``headers`` are the agent's, with header names in lower case and without the gateway's
+        keys. The messages of ``request`` include those of ``previous_response_id``. ``sampling_overrides``
+        replace the agent's settings; their keys are those in `SAMPLING_KEYS`.
+        """
         target = self._choose_dialect(dialect)
-        if target != dialect:
+        is_translated = target != dialect
+        if is_translated:
             body = self._translate(request, target)
         elif self._config.model is not None and self._config.model != request.model:
             body = rewrite.set_fields(body, {"model": self._config.model})
         if sampling_overrides:
             body = rewrite.override_sampling(body, target, sampling_overrides)
         added_fields = None
-        if self._config.token_ids and target in _WITH_TOKEN_IDS:
+        if self._config.token_ids and target in _DIALECTS_WITH_TOKEN_IDS:
             body, added_fields = rewrite.request_token_ids(body, target)
-        translated = target != dialect
-        post = partial(
-            self._post, self._urls[target], body, self._headers(target, headers, translated=translated)
+        provider_headers = self._build_headers(target, headers, is_translated=is_translated)
+        return HttpUpstreamResponse(
+            partial(self._post, self._urls[target], body, provider_headers),
+            request,
+            target,
+            is_translated=is_translated,
+            added_fields=added_fields,
         )
-        return HttpUpstreamResponse(post, request, target, translated=translated, added_fields=added_fields)
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """Forward a request to Anthropic's token counter. Raise ApiError if the provider has no token
+        counter."""
         if "messages" not in self._dialects:
             raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
         if self._config.model is not None:
             body = rewrite.set_fields(body, {"model": self._config.model})
         url = self._urls["messages"] / "count_tokens"
-        response = await self._post(url, body, self._headers("messages", headers))
+        response = await self._post(url, body, self._build_headers("messages", headers))
         try:
             if response.status != 200:
                 raise await read_error(response)
@@ -125,7 +136,7 @@ class HttpUpstream(Upstream):
             try:
                 return await self._send(url, body, headers)
             except aiohttp.ServerDisconnectedError:
-                # The provider was closing an idle connection; nothing of a response has arrived.
+                # The provider closed an idle connection, and no part of a response has arrived.
                 return await self._send(url, body, headers)
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable_error(error) from error
@@ -142,10 +153,11 @@ class HttpUpstream(Upstream):
         if dialect in self._dialects:
             return dialect
         for other in self._dialects:
-            if other in _TRANSLATED_TO and dialect != "completions":
+            if other in _TRANSLATION_TARGETS and dialect != "completions":
                 return other
-        speaks = ", ".join(self._dialects)
-        raise bad_request(f"This model's provider does not speak '{dialect}'; it speaks: {speaks}.", "model")
+        supported = ", ".join(self._dialects)
+        message = f"The provider of this model does not support '{dialect}'; it supports: {supported}."
+        raise bad_request(message, "model")
 
     def _translate(self, request: ModelRequest, target: str) -> bytes:
         if request.unsupported_error is not None:
@@ -161,7 +173,7 @@ class HttpUpstream(Upstream):
 
     # --- headers ----------------------------------------------------------------------------------
 
-    def _fixed_headers(self, dialect: str) -> CIMultiDict[str]:
+    def _build_fixed_headers(self, dialect: str) -> CIMultiDict[str]:
         headers = CIMultiDict(
             {"content-type": "application/json", "accept": "*/*", "accept-encoding": "identity"}
         )
@@ -173,13 +185,13 @@ class HttpUpstream(Upstream):
         headers.update(self._config.headers)
         return headers
 
-    def _headers(
-        self, dialect: str, client_headers: Mapping[str, str], *, translated: bool = False
+    def _build_headers(
+        self, dialect: str, client_headers: Mapping[str, str], *, is_translated: bool = False
     ) -> CIMultiDict[str]:
-        headers = self._fixed[dialect].copy()
-        own = self._config.headers
-        for name, value in () if translated else client_headers.items():
-            if (name in _FORWARDED_HEADERS or name.startswith(_FORWARDED_PREFIXES)) and name not in own:
+        headers = self._fixed_headers[dialect].copy()
+        for name, value in () if is_translated else client_headers.items():
+            is_forwarded = name in _FORWARDED_HEADERS or name.startswith(_FORWARDED_PREFIXES)
+            if is_forwarded and name not in self._config.headers:
                 headers[name] = value
         if self._key is None and "authorization" not in headers and "x-api-key" not in headers:
             _forward_key(dialect, client_headers, headers)
@@ -195,7 +207,7 @@ def _key(config: UpstreamEngineConfig, path: str) -> str | None:
     key = os.environ.get(config.api_key_env, "").strip()
     if not key:
         raise ConfigError(
-            f"{path}.api_key_env: the environment variable {config.api_key_env!r} is not set or empty"
+            f"{path}.api_key_env: the environment variable {config.api_key_env!r} is not set or empty; set it"
         )
     return key
 
@@ -211,7 +223,7 @@ def _base_url(config: UpstreamEngineConfig, path: str) -> URL:
 
 
 def _url(base: URL, dialect: str, base_dialect: str) -> URL:
-    # The same as in the SDKs: OpenAI's expects an address with the version, Anthropic's adds the version.
+    # The SDKs do the same: OpenAI's expects an address with the version, and Anthropic's adds the version.
     root = base.path.rstrip("/")
     if dialect == "messages":
         root = root.removesuffix("/v1") + "/v1"
@@ -223,13 +235,13 @@ def _url(base: URL, dialect: str, base_dialect: str) -> URL:
 def _plain_client(base: URL) -> PlainClient | None:
     if base.scheme != "http" or sys.platform == "win32":
         return None
-    from instar.http.plain import PlainClient  # its parser does not exist on Windows
+    from instar.http.plain import PlainClient  # PlainClient's parser does not exist on Windows.
 
     return PlainClient(
         base.raw_host or "",
         base.port or 80,
         idle_seconds=_KEEPALIVE_SECONDS,
-        connect_seconds=_CONNECT_SECONDS,
+        connect_seconds=_CONNECT_TIMEOUT_SECONDS,
     )
 
 
@@ -237,7 +249,7 @@ def _open_session(proxy: str | None) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_SECONDS),
         proxy=proxy,
     )
 
@@ -250,16 +262,14 @@ def _auth_header(dialect: str, key: str) -> tuple[str, str]:
 
 
 def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMultiDict[str]) -> None:
-    """Forward the agent's own key in the header that the provider reads. A client of Anthropic's API may send
-    a Bearer token, which stands for a subscription and not for a key. That token is forwarded unchanged."""
+    """Add the agent's own key to the headers, under the name that the provider reads. A Bearer token from a
+    client of Anthropic's API belongs to a subscription and is forwarded unchanged."""
     bearer, key = client_headers.get("authorization"), client_headers.get("x-api-key")
-    speaks_anthropic = "anthropic-version" in client_headers
-    if key is not None and dialect != "messages":
+    is_anthropic_client = "anthropic-version" in client_headers
+    if key is not None:
         name, value = _auth_header(dialect, key)
         headers[name] = value
-    elif key is not None:
-        headers["x-api-key"] = key
-    if bearer is not None and dialect == "messages" and not speaks_anthropic:
+    if bearer is not None and dialect == "messages" and not is_anthropic_client:
         headers["x-api-key"] = bearer.removeprefix("Bearer ")
     elif bearer is not None:
         headers["authorization"] = bearer

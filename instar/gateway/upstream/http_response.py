@@ -1,11 +1,12 @@
-"""A provider's HTTP response: passed on as it arrives and parsed on the side, or translated."""
+"""Read the HTTP responses of providers, to pass them on or translate them, and to record them."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import aiohttp
 import msgspec
@@ -13,10 +14,9 @@ import msgspec
 from instar.errors import EngineUnavailable
 from instar.gateway.dialects.base import ModelRequest, ReplyChoice
 from instar.gateway.upstream import chat, messages, responses, rewrite
-from instar.gateway.upstream.base import UpstreamChunk, UpstreamError, UpstreamResponse
+from instar.gateway.upstream.base import UpstreamChunk, UpstreamError
 from instar.gateway.upstream.replies import ReplyReader, parse_error
 from instar.gateway.upstream.rewrite import AddedFields
-from instar.gateway.upstream.sse import EventSplitter, ServerSentEvent
 from instar.http.retry import parse_retry_after
 
 if TYPE_CHECKING:
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
 HttpResponse: TypeAlias = "aiohttp.ClientResponse | PlainResponse"
 SendRequest = Callable[[], Awaitable["HttpResponse"]]
 
-# The time to wait for a stream's end after its last event. Only a stream that was read to its end allows its
-# connection to be reused.
-_STREAM_END_SECONDS = 1.0
-
+# A connection can be reused only after its stream was read to the end.
+_STREAM_END_TIMEOUT_SECONDS = 1.0
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
-class HttpUpstreamResponse(UpstreamResponse):
-    """A response of a provider over HTTP. ``dialect`` is the provider's. ``added_fields`` is set if token ids
-    were requested."""
+class HttpUpstreamResponse:
+    """One response of a provider.
+
+    ``chunks`` raises UpstreamError if the provider responds with an error, and EngineUnavailable if the
+    provider cannot be reached or closes the connection before the end of the response.
+    """
 
     def __init__(
         self,
@@ -42,72 +43,59 @@ class HttpUpstreamResponse(UpstreamResponse):
         request: ModelRequest,
         dialect: str,
         *,
-        translated: bool,
+        is_translated: bool,
         added_fields: AddedFields | None,
     ) -> None:
+        """``dialect`` is the provider's dialect. ``added_fields`` is None if no token ids were requested."""
         self._send = send
         self._request = request
-        self._dialect = dialect
-        self._translated = translated
-        self._has_token_ids = added_fields is not None
+        self._is_translated = is_translated
         self._added_fields = added_fields or AddedFields(token_ids=False, logprobs=False)
-        self._response: HttpResponse | None = None
-        self._reader: ReplyReader | None = None
+        self._reader = _create_reader(
+            dialect,
+            request.n,
+            emit_deltas=is_translated and request.stream,
+            has_token_ids=added_fields is not None,
+        )
         self._splitter = EventSplitter()
         self._held: list[bytes] = []
-        self._content_type: str | None = None
         self._failure: UpstreamError | None = None
-        self._is_closed = False
-
-    async def __anext__(self) -> UpstreamChunk:
-        if self._is_closed:
-            raise StopAsyncIteration
-        try:
-            chunk = await self._next_chunk()
-        except UpstreamError as error:
-            self._close()
-            if self._translated:
-                error.raw, error.content_type = b"", None
-            raise
-        except BaseException:  # including cancellation: the connection must not be reused
-            self._close()
-            raise
-        if chunk.choices is not None:
-            self._close()
-        return chunk
-
-    async def aclose(self) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._is_closed = True
-        if self._response is not None and not self._response.closed:
-            self._response.close()
+        self.chunks = self._read_chunks()
 
     def partial_choices(self) -> list[ReplyChoice]:
-        return self._reader.partial_choices() if self._reader else []
+        """Return the received parts of the replies, with the finish reason ``aborted``. The list is empty if
+        no part of a reply was received."""
+        return self._reader.partial_choices()
 
-    async def _next_chunk(self) -> UpstreamChunk:
-        if self._response is None:
-            self._response = await self._send()
-            if not 200 <= self._response.status < 300:
-                raise await read_error(self._response)
-            self._content_type = self._response.headers.get("Content-Type")
-            self._reader = self._create_reader()
-            if not self._request.stream or "json" in (self._content_type or ""):
-                return await self._read_complete(self._response, self._reader)
-        assert self._reader is not None
-        return await self._read_streamed(self._response, self._reader)
+    async def _read_chunks(self) -> AsyncGenerator[UpstreamChunk]:
+        response = None
+        try:
+            response = await self._send()
+            if not 200 <= response.status < 300:
+                raise await read_error(response)
+            content_type = response.headers.get("Content-Type")
+            if not self._request.stream or "json" in (content_type or ""):
+                yield await self._read_complete(response, content_type)
+                return
+            while data := await _read_more(response, self._reader):
+                raw = self._read_events(self._splitter.feed(data))
+                if raw or self._reader.deltas:
+                    yield UpstreamChunk(raw, self._reader.take_deltas(), content_type=content_type)
+                    content_type = None
+                if self._failure is not None:
+                    raise self._failure
+            yield self._build_last_chunk(content_type)
+        except UpstreamError as error:
+            if self._is_translated:
+                error.raw, error.content_type = b"", None
+            raise
+        finally:
+            # The connection of a response that was not read to its end must not be reused.
+            if response is not None and not response.closed:
+                response.close()
 
-    def _create_reader(self) -> ReplyReader:
-        emit_deltas = self._translated and self._request.stream
-        if self._dialect == "messages":
-            return messages.MessagesReader(emit_deltas=emit_deltas)
-        if self._dialect == "responses":
-            return responses.ResponsesReader(emit_deltas=emit_deltas)
-        return chat.ChatReader(self._request.n, emit_deltas=emit_deltas, has_token_ids=self._has_token_ids)
-
-    async def _read_complete(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
+    async def _read_complete(self, response: HttpResponse, content_type: str | None) -> UpstreamChunk:
+        reader = self._reader
         try:
             body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
@@ -117,66 +105,63 @@ class HttpUpstreamResponse(UpstreamResponse):
             raw = rewrite.strip_added_fields(body, self._added_fields) if self._added_fields else body
         except _DECODE_ERRORS as error:
             raise _unreadable_error(error) from error
-        if self._translated:
+        if self._is_translated:
             return UpstreamChunk(b"", reader.take_deltas(), reader.choices())
-        return UpstreamChunk(raw, (), reader.choices(), self._content_type, reader.response_id)
+        return UpstreamChunk(raw, (), reader.choices(), content_type, reader.response_id)
 
-    async def _read_streamed(self, response: HttpResponse, reader: ReplyReader) -> UpstreamChunk:
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            if not (data := await _read_more(response, reader)):
-                return self._last_chunk(reader)
-            raw = self._read_events(self._splitter.feed(data), reader)
-            deltas = reader.take_deltas()
-            if raw or deltas:
-                content_type, self._content_type = self._content_type, None
-                return UpstreamChunk(raw, deltas, content_type=content_type)
-
-    def _read_events(self, events: Iterable[ServerSentEvent], reader: ReplyReader) -> bytes:
-        """Read the events, and return the bytes that may be passed on: those before the first event that
-        announces the end of the response. The other events are held until the call is recorded."""
+    def _read_events(self, events: Iterable[ServerSentEvent]) -> bytes:
+        """Read the events and return the bytes that may be passed on. The first event that announces the end
+        of the response, and all later events, are held until the call is recorded."""
         passed: list[bytes] = []
         try:
             for event in events:
                 if event.data:
-                    reader.feed(event.data)
-                if not self._translated:
-                    (self._held if reader.has_ended else passed).append(self._strip_event(event))
+                    self._reader.feed(event.data)
+                if not self._is_translated:
+                    raw = event.raw
+                    if self._added_fields and event.data.startswith(b"{"):
+                        stripped = rewrite.strip_added_fields(event.data, self._added_fields)
+                        raw = b"data: " + stripped + b"\n\n"
+                    (self._held if self._reader.has_ended else passed).append(raw)
         except UpstreamError as error:
             self._failure = error
         except _DECODE_ERRORS as error:
             self._failure = _unreadable_error(error)
         return b"".join(passed)
 
-    def _strip_event(self, event: ServerSentEvent) -> bytes:
-        if not self._added_fields or not event.data.startswith(b"{"):
-            return event.raw
-        return b"data: " + rewrite.strip_added_fields(event.data, self._added_fields) + b"\n\n"
-
-    def _last_chunk(self, reader: ReplyReader) -> UpstreamChunk:
+    def _build_last_chunk(self, content_type: str | None) -> UpstreamChunk:
+        reader = self._reader
         if rest := self._splitter.flush():
-            self._held.append(self._read_events([rest], reader))
+            self._held.append(self._read_events([rest]))
         if self._failure is not None:
             raise self._failure
         if not reader.is_complete:
-            raise EngineUnavailable("the provider's response broke off")
+            raise EngineUnavailable("the provider closed the connection before the end of its response")
         raw, deltas = b"".join(self._held), reader.take_deltas()
-        response_id = None if self._translated else reader.response_id
-        return UpstreamChunk(raw, deltas, reader.choices(), self._content_type, response_id)
+        response_id = None if self._is_translated else reader.response_id
+        return UpstreamChunk(raw, deltas, reader.choices(), content_type, response_id)
+
+
+def _create_reader(dialect: str, n: int, *, emit_deltas: bool, has_token_ids: bool) -> ReplyReader:
+    if dialect == "messages":
+        return messages.MessagesReader(emit_deltas=emit_deltas)
+    if dialect == "responses":
+        return responses.ResponsesReader(emit_deltas=emit_deltas)
+    return chat.ChatReader(n, emit_deltas=emit_deltas, has_token_ids=has_token_ids)
 
 
 async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
-    """Return the bytes that have arrived, or no bytes after the end. A provider may send its last event and
-    keep the connection open, so after that event the wait for the end is short."""
+    """Return the bytes that have arrived, or no bytes at the end of the stream. The wait after the last event
+    is short, because some providers keep the connection open."""
     try:
         if not reader.is_done:
             return await response.content.readany()
-        async with asyncio.timeout(_STREAM_END_SECONDS):
+        async with asyncio.timeout(_STREAM_END_TIMEOUT_SECONDS):
             return await response.content.readany()
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         if not reader.is_complete:
-            raise EngineUnavailable(f"the provider's response broke off: {error}") from error
+            message = f"the connection to the provider failed before the end of its response: {error}"
+            raise EngineUnavailable(message) from error
         return b""
 
 
@@ -186,11 +171,11 @@ async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
 async def read_error(response: HttpResponse) -> UpstreamError:
     if 300 <= response.status < 400:
         location = response.headers.get("Location", "another address")
-        return UpstreamError(502, f"The provider redirects to {location}; correct its base_url.")
+        return UpstreamError(502, f"The provider redirects to {location}; set this address as its base_url.")
     try:
         raw = await response.read()
     except (aiohttp.ClientError, OSError):
-        raw = b""  # the status is enough
+        raw = b""  # The status is reported without the body.
     seconds = parse_retry_after(response.headers.get("Retry-After"))
     retry_after = None if seconds is None else math.ceil(seconds)
     return parse_error(raw, max(response.status, 400), retry_after, response.headers.get("Content-Type"))
@@ -202,3 +187,47 @@ def unreachable_error(error: Exception) -> EngineUnavailable:
 
 def _unreadable_error(error: Exception) -> UpstreamError:
     return UpstreamError(502, f"The provider's response cannot be read: {error}", code="bad_gateway")
+
+
+# --- server-sent events -------------------------------------------------------------------------
+
+# An event ends with two line ends in a row. A line ends with \r\n, \n or \r, and \r\n is one line end.
+_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+class ServerSentEvent(NamedTuple):
+    raw: bytes
+    """All bytes of the event, including its blank line."""
+    data: bytes
+    """The data of the event; empty for a comment."""
+
+
+class EventSplitter:
+    """Splits a byte stream, which arrives in pieces of any size, into server-sent events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._search_start = 0  # No event ends before this offset of the rest.
+
+    def feed(self, piece: bytes) -> Iterator[ServerSentEvent]:
+        stream = self._rest + piece if self._rest else piece
+        start = 0
+        for end in _EVENT_END.finditer(stream, self._search_start):
+            raw = stream[start : end.end()]
+            start = end.end()
+            yield ServerSentEvent(raw, _extract_data(raw))
+        self._rest = stream[start:]
+        self._search_start = max(0, len(self._rest) - 3)
+
+    def flush(self) -> ServerSentEvent | None:
+        """Return the incomplete event at the end of the stream. Some servers omit the last blank line."""
+        raw, self._rest, self._search_start = self._rest, b"", 0
+        return ServerSentEvent(raw, _extract_data(raw)) if raw else None
+
+
+def _extract_data(raw: bytes) -> bytes:
+    if raw.startswith(b"data: ") and raw.count(b"\n") == 2 and raw.endswith(b"\n\n") and b"\r" not in raw:
+        return raw[6:-2]
+    lines = [line for line in _LINE_END.split(raw) if line.startswith(b"data:")]
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from instar.gateway.base import bad_request
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
-from instar.types import Json, Message, ToolCall
+from instar.types import Json, Message
 from instar.wire.anthropic import (
     MessagesDelta,
     MessagesEvent,
@@ -21,7 +21,7 @@ from instar.wire.anthropic import (
 )
 
 DEFAULT_MAX_TOKENS = 8192
-"""The token limit of a reply if the agent set none: the API requires one."""
+"""The token limit of a reply if the agent did not set one, because the API requires a limit."""
 
 _LENGTH_REASONS = ("max_tokens", "model_context_window_exceeded")
 _decode = msgspec.json.Decoder(MessagesResponse).decode
@@ -29,7 +29,7 @@ _decode_event = msgspec.json.Decoder(MessagesEvent).decode
 
 
 def _add_usage(usage: TokenUsage, wire: MessagesUsage | None) -> None:
-    # In a stream the counts may be sent repeatedly; the last ones are valid.
+    # A stream may send the counts several times, and the last counts are valid.
     if wire is None:
         return
     if wire.input_tokens is not None:
@@ -100,7 +100,7 @@ class MessagesReader(ReplyReader):
             self._draft.add_arguments(self._calls[index], delta.partial_json)
 
     def _close_call(self, call_index: int) -> None:
-        # For a call without arguments the provider sends no pieces of them, or an empty one.
+        # The provider sends no arguments, or an empty string, for a call without arguments.
         if not any(self._draft.calls[call_index].arguments):
             self._draft.add_arguments(call_index, "{}")
 
@@ -113,13 +113,22 @@ class MessagesReader(ReplyReader):
 
 
 def build_messages_request(request: ModelRequest, model: str) -> Json:
-    """Return a request of a different dialect as a Messages API body."""
-    _check_supported(request)
-    instructions, rest = _split_system(request.messages)
+    """Return a Messages API body for a request of a different dialect."""
+    for name, is_set in {"n": request.n > 1, "seed": request.seed is not None}.items():
+        if is_set:
+            message = (
+                f"'{name}' is not supported, because Anthropic's Messages API, which serves this model, "
+            )
+            message += "has no such parameter; leave it out."
+            raise bad_request(message, name, "unsupported_parameter")
+    messages = request.messages
+    roles = [message["role"] for message in messages]
+    count = next((i for i, role in enumerate(roles) if role != "system"), len(messages))
+    instructions = [message["content"] for message in messages[:count] if message["content"]]
     body: Json = {
         "model": model,
         "max_tokens": request.max_tokens or DEFAULT_MAX_TOKENS,
-        "messages": _turns(rest),
+        "messages": _build_turns(messages[count:]),
     }
     if request.tools:
         body["tools"] = [
@@ -141,29 +150,12 @@ def build_messages_request(request: ModelRequest, model: str) -> Json:
     return body | {name: value for name, value in settings.items() if value is not None}
 
 
-def _check_supported(request: ModelRequest) -> None:
-    unsupported = {"n": request.n > 1, "seed": request.seed is not None}
-    for name, is_set in unsupported.items():
-        if is_set:
-            raise bad_request(
-                f"'{name}' is not supported: this model is served by Anthropic's Messages API, "
-                "which has no such parameter.",
-                name,
-                "unsupported_parameter",
-            )
-
-
-def _split_system(messages: Sequence[Message]) -> tuple[list[str], Sequence[Message]]:
-    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    return [message["content"] for message in messages[:count] if message["content"]], messages[count:]
-
-
-def _turns(messages: Sequence[Message]) -> list[Json]:
-    """Return the messages as turns. Adjacent tool results and user messages become one turn of the user."""
+def _build_turns(messages: Sequence[Message]) -> list[Json]:
+    """Return the messages as turns. Adjacent tool results and user messages become one user turn."""
     turns: list[Json] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"
-        if not (blocks := _blocks(message)):
+        if not (blocks := _build_blocks(message)):
             continue
         if turns and turns[-1]["role"] == role:
             turns[-1]["content"] += blocks
@@ -172,39 +164,25 @@ def _turns(messages: Sequence[Message]) -> list[Json]:
     return turns
 
 
-def _blocks(message: Message) -> list[Json]:
+def _build_blocks(message: Message) -> list[Json]:
+    content = message["content"]
     if message["role"] == "tool":
-        return [
-            {
-                "type": "tool_result",
-                "tool_use_id": _valid_id(message.get("tool_call_id", "")),
-                "content": message["content"],
-            }
-        ]
-    blocks: list[Json] = []
-    if message["content"].strip():  # blocks of white space alone are rejected
-        blocks.append({"type": "text", "text": message["content"]})
+        call_id = _replace_invalid_characters(message.get("tool_call_id", ""))
+        return [{"type": "tool_result", "tool_use_id": call_id, "content": content}]
+    # The API rejects blocks that only contain white space.
+    blocks: list[Json] = [{"type": "text", "text": content}] if content.strip() else []
     for call in message.get("tool_calls", ()):
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": _valid_id(call["id"]),
-                "name": call["name"],
-                "input": _call_input(call),
-            }
-        )
+        try:
+            arguments: Any = msgspec.json.decode(call["arguments"])
+        except msgspec.DecodeError:
+            arguments = None
+        if not isinstance(arguments, dict):  # The API requires an object, even if the model wrote none.
+            arguments = {"arguments": call["arguments"]}
+        call_id = _replace_invalid_characters(call["id"])
+        blocks.append({"type": "tool_use", "id": call_id, "name": call["name"], "input": arguments})
     return blocks
 
 
-def _valid_id(call_id: str) -> str:
-    # Ids of other providers may contain characters that are rejected here.
+def _replace_invalid_characters(call_id: str) -> str:
+    # Ids of other providers may contain characters that the API rejects.
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)
-
-
-def _call_input(call: ToolCall) -> Json:
-    # The API requires an object. Arguments that are not one, because the model wrote bad JSON, become text.
-    try:
-        value: Any = msgspec.json.decode(call["arguments"])
-    except msgspec.DecodeError:
-        value = None
-    return cast(Json, value) if isinstance(value, dict) else {"arguments": call["arguments"]}

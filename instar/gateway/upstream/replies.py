@@ -1,4 +1,4 @@
-"""Replies while they are read from a provider's response, in any dialect."""
+"""The replies and errors that are read from a provider's response, in any dialect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ToolCallDraft:
 
 @dataclass(slots=True)
 class ReplyDraft:
-    """One reply as received so far. Every addition is also appended to ``deltas`` if it is set."""
+    """The received part of one reply. If ``deltas`` is set, every addition is also appended to it."""
 
     index: int = 0
     deltas: IndexedDeltas | None = None
@@ -65,8 +65,8 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. If the number of logprobs differs from the number of tokens, all logprobs are
-        missing."""
+        """Add sampled tokens. All their logprobs are missing if the provider did not send one for each
+        token."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids
@@ -91,14 +91,14 @@ class ReplyDraft:
 class TokenUsage:
     prompt: int = 0
     sampled: int = 0
-    """The number of sampled tokens of all replies together: providers do not count replies separately."""
+    """The number of sampled tokens of all replies together, because providers do not count each reply."""
     cached: int | None = None
 
 
 def build_choices(
     drafts: Sequence[ReplyDraft], usage: TokenUsage, prompt_ids: Sequence[int] | None = None
 ) -> list[ReplyChoice]:
-    """Return the replies in order. The provider's count of sampled tokens is divided among them."""
+    """Return the replies. The provider's count of sampled tokens is divided equally among the replies."""
     prompt = None if prompt_ids is None else np.asarray(prompt_ids, np.int32)
     share, remainder = divmod(usage.sampled, max(1, len(drafts)))
     choices: list[ReplyChoice] = []
@@ -126,10 +126,9 @@ def build_choices(
 
 
 class ReplyReader(ABC):
-    """Reads one response: all of it with ``read``, or event by event with ``feed`` if it is streamed.
+    """Reads one response: ``read`` reads a complete response, and ``feed`` reads one event of a stream.
 
-    Both methods raise UpstreamError for a response or event that is an error, and msgspec.DecodeError for one
-    that is not JSON of this API.
+    Both methods raise UpstreamError for an error of the provider, and msgspec.DecodeError for invalid JSON.
     """
 
     def __init__(self, *, emit_deltas: bool) -> None:
@@ -140,10 +139,9 @@ class ReplyReader(ABC):
         self.is_done = False
         """True once the last event was read."""
         self.response_id: str | None = None
-        """The provider's id of the response."""
 
     def set_response_id(self, response_id: Any) -> None:
-        """Keep the provider's id of the response, unless the id is unusable."""
+        """Store the provider's id of the response if it is a string of an acceptable length."""
         if isinstance(response_id, str) and 0 < len(response_id) <= MAX_RESPONSE_ID_LENGTH:
             self.response_id = response_id
 
@@ -166,7 +164,7 @@ class ReplyReader(ABC):
         return build_choices(self.drafts, self.usage)
 
     def take_deltas(self) -> IndexedDeltas:
-        """Return the deltas that were added since the previous call, and forget them."""
+        """Return the deltas that were added since the previous call of this method."""
         if not self.deltas:
             return []
         deltas = self.deltas.copy()
@@ -179,9 +177,9 @@ class ReplyReader(ABC):
         return [replace(choice, finish_reason="aborted") for choice in self.choices()]
 
 
-# --- errors, in the shapes that providers use ---------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
-_STATUS = {
+_STATUS_BY_TYPE = {
     "invalid_request_error": 400,
     "authentication_error": 401,
     "permission_error": 403,
@@ -197,8 +195,8 @@ _STATUS = {
 def parse_error(
     raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
 ) -> UpstreamError:
-    """Return the error that a provider's response body describes. ``status`` is None for an error inside a
-    response that began with a success status."""
+    """Return the error in the body of a provider's response. ``status`` is None if the response began with a
+    success status."""
     try:
         body: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -210,7 +208,7 @@ def parse_error(
     code = detail.get("code") or detail.get("type")
     param = detail.get("param")
     return UpstreamError(
-        status or _status(detail),
+        status or _parse_status(detail),
         str(message) if message else f"The provider responded with status {status}.",
         code=str(code) if code else None,
         param=param if isinstance(param, str) else None,
@@ -220,8 +218,8 @@ def parse_error(
     )
 
 
-def _status(detail: dict[str, Any]) -> int:
+def _parse_status(detail: dict[str, Any]) -> int:
     code = detail.get("code")
     if isinstance(code, int) and 400 <= code < 600:
         return code
-    return _STATUS.get(str(detail.get("type")), _STATUS.get(str(code), 502))
+    return _STATUS_BY_TYPE.get(str(detail.get("type")), _STATUS_BY_TYPE.get(str(code), 502))

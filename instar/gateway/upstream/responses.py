@@ -22,7 +22,7 @@ _ARGUMENT_EVENTS = frozenset(
 
 
 def _arguments(item: ResponsesOutputItem) -> str:
-    # A custom tool takes text instead of JSON; it is recorded as one string named ``input``.
+    # A custom tool takes text instead of JSON, which is recorded as the string ``input``.
     if item.type == "custom_tool_call":
         return msgspec.json.encode({"input": item.input}).decode()
     return str(item.arguments)
@@ -41,19 +41,16 @@ def _build_draft(response: ResponsesResponse, output: list[ResponsesOutputItem])
     draft = ReplyDraft()
     for item in output:
         _add_item(draft, item)
+    details = response.incomplete_details
+    draft.finish_reason = "stop"
     if response.status in ("failed", "cancelled"):
         draft.finish_reason = "aborted"
-    else:
-        draft.finish_reason = "length" if _is_cut(response) else "stop"
+    elif response.status == "incomplete" and (details is None or details.reason == "max_output_tokens"):
+        draft.finish_reason = "length"
     return draft
 
 
-def _is_cut(response: ResponsesResponse) -> bool:
-    details = response.incomplete_details
-    return response.status == "incomplete" and (details is None or details.reason == "max_output_tokens")
-
-
-def _to_usage(usage: ResponsesUsage | None) -> TokenUsage:
+def _parse_usage(usage: ResponsesUsage | None) -> TokenUsage:
     if usage is None:
         return TokenUsage()
     details = usage.input_tokens_details
@@ -61,8 +58,8 @@ def _to_usage(usage: ResponsesUsage | None) -> TokenUsage:
 
 
 class ResponsesReader(ReplyReader):
-    """Reads a response of the Responses API. The last event repeats the complete output; until it arrives,
-    the reply is built from the deltas."""
+    """Reads a response of the Responses API. The reply is built from the deltas until the last event repeats
+    the complete output."""
 
     def __init__(self, *, emit_deltas: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)
@@ -88,8 +85,9 @@ class ResponsesReader(ReplyReader):
             self._partial.add_reasoning(str(event.delta))
         elif kind in _ARGUMENT_EVENTS and event.output_index in self._calls:
             self._partial.add_arguments(self._calls[event.output_index], str(event.delta))
-        elif kind == "response.output_item.added" and event.item:
-            self._begin_item(event.output_index, event.item)
+        elif kind == "response.output_item.added" and event.item and event.item.type in _CALL_TYPES:
+            call_index = self._partial.open_call(event.item.call_id or "", event.item.name or "")
+            self._calls[event.output_index] = call_index
         elif kind == "response.output_item.done" and event.item:
             self._finished_items.append(event.item)
         elif kind == "error":
@@ -99,14 +97,10 @@ class ResponsesReader(ReplyReader):
             response.status = response.status or kind.removeprefix("response.")
             self._end(response)
 
-    def _begin_item(self, index: int, item: ResponsesOutputItem) -> None:
-        if item.type in _CALL_TYPES:
-            self._calls[index] = self._partial.open_call(item.call_id or "", item.name or "")
-
     def _end(self, response: ResponsesResponse) -> None:
         self.has_ended = self.is_done = True
         self.set_response_id(response.id)
-        self.usage = _to_usage(response.usage)
+        self.usage = _parse_usage(response.usage)
         self._final = _build_draft(response, response.output or self._finished_items)
 
     @property

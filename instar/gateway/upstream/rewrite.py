@@ -1,4 +1,4 @@
-"""Changes to bodies that pass through. Only the top level of the JSON is parsed; the rest keeps its bytes."""
+"""Changes to the bodies that are passed on. Only the top level of the JSON is parsed and encoded again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _decode_choices = msgspec.json.Decoder(list[Fields]).decode
 _encode = msgspec.json.encode
 _NULL = msgspec.Raw(b"null")
 
-# vLLM takes its sampling defaults from the model's generation config. A trainable call must be sampled as it
-# is recorded: from the full softmax unless the agent says otherwise.
+# vLLM takes its sampling defaults from the model's generation config. A trainable call must be sampled from
+# the full softmax unless the agent sets other values, because these are the settings that are recorded.
 _FULL_SOFTMAX = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -28,7 +28,7 @@ _FULL_SOFTMAX = {
 
 @dataclass(frozen=True, slots=True)
 class AddedFields:
-    """The fields that were requested in addition to the agent's, to be removed from the response."""
+    """The response fields that the agent did not request, and that must be removed from the response."""
 
     token_ids: bool
     logprobs: bool
@@ -45,7 +45,7 @@ def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
 
 
 def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
-    """Return the body with the sampling settings replaced, under the dialect's names for them."""
+    """Return the body with the sampling settings replaced. ``dialect`` determines their names."""
     changes = dict(settings)
     if (limit := changes.pop("max_tokens", None)) is not None:
         name = "max_output_tokens" if dialect == "responses" else "max_tokens"
@@ -56,18 +56,18 @@ def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) ->
 
 
 def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
-    """Return the body with the fields that make vLLM return token ids and logprobs, and the fields that were
-    added."""
+    """Return the body with a request for vLLM's token ids and logprobs, and the response fields that it
+    adds."""
     fields = _decode(body)
-    set_names = {name for name, value in fields.items() if bytes(value) != b"null"}
-    wants_logprobs = "logprobs" in set_names and bytes(fields["logprobs"]) != b"false"
-    wants_ids = bytes(fields.get("return_token_ids", _NULL)) == b"true"
-    added = AddedFields(token_ids=not wants_ids, logprobs=not wants_logprobs)
+    agent_fields = {name for name, value in fields.items() if bytes(value) != b"null"}
+    has_logprobs = "logprobs" in agent_fields and bytes(fields["logprobs"]) != b"false"
+    has_token_ids = bytes(fields.get("return_token_ids", _NULL)) == b"true"
+    added = AddedFields(token_ids=not has_token_ids, logprobs=not has_logprobs)
     additions: dict[str, Any] = {
-        name: value for name, value in _FULL_SOFTMAX.items() if name not in set_names
+        name: value for name, value in _FULL_SOFTMAX.items() if name not in agent_fields
     }
     additions["return_token_ids"] = True
-    if not wants_logprobs:
+    if not has_logprobs:
         additions["logprobs"] = True if dialect == "chat" else 0
     for name, value in additions.items():
         fields[name] = msgspec.Raw(_encode(value))
@@ -82,14 +82,10 @@ def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
     if "choices" in fields:
         choices = _decode_choices(fields["choices"])
         for choice in choices:
-            _strip_choice(choice, added)
+            if added.token_ids:
+                choice.pop("token_ids", None)
+                choice.pop("prompt_token_ids", None)
+            if added.logprobs and "logprobs" in choice:
+                choice["logprobs"] = _NULL
         fields["choices"] = msgspec.Raw(_encode(choices))
     return _encode(fields)
-
-
-def _strip_choice(choice: Fields, added: AddedFields) -> None:
-    if added.token_ids:
-        choice.pop("token_ids", None)
-        choice.pop("prompt_token_ids", None)
-    if added.logprobs and "logprobs" in choice:
-        choice["logprobs"] = _NULL

@@ -33,7 +33,7 @@ async def test_idle_session_is_completed_and_its_id_is_free(serving: Serve) -> N
     first = session_of(await post(gateway, asking("chat", "hi", user="ann")))
     session = await ended(gateway, first)
     assert session.status is SessionStatus.COMPLETED
-    assert session.reason == "silent for 0.4 s"
+    assert session.reason == "the session had no call for 0.4 seconds"
     assert session.ended_at
     second = session_of(await post(gateway, asking("chat", "hi", user="ann")))
     assert second != first

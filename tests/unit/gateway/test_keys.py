@@ -133,7 +133,7 @@ async def test_known_keys_are_cached(tmp_path: Path) -> None:
     keys = Authenticator(store, ADMIN, "run")
     for key in (agent, "the session's"):
         await keys.identify(key)
-    with pytest.raises(ApiError, match="not known"):
+    with pytest.raises(ApiError, match="is unknown"):
         await keys.identify("another run's")
     await store.close()
     assert (await keys.identify(agent)).kind == "agent"
@@ -164,8 +164,8 @@ NAME = "INSTAR_ADMIN_KEY"
         ("0.0.0.0", "x" * 31, "31 characters"),
         ("::", "x" * 31, "gateway.host"),
         ("gateway.example.org", "x" * 31, "gateway.example.org"),
-        ("localhost", "with a space in it", "HTTP header cannot carry"),
-        ("localhost", "x" * 40 + "\n", "HTTP header cannot carry"),
+        ("localhost", "with a space in it", "HTTP header cannot contain"),
+        ("localhost", "x" * 40 + "\n", "HTTP header cannot contain"),
     ],
 )
 def test_admin_key_that_is_weak_is_refused(host: str, key: str, said: str) -> None:

@@ -261,7 +261,7 @@ async def test_aborted_stream_is_recorded_with_its_tokens(serving: Serve, dialec
     aborted = await one_aborted(gateway, session)
     assert not aborted.trainable
     assert aborted.finish_reason == "aborted"
-    assert aborted.reason == "the client went away"
+    assert aborted.reason == "the client disconnected"
     assert 0 < len(aborted.sampled_ids) < 200
     assert aborted.reply["content"].startswith("word")
     again = await post(gateway, asking(dialect, "long"), dialect, key=session.api_key, idempotency_key="one")

@@ -168,13 +168,9 @@ def test_submission_all_fields_are_parsed() -> None:
         "client_key": "k",
     }
     minimal, call = parse_submission(submission(CALL, full), VOCAB, LATEST_VERSION)
-    assert (minimal.messages, minimal.has_message, minimal.parent_id, minimal.client_key) == (
-        None,
-        False,
-        None,
-        None,
-    )
-    assert minimal.prompt_ids.tolist() == [1, 2, 99]
+    assert (minimal.messages, minimal.body.reply) == (None, None)
+    assert (minimal.body.parent_id, minimal.body.client_key) == (None, None)
+    assert minimal.body.prompt_ids == [1, 2, 99]
     assert (minimal.reply.ids, minimal.reply.logprobs, minimal.reply.versions) == (
         [3, 4],
         [-0.5, 0.0],
@@ -184,9 +180,9 @@ def test_submission_all_fields_are_parsed() -> None:
     assert call.messages is not None
     assert list(call.messages) == full["messages"]
     assert call.tools == ({"name": "f", "description": "", "parameters": {"type": "object"}},)
-    assert (call.reply.message, call.has_message) == (full["reply"], True)
-    assert (call.model, call.parent_id, call.client_key) == ("m", "call-1", "k")
-    reason = "sampled with a changed distribution, and its logprobs are missing"
+    assert call.reply.message == full["reply"]
+    assert (call.body.model, call.body.parent_id, call.body.client_key) == ("m", "call-1", "k")
+    reason = "the sampling settings change the distribution, and behavior_logprobs are missing"
     assert call.reply.untrainable_reason == reason
 
 

@@ -63,8 +63,9 @@ async def ask(
 ) -> list[UpstreamChunk]:
     body = orjson.dumps({"model": model, "messages": MESSAGES, **more})
     request = ModelRequest(model, (), stream=more.get("stream", False), n=more.get("n", 1))
-    async with aclosing(upstream.send(request, dialect, body, headers or {}, forced)) as answer:
-        return [piece async for piece in answer]
+    answer = upstream.send(request, dialect, body, headers or {}, forced)
+    async with aclosing(answer.chunks):
+        return [piece async for piece in answer.chunks]
 
 
 def the_message(piece: UpstreamChunk) -> Any:
@@ -95,8 +96,9 @@ async def test_upstream_request_body_is_forwarded_unchanged(
     provider: Provider, upstream: Make, dialect: str
 ) -> None:
     body = b'{ "model":"plain",\n "messages": [ {"role":"user","content":"h\\u0069"} ], "x" : 1.0e0 }'
-    async with aclosing(upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})) as answer:
-        assert [piece async for piece in answer]
+    answer = upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})
+    async with aclosing(answer.chunks):
+        assert [piece async for piece in answer.chunks]
     assert provider.bodies == [body]
 
 
@@ -147,8 +149,9 @@ async def test_upstream_stream_is_forwarded_while_it_arrives(provider: Provider,
     provider.gate = asyncio.Event()
     request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True, "messages": MESSAGES})
-    async with aclosing(upstream().send(request, "chat", body, {})) as answer:
-        first = await asyncio.wait_for(anext(answer), 5)
+    answer = upstream().send(request, "chat", body, {})
+    async with aclosing(answer.chunks):
+        first = await asyncio.wait_for(anext(answer.chunks), 5)
         assert b"chat.completion.chunk" in first.raw or b"hello" in first.raw
         provider.gate.set()
         assert (await collect(answer))[-1].choices
@@ -156,7 +159,7 @@ async def test_upstream_stream_is_forwarded_while_it_arrives(provider: Provider,
 
 async def collect(answer: Any, into: list[UpstreamChunk] | None = None) -> list[UpstreamChunk]:
     pieces = [] if into is None else into
-    async for piece in answer:
+    async for piece in answer.chunks:
         pieces.append(piece)
     return pieces
 
@@ -210,7 +213,7 @@ async def test_upstream_broken_stream_raises_and_keeps_partial_choices(
     body = orjson.dumps({"model": model, "stream": True})
     answer = upstream(dialect).send(request, dialect, body, {})
     assert answer.partial_choices() == []
-    with pytest.raises(EngineUnavailable, match="broke off"):
+    with pytest.raises(EngineUnavailable, match="before the end"):
         await collect(answer)
     (choice,) = answer.partial_choices()
     text = choice.message["content"]
@@ -226,9 +229,10 @@ async def test_upstream_closed_response_keeps_partial_choices(
     provider.gate = asyncio.Event()
     request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True})
-    async with aclosing(upstream(dialect).send(request, dialect, body, {})) as answer:
+    answer = upstream(dialect).send(request, dialect, body, {})
+    async with aclosing(answer.chunks):
         while not answer.partial_choices():
-            await asyncio.wait_for(anext(answer), 5)
+            await asyncio.wait_for(anext(answer.chunks), 5)
     provider.gate.set()
     (choice,) = answer.partial_choices()
     assert choice.finish_reason == "aborted"
@@ -260,8 +264,9 @@ async def test_upstream_unreachable_provider_is_unavailable() -> None:
 
 async def test_upstream_request_changes_only_the_model(provider: Provider, upstream: Make) -> None:
     body = b'{"model":"gpt-5","messages":[ {"role":"user","content":"h\\u0069"} ],"x":1.0e0}'
-    async with aclosing(upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})) as answer:
-        assert [piece async for piece in answer]
+    answer = upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})
+    async with aclosing(answer.chunks):
+        assert [piece async for piece in answer.chunks]
     assert provider.bodies == [body.replace(b"gpt-5", b"plain")]
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from instar.gateway.upstream.sse import EventSplitter
+from instar.gateway.upstream.http_response import EventSplitter
 
 STREAM = (
     ": ping\n\n"

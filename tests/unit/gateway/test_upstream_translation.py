@@ -67,8 +67,9 @@ def asked(model: str = "plain", **more: Any) -> ModelRequest:
 async def ask(
     upstream: HttpUpstream, dialect: str, request: ModelRequest, headers: dict[str, str] | None = None
 ) -> list[UpstreamChunk]:
-    async with aclosing(upstream.send(request, dialect, b"not for the provider", headers or {})) as answer:
-        return [piece async for piece in answer]
+    answer = upstream.send(request, dialect, b"not for the provider", headers or {})
+    async with aclosing(answer.chunks):
+        return [piece async for piece in answer.chunks]
 
 
 def said(pieces: list[UpstreamChunk]) -> Message:
@@ -174,7 +175,7 @@ async def test_translation_rejects_unsupported_requests(upstream: Make) -> None:
 async def test_translation_rejects_dialects_without_translation(
     upstream: Make, dialect: str, agent: str
 ) -> None:
-    with pytest.raises(ApiError, match=f"does not speak '{agent}'; it speaks: {dialect}"):
+    with pytest.raises(ApiError, match=f"does not support '{agent}'; it supports: {dialect}"):
         await ask(upstream(dialect), agent, asked())
 
 
