@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from instar.errors import EngineError
+from instar.errors import EngineError, EngineUnavailable
 from instar.types import ArtifactKind, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
 Prompt = Sequence[int] | Ids
@@ -66,13 +66,17 @@ class EngineStatus(msgspec.Struct):
 
 
 class Engine(ABC):
+    _info: EngineInfo | None = None
+
     async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
-        """Start the engine. This method must be called once, before any other method. ``log_path`` is the log
-        file of this process; a child process logs to a file next to it. ``report`` writes a log line."""
+        """Start the engine. Must be called first. ``report`` writes a log line. ``log_path`` is the log of
+        this process; a child process logs to a file next to it."""
 
     @property
-    @abstractmethod
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineUnavailable("The engine has not responded yet.")
+        return self._info
 
     @abstractmethod
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
@@ -85,8 +89,7 @@ class Engine(ABC):
         raise EngineError(f"The {self.info.kind} engine does not compute the logprobs of given tokens.")
 
     def for_session(self, session: str) -> Engine:
-        """Return the engine to use for a session, preferably one that has cached the session's earlier
-        turns."""
+        """Return the engine for a session, preferably one that has cached the session's earlier turns."""
         return self
 
     async def refresh(self) -> EngineInfo:

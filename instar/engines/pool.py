@@ -102,7 +102,6 @@ class EnginePool(Engine):
         self._check_timeout = check_timeout
         self._newest_policy = newest_policy
         self._policy: Policy | None = None
-        self._info: EngineInfo | None = None
         self._sessions: OrderedDict[str, PoolMember] = OrderedDict()
         self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
 
@@ -117,15 +116,15 @@ class EnginePool(Engine):
 
     async def _check_all(self) -> None:
         await asyncio.gather(*(self._check(member) for member in self.members))
-        self._require_same_model()
+        models: set[str] = set()
+        for member in self.members:
+            with contextlib.suppress(EngineUnavailable):
+                models.add(_describe_model(member.engine.info))
+        if len(models) > 1:
+            names = " and ".join(sorted(models))
+            raise ConfigError(f"The engines of a pool must serve the same model, not {names}.")
         if not any(member.healthy for member in self.members):
             raise self._none_available()
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineUnavailable("No engine has responded yet.")
-        return self._info
 
     def for_session(self, session: str) -> Engine:
         return _SessionEngine(self, session)
@@ -295,8 +294,8 @@ class EnginePool(Engine):
         info = await member.engine.refresh()
         if self._info is None:
             self._info = info
-        elif _served_model(info) != _served_model(self._info):
-            raise EngineError(f"It serves {_describe(info)}, the other engines {_describe(self._info)}.")
+        elif (model := _describe_model(info)) != (pool_model := _describe_model(self._info)):
+            raise EngineError(f"It serves {model}, but the other engines serve {pool_model}.")
         else:
             self._info = _common_info(info, self._info)
         while True:
@@ -318,15 +317,6 @@ class EnginePool(Engine):
             raise
         if self._newest_policy is None:
             member.loaded_version = policy.version
-
-    def _require_same_model(self) -> None:
-        infos: list[EngineInfo] = []
-        for member in self.members:
-            with contextlib.suppress(EngineUnavailable):
-                infos.append(member.engine.info)
-        if len({_served_model(info) for info in infos}) > 1:
-            models = " and ".join(sorted(set(map(_describe, infos))))
-            raise ConfigError(f"The engines of a pool must serve the same model, not {models}.")
 
 
 class _SessionEngine(Engine):
@@ -360,11 +350,7 @@ async def _cancel_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _served_model(info: EngineInfo) -> tuple[str, int, int]:
-    return info.model, info.vocab_size, info.max_context
-
-
-def _describe(info: EngineInfo) -> str:
+def _describe_model(info: EngineInfo) -> str:
     return f"{info.model} (a vocabulary of {info.vocab_size} tokens, a context of {info.max_context})"
 
 

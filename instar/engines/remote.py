@@ -10,16 +10,10 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from instar import errors
+from instar.engines import uploads
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
 from instar.engines.checks import to_ids
 from instar.engines.connection import CONNECT_RETRY, STREAM_ERRORS, EngineConnection
-from instar.engines.uploads import (
-    FolderCheck,
-    FolderCheckResult,
-    UploadResult,
-    encode_folder,
-    read_file_stats,
-)
 from instar.engines.wire import decode_line, join_chunks, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.http.plain import PlainResponse
@@ -39,7 +33,6 @@ class RemoteEngine(Engine):
     def __init__(self, url: str, token: str | None = None) -> None:
         self._connection = EngineConnection(url, token, "engine", idle_seconds=IDLE_SECONDS)
         self._url = self._connection.url
-        self._info: EngineInfo | None = None
 
     @classmethod
     async def connect(cls, url: str, token: str | None = None, timeout: float = 60.0) -> Self:
@@ -102,15 +95,17 @@ class RemoteEngine(Engine):
             return policy
         folder = Path(policy.artifact.path)
         try:
-            files = await asyncio.to_thread(read_file_stats, folder)
+            files = await asyncio.to_thread(uploads.read_file_stats, folder)
         except OSError:
             return policy  # the folder is not on this machine; the engine will report the error
-        check = msgspec.json.encode(FolderCheck(str(folder), files))
+        check = msgspec.json.encode(uploads.FolderCheck(str(folder), files))
         response = await self._call("POST", "/seen", STATUS_TIMEOUT, check)
-        if self._decode(response, FolderCheckResult).seen:
+        if self._decode(response, uploads.FolderCheckResult).seen:
             return policy
-        response = await self._call("POST", "/upload", LOAD_TIMEOUT, encode_folder(folder, files))
-        artifact = msgspec.structs.replace(policy.artifact, path=self._decode(response, UploadResult).path)
+        response = await self._call("POST", "/upload", LOAD_TIMEOUT, uploads.encode_folder(folder, files))
+        artifact = msgspec.structs.replace(
+            policy.artifact, path=self._decode(response, uploads.UploadResult).path
+        )
         return msgspec.structs.replace(policy, artifact=artifact)
 
     async def stage(self, transfer: WeightTransfer) -> Json:

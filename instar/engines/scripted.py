@@ -54,15 +54,11 @@ class ScriptedEngine(Engine):
         self._status = EngineStatus(version=0)
         self._closed = False
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
-        check_request(self._info, prompt, params)
+        check_request(self.info, prompt, params)
         self._check_open()
-        stop_rule = StopRule(params, self._info.max_context - len(prompt), [self._eos], self._tokenizer)
+        stop_rule = StopRule(params, self.info.max_context - len(prompt), [self._eos], self._tokenizer)
         prompt_bytes = prompt.tobytes()
         reply = self._reply(prompt, prompt_bytes, params.seed)
         state, delay = _initial_state(prompt_bytes, params.seed), self._config.delay
@@ -92,7 +88,7 @@ class ScriptedEngine(Engine):
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = to_ids(token_ids)
-        check_score_request(self._info, ids)
+        check_score_request(self.info, ids)
         self._check_open()
         state = _initial_state(ids[:1].tobytes(), None)
         values = np.full(len(ids), np.nan, np.float32)
@@ -102,7 +98,7 @@ class ScriptedEngine(Engine):
         return values
 
     async def load(self, policy: Policy) -> None:
-        check_artifact(self._info, policy)
+        check_artifact(self.info, policy)
         self._status.version = policy.version
 
     async def status(self) -> EngineStatus:

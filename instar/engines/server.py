@@ -42,7 +42,7 @@ from instar.http.auth import has_bearer_token
 from instar.types import Policy, TokenChunk
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-STREAM_HEADERS = [(b"content-type", b"application/x-ndjson")]
+JSONL_HEADERS = [(b"content-type", b"application/x-ndjson")]
 T = TypeVar("T")
 
 
@@ -84,20 +84,20 @@ def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate 
     bearer token."""
     gate = gate or DrainGate()
     handlers = _Handlers(engine, gate, UploadStore())
-    posts = {
-        "/logprobs": handlers.logprobs,
-        "/load": handlers.load,
-        "/stage": handlers.stage,
-        "/commit": handlers.commit,
-        "/seen": handlers.seen,
-        "/upload": handlers.upload,
-    }
-    gets = {"/info": handlers.info, "/status": handlers.status, "/healthz": handlers.healthz}
+    posts = [
+        handlers.logprobs,
+        handlers.load,
+        handlers.stage,
+        handlers.commit,
+        handlers.seen,
+        handlers.upload,
+    ]
+    gets = [handlers.info, handlers.status, handlers.healthz]
     return Starlette(
         routes=[
             Route("/generate", _GenerateEndpoint(engine, gate), methods=["POST"]),
-            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
-            *(Route(path, handler) for path, handler in gets.items()),
+            *(Route(f"/{handler.__name__}", handler, methods=["POST"]) for handler in posts),
+            *(Route(f"/{handler.__name__}", handler) for handler in gets),
         ],
         middleware=[Middleware(_RequireToken, token=token)] if token else [],
         exception_handlers={InstarError: _handle_error},
@@ -157,16 +157,9 @@ class _ReplyStream:
                     return error
                 if not has_begun:
                     has_begun = True
-                    await self._send(
-                        {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
-                    )
-                await self._send(
-                    {
-                        "type": "http.response.body",
-                        "body": self._encode_ready(error),
-                        "more_body": not is_finished,
-                    }
-                )
+                    await self._send({"type": "http.response.start", "status": 200, "headers": JSONL_HEADERS})
+                body = self._encode_ready(error)
+                await self._send({"type": "http.response.body", "body": body, "more_body": not is_finished})
                 if is_finished:
                     return None
         finally:
@@ -281,13 +274,9 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 
 def _status_of(error: InstarError) -> int:
-    match error:
-        case _BadRequest() | PromptTooLong():
-            return 400
-        case EngineUnavailable():
-            return 503
-        case _:
-            return 500
+    if isinstance(error, _BadRequest | PromptTooLong):
+        return 400
+    return 503 if isinstance(error, EngineUnavailable) else 500
 
 
 def _json(value: object, status: int = 200) -> Response:

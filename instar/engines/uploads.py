@@ -77,9 +77,8 @@ class UploadStore:
 
     async def check_folder(self, check: FolderCheck) -> FolderCheckResult:
         try:
-            return FolderCheckResult(
-                await asyncio.to_thread(read_file_stats, Path(check.path)) == check.files
-            )
+            files = await asyncio.to_thread(read_file_stats, Path(check.path))
+            return FolderCheckResult(seen=files == check.files)
         except OSError:
             return FolderCheckResult(seen=False)
 
@@ -109,9 +108,7 @@ class UploadStore:
 async def _write_folder(stream: _UploadStream, folder: Path) -> None:
     length = int.from_bytes(await stream.read(LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
-        raise EngineError(
-            f"The upload begins with a header of {length} bytes; at most {MAX_HEADER_BYTES} are allowed."
-        )
+        raise EngineError(f"The header of the upload has {length} bytes; the maximum is {MAX_HEADER_BYTES}.")
     try:
         header = msgspec.json.decode(await stream.read(length), type=_UploadHeader)
     except msgspec.DecodeError as error:

@@ -1,7 +1,4 @@
-"""The base class of engines that sample from a training service.
-
-A service returns a complete reply, which is one chunk with the version that was served when it began.
-"""
+"""The base class of engines that sample from a training service."""
 
 from __future__ import annotations
 
@@ -44,8 +41,8 @@ class ServedPolicy:
 
 
 class CloudEngine(Engine):
-    """An engine that samples from a training service. A subclass implements four methods that call the
-    service's SDK and raise CloudError."""
+    """An engine that samples from a training service, which returns each reply as one chunk. A subclass
+    implements four methods that call the service's SDK and raise CloudError."""
 
     def __init__(self, model: ModelConfig, section: CloudConfig, config: CloudEngineConfig) -> None:
         folder = resolve_tokenizer(model.name)
@@ -75,8 +72,7 @@ class CloudEngine(Engine):
 
     @abstractmethod
     async def open_sampler(self, path: str | None) -> Any:
-        """Return a client that samples from the policy at ``path``, or from the base model if ``path`` is
-        None. Connects to the service if necessary."""
+        """Return a client for the policy at ``path`` (None for the base model). Connects if necessary."""
 
     @abstractmethod
     async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> CloudReply:
@@ -90,13 +86,9 @@ class CloudEngine(Engine):
     async def disconnect(self) -> None:
         """Close the connection, if there is one, without raising errors."""
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
-        check_request(self._info, prompt, params)
+        check_request(self.info, prompt, params)
         async with self._slot():
             chunk = await self._reply(prompt, params)
             self._status.prompt_tokens += len(prompt)
@@ -105,7 +97,7 @@ class CloudEngine(Engine):
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = to_ids(token_ids)
-        check_score_request(self._info, ids)
+        check_score_request(self.info, ids)
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
         async with self._slot():
@@ -130,7 +122,7 @@ class CloudEngine(Engine):
 
     async def _reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
         reply, served = await self._with_reconnect(lambda client: self.sample(client, prompt, params))
-        ids, reason, stop = self._truncate(reply, params, self._info.max_context - len(prompt))
+        ids, reason, stop = self._truncate(reply, params, self.info.max_context - len(prompt))
         logprobs = reply.logprobs[: len(ids)]
         behavior = None
         if params.modifies_distribution:
@@ -140,8 +132,7 @@ class CloudEngine(Engine):
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Return the ids up to the end of the reply, the finish reason and the stop string. Services stop at
-        different tokens."""
+        """Return the ids, finish reason and stop string, because each service stops at different tokens."""
         rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)
@@ -161,8 +152,7 @@ class CloudEngine(Engine):
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
     async def _with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
-        """Return the result of ``call(client)`` and the served policy. If the service has lost the
-        connection, reconnect and try again."""
+        """Return the result of ``call(client)`` and the served policy. Reconnects once if necessary."""
         served = await self._current()
         try:
             return await call(served.client), served
@@ -186,7 +176,7 @@ class CloudEngine(Engine):
 
     async def load(self, policy: Policy) -> None:
         """Serve the policy. Requests in flight finish under the previous policy."""
-        check_artifact(self._info, policy)
+        check_artifact(self.info, policy)
         path = None if policy.artifact.kind == "base" else policy.artifact.path
         async with self._policy_lock:
             if self._closed:

@@ -50,8 +50,8 @@ class TinkerSampler(CloudEngine):
         return CloudReply(ids, logprobs, reason)
 
     def _stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """Return the stop strings or the stop ids, because the SDK does not accept both. Each list includes
-        the end-of-sequence ids, because it replaces the SDK's default, which is None."""
+        """Return the stop strings or the stop ids, because the SDK does not accept both. Both replace the
+        SDK's default, so they include the end-of-sequence ids."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
             texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

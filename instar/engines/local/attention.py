@@ -28,13 +28,12 @@ class DecodeBlock:
     stop: int
     length: int
     mask: Tensor
-    """[rows, 1, 1, length]: 0 for visible keys, -inf for others. Every layer would convert a boolean mask to
-    this form."""
+    """[rows, 1, 1, length]: 0 for visible keys, else -inf, because layers would convert a boolean mask."""
 
 
 @dataclass(slots=True)
 class PrefillPiece:
-    """A piece of the prompt in ``row``: the tokens ``start:stop`` of the step."""
+    """The tokens ``start:stop`` of the step, which are a piece of the prompt in ``row``."""
 
     start: int
     stop: int
@@ -87,8 +86,7 @@ def attend(
     instar_plan: StepPlan | ShapeProbe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output [1, T, heads, head dim] for query [1, heads, T, head dim] and key and value
-    [1, kv heads, T, head dim]."""
+    """Return the attention output [1, T, heads, head dim] for query [1, heads, T, head dim]."""
     if isinstance(instar_plan, ShapeProbe):
         return _record_shape(module, query, key, value, instar_plan, kwargs), None
     assert instar_plan is not None, "the model does not pass keyword arguments to its attention"
@@ -128,8 +126,7 @@ def attend(
 
 
 def can_share_prefixes(device: str) -> bool:
-    """Return True if a kernel returns the log-sum-exp that is necessary to split attention by keys. On GPUs
-    the result is False, because the plain kernels are fast enough."""
+    """Return True if attention can be split by keys. On GPUs the plain kernels are fast enough."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 

@@ -74,14 +74,10 @@ class LocalEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="local-engine", daemon=True)
         self._thread.start()
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
-        check_request(self._info, prompt, params)
-        context_left = self._info.max_context - len(prompt)
+        check_request(self.info, prompt, params)
+        context_left = self.info.max_context - len(prompt)
         return self._run_request(
             SchedulerRequest(
                 prompt=prompt,
@@ -94,7 +90,7 @@ class LocalEngine(Engine):
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = to_ids(token_ids)
-        check_score_request(self._info, ids)
+        check_score_request(self.info, ids)
         params = SamplingParams(max_tokens=1)
         stop = StopRule(params, 1, (), self._tokenizer)
         scores = np.full(len(ids), np.nan, np.float32)
@@ -123,7 +119,7 @@ class LocalEngine(Engine):
                 self._commands.put(lambda: self._cancel(request))
 
     async def load(self, policy: Policy) -> None:
-        check_artifact(self._info, policy)
+        check_artifact(self.info, policy)
         await asyncio.to_thread(self._load, policy)
 
     async def status(self) -> EngineStatus:
@@ -183,8 +179,7 @@ class LocalEngine(Engine):
             _wake(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the posted commands, and wait for one if there are no requests. Return False if the engine must
-        stop."""
+        """Run the posted commands, waiting for one if there are no requests. False means stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)
@@ -229,8 +224,7 @@ def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenCh
 
 
 def default_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
-    """Return the number of tokens that fit into a third of the free memory, but at most twice the tokens of a
-    full batch."""
+    """Return the tokens that fit into a third of the free memory, but at most those of two full batches."""
     free_bytes = _read_free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
     return min(2 * batch_tokens, free_bytes // 3 // shape.token_bytes)
 

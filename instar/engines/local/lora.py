@@ -118,10 +118,17 @@ def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str
     """Return the LoRA update of each module by name. Raises EngineError if the adapter is not supported."""
     updates, scale = read_updates(folder)
     modules = dict(model.named_modules())
-    return {
-        name: _build_pair(name, matrices, modules.get(name), scale, dtype, device)
-        for name, matrices in updates.items()
-    }
+    adapter: dict[str, LoraPair] = {}
+    for name, matrices in updates.items():
+        module = modules.get(name)
+        if not isinstance(module, nn.Linear):
+            raise EngineError(f"The adapter updates {name}, which is not a linear layer of this model.")
+        check_update(name, matrices, (module.out_features, module.in_features))
+        down, up = matrices["A"], matrices["B"].float().T * scale
+        if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+            raise EngineError(f"The adapter's update of {name} contains values that are not finite.")
+        adapter[name] = LoraPair(down.to(device, dtype).contiguous(), up.to(device, dtype).contiguous())
+    return adapter
 
 
 def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
@@ -160,23 +167,6 @@ def _read_scale(config: dict[str, Any], folder: Path) -> float:
 
 def _unsupported(folder: Path, problem: str) -> EngineError:
     return EngineError(f"The adapter in {folder} {problem}, which Instar does not support.")
-
-
-def _build_pair(
-    name: str,
-    matrices: dict[str, Tensor],
-    module: nn.Module | None,
-    scale: float,
-    dtype: torch.dtype,
-    device: str,
-) -> LoraPair:
-    if not isinstance(module, nn.Linear):
-        raise EngineError(f"The adapter updates {name}, which is not a linear layer of this model.")
-    check_update(name, matrices, (module.out_features, module.in_features))
-    down, up = matrices["A"], matrices["B"].float().T * scale
-    if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-        raise EngineError(f"The adapter's update of {name} contains values that are not finite.")
-    return LoraPair(down.to(device, dtype).contiguous(), up.to(device, dtype).contiguous())
 
 
 def check_update(name: str, matrices: dict[str, Tensor], weight_shape: tuple[int, ...]) -> None:

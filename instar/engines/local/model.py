@@ -60,8 +60,7 @@ class EngineModel:
         self.kv_shape = self._probe(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model that shares the weights but has its own adapter. Loading full weights affects both
-        models."""
+        """Return a model with its own adapter that shares all weights, including later loaded ones."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
         return shared
@@ -108,8 +107,7 @@ class EngineModel:
         return state
 
     def _probe(self, layers: int) -> KVShape:
-        """Run one token and return the shape of keys and values. Raises EngineError if the engine does not
-        implement the attention of a layer."""
+        """Return the shape of keys and values. Raises EngineError if a layer's attention is not supported."""
         probe = attention.ShapeProbe()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.inference_mode():

@@ -83,8 +83,7 @@ class PrefixCache:
         self.tokens = 0
 
     def _walk(self, ids: Ids) -> Iterator[tuple[PrefixNode, int]]:
-        """Yield the nodes along ``ids``, each with the number of matching tokens. Only the last node may
-        match partially."""
+        """Yield the nodes along ``ids`` and the number of matching tokens in each."""
         node, matched = self._root, 0
         while matched < len(ids) and (child := node.children.get(int(ids[matched]))):
             count = common_length(child.ids, ids[matched:])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CAPACITY_STEP = 64
-"""The capacity of a row is a multiple of this number of tokens."""
+"""The number of tokens by which the capacity of a row grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,8 @@ class KVShape:
 
 
 def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
-    """Return zeros [layers, 2, rows, kv heads, capacity, head dim]. Values beyond the end of a row are
-    multiplied by zero, so they must be finite. NumPy's zeros take no time on CPUs, because they come from
-    calloc."""
+    """Return zeros [layers, 2, rows, kv heads, capacity, head dim]. Attention multiplies unused values by
+    zero, so they must be finite. On CPUs, NumPy's zeros are fast, because they come from calloc."""
     size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
     if shape.device != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
@@ -37,8 +36,6 @@ def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
 
 
 class KVRows:
-    """The keys and values of all rows, in memory that grows when necessary."""
-
     def __init__(self, shape: KVShape, max_rows: int, max_tokens: int) -> None:
         self.shape = shape
         self._max_rows = max_rows

@@ -19,8 +19,7 @@ BLOCK_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The sampled token of each row. ``behavior`` is None for rows that sample from the unmodified
-    softmax."""
+    """The sampled token of each row. ``behavior`` is None if the softmax was not modified."""
 
     ids: list[int]
     logprobs: list[float]
@@ -28,8 +27,8 @@ class SampledTokens:
 
 
 class Sampler:
-    """Samples one token for each row. The large buffers are reused, because the page faults of new buffers
-    take longer than the arithmetic."""
+    """Samples one token for each row. Buffers are reused, because page faults would take longer than the
+    arithmetic."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -115,8 +114,7 @@ def _inverse_cdf(
     logits: Tensor, weights: Tensor, uniform: Tensor, *, skip: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest logit, the sum of exp(logit - largest) and the sampled id of each row, all [rows,
-    1]. Cumulative sums are computed over blocks, then within the sampled block. If ``skip``, all ids are
-    0."""
+    1]. If ``skip``, all ids are 0. Summing blocks first is faster than one cumulative sum."""
     max_logit = logits.amax(-1, keepdim=True)
     torch.sub(logits, max_logit, out=weights).exp_()
     blocks = weights.view(len(weights), -1, BLOCK_SIZE)

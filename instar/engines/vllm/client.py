@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -24,8 +24,7 @@ LORA_METRIC = "vllm:lora_requests_info"
 
 
 class WorkerError(EngineError):
-    """A call to vLLM's workers failed. ``weights_changed`` is False if all workers still have their
-    weights."""
+    """A call to vLLM's workers failed. ``weights_changed`` is False if no worker has new weights."""
 
     def __init__(self, message: str, *, weights_changed: bool) -> None:
         super().__init__(message)
@@ -33,8 +32,8 @@ class WorkerError(EngineError):
 
 
 class VllmClient:
-    """An HTTP client of one vLLM server. Raises EngineUnavailable if the server cannot be reached or is
-    shutting down, and EngineError with the server's message if the server rejects a call."""
+    """Raises EngineUnavailable if the server cannot be reached or is shutting down, and EngineError if the
+    server rejects a call."""
 
     def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
         # Calls are rare, and vLLM closes a connection after an error, so connections are not kept alive.
@@ -48,20 +47,25 @@ class VllmClient:
         return await self._call("POST", path, body, timeout)
 
     async def rpc(self, method: str, kwargs: Json | None = None) -> Any:
-        """Call a method of every worker and return the results. Results that are not a dict or list are
-        converted to text."""
+        """Call a method of every worker and return the results. vLLM converts most types to text."""
         response = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs or {}})
         return response["results"] if response else []
 
     async def call_workers(self, method: str, body: Json) -> list[Json]:
-        """Call a method of our worker extension on every worker and return the results. Raises WorkerError
-        with the message of the first failure."""
+        """Call a method of our worker extension on every worker. Raises WorkerError for the first failure."""
         results: list[Json] = await self.rpc(method, {"text": msgspec.json.encode(body).decode()})
         errors = [result["error"] for result in results if "error" in result]
         if errors:
             changed = any("error" not in result or result.get("weights_changed") for result in results)
             raise WorkerError(f"A vLLM worker failed: {errors[0]}", weights_changed=changed)
         return results
+
+    async def check_health(self, timeout: float) -> EngineError | None:
+        try:
+            await self.get("/health", timeout=timeout)
+        except EngineError as error:
+            return error
+        return None
 
     async def post_bytes(self, path: str, body: bytes) -> bytes:
         response = await self.stream(path, body)
@@ -135,7 +139,6 @@ class ServerCapabilities:
         )
 
     def check(self, config: VllmEngineConfig, max_context: int) -> None:
-        """Raise ConfigError if the server lacks something that the run needs."""
         if not self.generates:
             raise ConfigError(
                 f"engine.servers: the server does not accept token ids at {GENERATE_PATH}; "
@@ -150,8 +153,3 @@ class ServerCapabilities:
             raise ConfigError(f"engine.policy: adapter needs a server {FOR_ADAPTERS}.")
         if config.policy == "merged" and not self.replaces_weights:
             raise ConfigError(f"engine.policy: merged needs a server {FOR_MERGED}.")
-
-    def choose_policy_mode(self, config: VllmEngineConfig) -> Literal["adapter", "merged"] | None:
-        if config.policy != "auto":
-            return config.policy
-        return "adapter" if self.loads_adapters else "merged" if self.replaces_weights else None

@@ -17,7 +17,6 @@ MIDDLEWARE = "instar.engines.vllm.auth.RequireKeyMiddleware"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels."""
 MAX_BATCH_ADAPTERS = 4
-"""The maximum number of policy versions in one batch."""
 MAX_LOADED_ADAPTERS = 16
 """The maximum number of policy versions that are in use at the same time."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -113,8 +112,7 @@ class VllmLaunch:
         return [*arguments, *config.args]
 
     def environment(self, key: str, package: Path) -> dict[str, str]:
-        """Return the server's environment variables. ``package`` is a folder that contains only this
-        package."""
+        """Return the environment variables. ``package`` is a folder that contains only this package."""
         environment = _base_environment()
         paths = [str(package), *filter(None, [environment.get("PYTHONPATH")])]
         environment.update(

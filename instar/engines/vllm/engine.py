@@ -20,10 +20,9 @@ from instar.engines.stopping import collect_eos_ids
 from instar.engines.vllm import wire
 from instar.engines.vllm.client import FOR_ADAPTERS, FOR_MERGED, ServerCapabilities
 from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
-from instar.engines.vllm.external import CHECK_INTERVAL, ExternalVllm
-from instar.engines.vllm.process import ServerCallbacks, VllmProcess
 from instar.engines.vllm.reply import VllmReply
-from instar.engines.vllm.serving import AdapterServing, BaseServing, MergedServing, PolicyLease, PolicyServing
+from instar.engines.vllm.servers import EXTERNAL_CHECK_INTERVAL, ExternalVllm, ServerCallbacks, VllmProcess
+from instar.engines.vllm.serving import AdapterServing, MergedServing, PolicyLease, PolicyServing
 from instar.engines.vllm.transfer import TransferReceiver, find_routes
 from instar.engines.vllm.weights import NO_VERSION, ServerWeights
 from instar.errors import ConfigError, EngineError, EngineUnavailable
@@ -33,16 +32,14 @@ from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, To
 BASE = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY = 0.5
-"""The seconds before a failed request is sent again. By then, the engine has noticed if the server has
-exited."""
+"""The seconds before a failed request is sent again, which suffice to detect that the server exited."""
 
 
 class VllmEngine(Engine):
-    """Samples from one vLLM server. ``check_interval`` is the number of seconds between two health checks of
-    a server that was started by someone else."""
+    """Samples from one vLLM server. ``check_interval`` applies to servers started by someone else."""
 
     def __init__(
-        self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = CHECK_INTERVAL
+        self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = EXTERNAL_CHECK_INTERVAL
     ) -> None:
         if len(config.servers) > 1:
             raise ConfigError(f"engine.servers: an engine uses one server, not {len(config.servers)}.")
@@ -53,12 +50,11 @@ class VllmEngine(Engine):
         self._properties = _ModelProperties.read(self._folder, model)
         self._tokenizer: Any = load_tokenizer(self._folder)
         self._server: VllmProcess | ExternalVllm | None = None
-        self._serving: PolicyServing = BaseServing()
+        self._serving = PolicyServing()
         self._weights: ServerWeights | None = None
         self._receiver: TransferReceiver | None = None
         self._send_seeds = True
         self._dtype = "fp32"  # every server can read it
-        self._info: EngineInfo | None = None
         self._policy: Policy | None = None
         """The policy that the server must serve after a restart."""
         self._has_pending_load = False
@@ -176,7 +172,9 @@ class VllmEngine(Engine):
         self, capabilities: ServerCapabilities, weights: ServerWeights, *, has_extension: bool
     ) -> PolicyServing:
         is_own_server = isinstance(self._server, VllmProcess)
-        policy = capabilities.choose_policy_mode(self._config)
+        policy = self._config.policy
+        if policy == "auto" and (capabilities.loads_adapters or capabilities.replaces_weights):
+            policy = "adapter" if capabilities.loads_adapters else "merged"
         if policy == "adapter":
             rank = round_up_rank(self._config.lora_rank or 16) if is_own_server else None
             return AdapterServing(weights.client, rank, self._report)
@@ -195,7 +193,7 @@ class VllmEngine(Engine):
             f"policies cannot be loaded: for `engine.policy: adapter` the server must be {FOR_ADAPTERS}, "
             f"for `merged` it must be {FOR_MERGED}"
         )
-        return BaseServing()
+        return PolicyServing()
 
     async def _wait_until_ready(self) -> None:
         if not self._ready.is_set():

@@ -48,8 +48,7 @@ class WeightReceiver(AdapterPrefetcher):
         return {"gpu": _gpu(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """Receive some weights of the policy ``key``. Earlier weights are dropped if they belong to a
-        different policy, or if this is the first chunk."""
+        """Receive some weights of a policy. Weights of other policies are dropped."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_staged.receive(body, self.device)
@@ -90,8 +89,6 @@ class WeightReceiver(AdapterPrefetcher):
 
 @dataclass
 class MappedBuffer:
-    """A buffer of the trainer that is mapped into this process."""
-
     name: str
     buffer: Tensor
     weights: list[tuple[str, Tensor]]
@@ -100,8 +97,6 @@ class MappedBuffer:
 
 @dataclass
 class StagedWeights:
-    """The weights of one policy that have arrived."""
-
     key: str = ""
     weights: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
     chunks: set[int] = field(default_factory=set[int])
@@ -154,8 +149,6 @@ class StagedWeights:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """The copies from a buffer to the parameters of a model."""
-
     targets: list[Tensor]
     sources: list[Tensor]
 
@@ -203,18 +196,14 @@ def load_in_place(
 
 
 def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Load the weights with vLLM's own code, which converts them for layers that are quantized or on a
-    CPU."""
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    """Load the weights with vLLM's own code, which converts them for quantized or CPU layers."""
+    from vllm.model_executor.model_loader import reload
 
     parameter_names = {name for name, _ in model.named_parameters()}
-    initialize_layerwise_reload(model)
+    reload.initialize_layerwise_reload(model)
     try:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
-        finalize_layerwise_reload(model, model_config)
+        reload.finalize_layerwise_reload(model, model_config)
     except BaseException:  # every error, because the next load must be possible
         _reset_layers(model)
         raise
@@ -237,7 +226,6 @@ def _reset_layers(model: nn.Module) -> None:
 
 
 def has_file_layout(model: nn.Module) -> bool:
-    """Return True if all parameters have the same layout as in the model's files."""
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     return methods <= PLAIN_QUANT_METHODS
 

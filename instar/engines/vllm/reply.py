@@ -90,7 +90,6 @@ class VllmReply:
             self._response.close()
 
     def _parse(self, data: bytes) -> TokenChunk | None:
-        """Return the tokens of all complete events."""
         *events, self._unread = (self._unread + data).split(b"\n\n")
         ids: list[int] = []
         logprobs: list[float] = []

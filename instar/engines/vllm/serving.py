@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,56 +31,37 @@ class PolicyLease:
     """Returns the version that samples tokens now."""
 
 
-class PolicyServing(ABC):
-    artifacts: tuple[ArtifactKind, ...]
+class PolicyServing:
+    """Serves only the base model. Subclasses also load policies into the server."""
+
+    artifacts: tuple[ArtifactKind, ...] = ("base",)
     switches_mid_reply: bool = False
     """True if replies in progress continue under a newly loaded policy."""
-
-    @property
-    @abstractmethod
-    def version(self) -> int: ...
-
-    @abstractmethod
-    async def load(self, policy: Policy) -> None:
-        """Serve the policy, as Engine.load does. Calls must not overlap."""
-
-    def set_policy(self, policy: Policy) -> None:  # noqa: B027 - optional
-        """Record that a live route has loaded the weights of this policy."""
-
-    @abstractmethod
-    def lease(self) -> AbstractContextManager[PolicyLease]:
-        """Reserve the served policy for the duration of a request."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Record that the server has just started and serves the base model."""
-
-    async def close(self) -> None:  # noqa: B027 - optional
-        """Unload the adapters of this engine from the server."""
-
-
-class BaseServing(PolicyServing):
-    """Serves only the base model, because the server cannot load policies."""
-
-    artifacts = ("base",)
-
-    def __init__(self) -> None:
-        self._version = 0
+    _version = 0
 
     @property
     def version(self) -> int:
         return self._version
 
     async def load(self, policy: Policy) -> None:
+        """Serve the policy, as Engine.load does. Calls must not overlap."""
         self._version = policy.version
+
+    def set_policy(self, policy: Policy) -> None:
+        """Record that a live route has loaded the weights of this policy."""
 
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
+        """Reserve the served policy for the duration of a request."""
         version = self._version
         yield PolicyLease(None, lambda: version)
 
     def reset(self) -> None:
+        """Record that the server has just started and serves the base model."""
         self._version = 0
+
+    async def close(self) -> None:
+        """Unload the adapters of this engine from the server."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,8 +76,8 @@ class _LoadedAdapter:
 
 class AdapterServing(PolicyServing):
     """Serves each version as an adapter with a unique name, by which vLLM separates its caches. A request
-    finishes under the adapter that it began with. An old adapter is unloaded after its last request.
-    ``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
+    finishes under its adapter, which is unloaded after the last request. ``max_rank`` is the largest rank
+    that the server accepts, or None if it is unknown."""
 
     artifacts = ("adapter", "base")
 
@@ -187,8 +167,7 @@ class AdapterServing(PolicyServing):
 
 @dataclass
 class MergedServing(PolicyServing):
-    """Serves a policy by replacing the server's own weights. Requests in flight continue under the new
-    weights."""
+    """Replaces the server's own weights. Requests in flight continue under the new weights."""
 
     weights: ServerWeights
     base: Path
@@ -198,8 +177,7 @@ class MergedServing(PolicyServing):
     is_remote: bool
     """True if the server runs on another machine and can read only the folders of policies."""
     has_extension: bool
-    """True if the server has our worker extension. On a CPU, vLLM alone does not update an output layer that
-    is tied to the embedding."""
+    """True if the server has our worker extension, which updates tied output layers on CPUs."""
     on_cpu: bool
 
     switches_mid_reply = True

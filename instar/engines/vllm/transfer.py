@@ -33,8 +33,7 @@ async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
 
 
 async def prefetch_adapter(client: VllmClient, folder: str) -> None:
-    """Make the workers read an adapter while they continue to sample. Without our worker extension, vLLM
-    stops sampling to read the adapter when it loads it."""
+    """Make the workers read an adapter while they sample. Only our worker extension supports this."""
     try:
         async with asyncio.timeout(PREFETCH_TIMEOUT):
             while True:
@@ -49,8 +48,7 @@ async def prefetch_adapter(client: VllmClient, folder: str) -> None:
 
 
 class TransferReceiver:
-    """Stages and commits weights on one server. Each worker receives all weights. ``base`` is the folder of
-    the base model, which has the expected shapes."""
+    """Stages and commits weights on one server. They must have the shapes of the model in ``base``."""
 
     def __init__(self, weights: ServerWeights, base: Path) -> None:
         self._weights = weights

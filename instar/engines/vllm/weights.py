@@ -44,8 +44,7 @@ class WeightChange:
 
 
 class ServerWeights:
-    """Tracks the version of one server's weights and changes them in pauses. ``replies`` contains the replies
-    in progress, whose tokens must get the right version."""
+    """Tracks the version of one server's weights. ``replies`` contains the replies in progress."""
 
     def __init__(self, client: VllmClient, timing: PauseTiming | None = None) -> None:
         self.client = client
@@ -106,9 +105,8 @@ class ServerWeights:
         return sum(reply.received_bytes for reply in self.replies)
 
     async def _settle(self) -> None:
-        """Wait until every token that was sampled before the pause has arrived. vLLM has sent all of them,
-        but they may be in transit. Replies that continue to receive data are aborted, because the versions of
-        their tokens would be unknown."""
+        """Wait until every token that was sampled before the pause has arrived. Replies that continue to
+        receive data are aborted, because the versions of their tokens would be unknown."""
         previous = self._received_bytes()
         try:
             async with asyncio.timeout(self._timing.settle_timeout):

@@ -18,7 +18,7 @@ async def test_run_with_ray_sync_records_exact_logprobs(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     model = vllm_model(tmp_path / "model")
-    config = run_settings(tmp_path, model, "merged", tokens=24, steps=3, mode="sync")
+    config = run_settings(tmp_path, model, "merged", max_tokens=24, steps=3, mode="sync")
     run = RunProcess(tmp_path, config | {"sync": {"route": "ray", "chunk_mib": 1}})
     run.start()
     run.finish(timeout=RUN_SECONDS)

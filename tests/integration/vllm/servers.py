@@ -32,11 +32,11 @@ KEY = "server-key"
 
 def vllm_model(folder: Path) -> Path:
     """Create the tiny model with a head size that vLLM's attention supports."""
-    return make_tiny_model(folder, hidden=128, heads=4, kv_heads=2, context=512)
+    return make_tiny_model(folder, hidden=128, heads=4, kv_heads=2, context=4096)
 
 
-def model_config(folder: Path) -> ModelConfig:
-    return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=256)
+def model_config(folder: Path, max_context: int = 256) -> ModelConfig:
+    return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=max_context)
 
 
 def vllm_config(**settings: Any) -> VllmEngineConfig:

@@ -19,10 +19,13 @@ from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
-from tests.unit.engines.conformance import EngineConformance, collect, ids_of, versions_of
+from tests.unit.engines.conformance import EngineConformance, collect, ids_of, read_until_version, versions_of
 
 pytestmark = pytest.mark.timeout(900)
 BASE = Policy("p", 0, Artifact("base"))
+MAX_CONTEXT = 4096
+"""Large enough that a reply of LONG_REPLY_TOKENS takes many seconds."""
+LONG_REPLY_TOKENS = 4000
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tiny: Path, logs: Path) -> Iterator[ServedEngine]:
-    run = RunConfig(model=model_config(tiny), engine=vllm_config(policy="auto"))
+    run = RunConfig(model=model_config(tiny, MAX_CONTEXT), engine=vllm_config(policy="auto"))
     served = ServedEngine(run, logs / "engine.log")
     yield served
     served.close()
@@ -53,7 +56,8 @@ async def engine(served: ServedEngine) -> AsyncIterator[Engine]:
 
 
 class TestVllm(EngineConformance):
-    pass
+    max_context = MAX_CONTEXT
+    long_reply_tokens = LONG_REPLY_TOKENS
 
 
 async def test_auto_policy_is_merged_on_cpu_with_a_separate_log(engine: Engine, logs: Path) -> None:
@@ -81,22 +85,28 @@ async def test_engine_matches_the_trainer_after_each_load(engine: Engine, tiny: 
 async def test_replies_continue_under_new_weights(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
     first, second = await training.step(), await training.step()
-    streams = [
-        asyncio.create_task(collect(engine, [*PROMPT, n + 3], max_tokens=200, seed=n)) for n in range(24)
+    tasks = [
+        asyncio.create_task(collect(engine, [*PROMPT, n + 3], max_tokens=1000, seed=n)) for n in range(24)
     ]
-    while (await engine.status()).generated_tokens == 0:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await _wait_for_new_tokens(engine)
     await engine.load(first)
-    await asyncio.sleep(0.3)
+    await _wait_for_new_tokens(engine)
     await engine.load(second)
-    replies = await asyncio.gather(*streams)
+    replies = await asyncio.gather(*tasks)
     for chunks in replies:
         versions = versions_of(chunks)
-        assert len(versions) == 200 or chunks[-1].finish_reason == "stop"
+        assert len(versions) == 1000 or chunks[-1].finish_reason == "stop"
         assert versions == sorted(versions)
     version_sets = [tuple(sorted(set(versions_of(chunks)))) for chunks in replies]
     assert (0, 1, 2) in version_sets
     await training.backend.close()
+
+
+async def _wait_for_new_tokens(engine: Engine) -> None:
+    start = (await engine.status()).generated_tokens
+    async with asyncio.timeout(60):
+        while (await engine.status()).generated_tokens < start + 48:  # noqa: ASYNC110 - the engine is remote
+            await asyncio.sleep(0.01)
 
 
 async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
@@ -105,10 +115,10 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     """Keys and values of the old weights are not reused, by the same reply or by a later one."""
     training = Training(tiny, tmp_path)
     policy = await training.step()
-    stream = engine.generate(PROMPT, SamplingParams(max_tokens=220, temperature=0))
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONG_REPLY_TOKENS, temperature=0))
     chunks = [await anext(stream)]
     await engine.load(policy)
-    chunks += [chunk async for chunk in stream]
+    chunks += await read_until_version(stream, 1, tokens=100)
     ids, versions = ids_of(chunks), versions_of(chunks)
     actual = np.asarray([value for chunk in chunks for value in chunk.logprobs])
     expected = (await training.logprobs([*PROMPT, *ids]))[len(PROMPT) :]
@@ -173,10 +183,8 @@ async def test_killed_server_restarts_with_the_current_policy(
     training = Training(tiny, tmp_path)
     policy = await training.step()
     await engine.load(policy)
-    (core,) = _find_descendants(
-        "VLLM::EngineCor"
-    )  # before the reply, which takes little longer than this search
-    stream = engine.generate(PROMPT, SamplingParams(max_tokens=220, temperature=0))
+    (core,) = _find_descendants("VLLM::EngineCor")
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONG_REPLY_TOKENS, temperature=0))
     await anext(stream)
     os.kill(core, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):

@@ -26,7 +26,7 @@ from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(1300)
 RUN_SECONDS = 600
-AGENT_MODULE = "tests.integration.vllm.play"
+AGENT_MODULE = "tests.integration.vllm.agent"
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vllm_model(tmp_path_factory.mktemp("model"))
 
 
-def run_settings(folder: Path, model: Path, policy: str, *, tokens: int, **trainer: Any) -> dict[str, Any]:
-    agent = {"ledger": str(folder / "ledger.txt"), "tokens": tokens}
+def run_settings(
+    folder: Path, model: Path, policy: str, *, max_tokens: int, **trainer: Any
+) -> dict[str, Any]:
+    agent_args = {"ledger": str(folder / "ledger.txt"), "max_tokens": max_tokens}
     return {
         "name": "served",
         "dir": str(folder / "run"),
@@ -57,8 +59,8 @@ def run_settings(folder: Path, model: Path, policy: str, *, tokens: int, **train
             **trainer,
         },
         "rollout": {
-            "tasks": {"type": "python", "function": f"{AGENT_MODULE}:tasks"},
-            "agent": {"type": "function", "function": f"{AGENT_MODULE}:agent", "args": agent},
+            "tasks": {"type": "python", "function": f"{AGENT_MODULE}:list_tasks"},
+            "agent": {"type": "function", "function": f"{AGENT_MODULE}:run_agent", "args": agent_args},
             "group_size": 4,
             "timeout": 300,
             "retries": 6,
@@ -100,7 +102,7 @@ async def read_calls(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
 
 
 async def check_every_token(run: RunProcess, model: Path) -> set[int]:
-    """Assert that the logprob of every token matches its version; return the versions."""
+    """Assert that the logprob of every token matches its version, and return all versions."""
     calls, adapters = await read_calls(run)
     policies = PublishedPolicies(model, adapters)
     versions: set[int] = set()
@@ -114,20 +116,20 @@ async def check_every_token(run: RunProcess, model: Path) -> set[int]:
 
 
 def find_server_pids(run: RunProcess) -> Iterator[int]:
-    """Yield the vLLM processes of this run: those that log into its folder."""
+    """Yield the vLLM processes that log to the folder of this run."""
     for entry in Path("/proc").iterdir():
         try:
             name = (entry / "comm").read_text() if entry.name.isdigit() else ""
             output = str((entry / "fd" / "1").readlink()) if name.startswith("VLLM::EngineCor") else ""
         except OSError:
-            continue  # the process has ended
+            continue  # the process has exited
         if str(run.run_dir) in output:
             yield int(entry.name)
 
 
 @contextmanager
 def running(run: RunProcess) -> Iterator[None]:
-    """Start the run and kill it at the end if it has not finished."""
+    """Start the run, and kill it after the block if it has not finished."""
     run.start()
     try:
         yield
@@ -142,7 +144,7 @@ def count_committed_steps(run: RunProcess) -> int:
 
 async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
     # With max_staleness 3, sessions of the last step start under version 2 or later.
-    config = run_settings(tmp_path, model, "merged", tokens=160, steps=6, max_staleness=3)
+    config = run_settings(tmp_path, model, "merged", max_tokens=160, steps=6, max_staleness=3)
     run = RunProcess(tmp_path, config)
     with running(run):
         assert run.wait_until(lambda: count_committed_steps(run) >= 2, timeout=RUN_SECONDS), run.explain()
@@ -154,14 +156,14 @@ async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp
     role_logs = [(logs / f"engine-{index}.log").read_text() for index in range(2)]
     assert sum("starting it again" in text for text in role_logs) == 1
     assert all((logs / f"engine-{index}-vllm.log").stat().st_size for index in range(2))
-    assert "engine" not in run.output.read_text(), "the roles were not restarted"
+    assert "engine" not in run.output.read_text(), "no role may be restarted"
     versions = await check_every_token(run, model)
     assert len(versions) >= 3
-    assert not list(find_server_pids(run)), "the processes end with the run"
+    assert not list(find_server_pids(run)), "the servers must stop with the run"
 
 
 async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: Path) -> None:
-    run = RunProcess(tmp_path, run_settings(tmp_path, model, "adapter", tokens=24, steps=3, mode="sync"))
+    run = RunProcess(tmp_path, run_settings(tmp_path, model, "adapter", max_tokens=24, steps=3, mode="sync"))
     with running(run):
         run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()

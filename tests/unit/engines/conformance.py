@@ -1,12 +1,15 @@
 """Tests that every engine must pass. Test classes derive from EngineConformance and provide an engine.
 
-The engine must serve a model with the tiny tokenizer, and its greedy reply to ``prompt`` must not
-end by itself within its first six tokens. ``seeds_matter`` is True if replies depend on the seed.
+The engine must serve a model with the tiny tokenizer, and its greedy reply to ``prompt`` must not end by
+itself. ``seeds_matter`` is True if replies depend on the seed. A reply of ``long_reply_tokens`` must still be
+running when the test sends its next request.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -35,6 +38,19 @@ def versions_of(chunks: list[TokenChunk]) -> list[int]:
     return [version for chunk in chunks for version in chunk.versions]
 
 
+async def read_until_version(
+    stream: AsyncGenerator[TokenChunk, None], version: int, tokens: int
+) -> list[TokenChunk]:
+    """Read a reply until it has this number of tokens of the version, and cancel the rest."""
+    chunks: list[TokenChunk] = []
+    async with aclosing(stream):
+        async for chunk in stream:
+            chunks.append(chunk)
+            if versions_of(chunks).count(version) >= tokens:
+                break
+    return chunks
+
+
 async def wait_until_idle(engine: Engine) -> None:
     async with asyncio.timeout(10):
         while (status := await engine.status()).running or status.waiting:  # noqa: ASYNC110 - the engine may be remote
@@ -43,6 +59,8 @@ async def wait_until_idle(engine: Engine) -> None:
 
 class EngineConformance:
     seeds_matter = True
+    max_context = 256
+    long_reply_tokens = 200
 
     @pytest.fixture
     def prompt(self) -> list[int]:
@@ -50,7 +68,7 @@ class EngineConformance:
 
     async def test_info_describes_the_engine(self, engine: Engine) -> None:
         assert engine.info.vocab_size == len(TOKENIZER)
-        assert engine.info.max_context == 256
+        assert engine.info.max_context == self.max_context
         assert {"base", "adapter", "weights"} <= set(engine.info.artifacts)
 
     async def test_generate_streams_aligned_chunks_with_one_finish_reason(
@@ -116,17 +134,17 @@ class EngineConformance:
 
     async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         start = (await engine.status()).generated_tokens
-        stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
+        stream = engine.generate(prompt, SamplingParams(max_tokens=self.long_reply_tokens, temperature=0))
         await anext(stream)
         assert (await engine.status()).running == 1
         await stream.aclose()  # type: ignore[attr-defined]
         await wait_until_idle(engine)
         before = (await engine.status()).generated_tokens
         await asyncio.sleep(0.1)
-        assert (await engine.status()).generated_tokens == before < start + 190
+        assert (await engine.status()).generated_tokens == before < start + self.long_reply_tokens - 10
 
     async def test_cancelled_task_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
-        task = asyncio.create_task(collect(engine, prompt, max_tokens=200, temperature=0))
+        task = asyncio.create_task(collect(engine, prompt, max_tokens=self.long_reply_tokens, temperature=0))
         async with asyncio.timeout(10):
             while (await engine.status()).running == 0:  # noqa: ASYNC110 - the engine may be remote
                 await asyncio.sleep(0.001)
@@ -145,10 +163,10 @@ class EngineConformance:
 
     async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
         assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
-        stream = engine.generate(prompt, SamplingParams(max_tokens=220, temperature=0))
+        stream = engine.generate(prompt, SamplingParams(max_tokens=self.long_reply_tokens, temperature=0))
         chunks = [await anext(stream)]
         await engine.load(Policy("p", 5, Artifact("base")))
-        chunks += [chunk async for chunk in stream]
+        chunks += await read_until_version(stream, 5, tokens=10)
         versions = versions_of(chunks)
         assert versions == sorted(versions)
         assert (versions[0], versions[-1]) == (0, 5)
@@ -189,9 +207,9 @@ class EngineConformance:
         if engine.info.scores:
             with pytest.raises(PromptTooLong):
                 await engine.logprobs((prompt * 256)[: engine.info.max_context + 1])
-            for bad in ([], [-1], [engine.info.vocab_size]):
+            for invalid_ids in ([], [-1], [engine.info.vocab_size]):
                 with pytest.raises(EngineError):
-                    await engine.logprobs(bad)
+                    await engine.logprobs(invalid_ids)
 
     async def test_generate_rejects_a_prompt_that_fills_the_context(
         self, engine: Engine, prompt: list[int]

@@ -1,4 +1,4 @@
-"""Fake vLLM servers for tests of the engine's own code. Tests choose what they send and where they fail."""
+"""Fake vLLM servers. Tests choose the events that they send and the paths that fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FakeVllm:
         self.failing: set[str] = set()
         """Paths that respond with status 500."""
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """The events of a reply; None ends it."""
+        """The events of a reply. None marks its end."""
         self.url = ""
 
     async def _any(self, request: web.Request) -> web.StreamResponse:
@@ -36,8 +36,8 @@ class FakeVllm:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        while (part := await self.events.get()) is not None:
-            await response.write(part)
+        while (data := await self.events.get()) is not None:
+            await response.write(data)
         return response
 
     @asynccontextmanager
@@ -56,15 +56,15 @@ class FakeVllm:
 
 
 class StatefulFakeVllm(FakeVllm):
-    """Keeps its adapters by name, its pause, and the folder or key of its weights."""
+    """A fake server with adapters, weights and pauses. ``weights`` is the folder or key of its weights."""
 
     def __init__(self, root: Path, *, adapters: bool = False, has_extension: bool = True) -> None:
         super().__init__()
         self._root = str(root)
-        self._takes_adapters = adapters
+        self._loads_adapters = adapters
         self._has_extension = has_extension
         self.failing_once: set[str] = set()
-        """Paths that respond once with 503 although they do their work, except /resume."""
+        """Paths whose next request gets status 503. Except for /resume, the request takes effect."""
         self.reports_start = True
         self.restart()
 
@@ -80,19 +80,19 @@ class StatefulFakeVllm(FakeVllm):
         if request.path in self.failing or request.path == GENERATE_PATH:
             return await super()._any(request)
         self.paths.append(request.path)
-        is_lost = request.path in self.failing_once
+        should_fail = request.path in self.failing_once
         self.failing_once.discard(request.path)
-        if is_lost and request.path == "/resume":
+        if should_fail and request.path == "/resume":
             return web.Response(status=503)
         response = self._respond(request.path, await request.json() if request.can_read_body else {})
-        return web.Response(status=503) if is_lost else response
+        return web.Response(status=503) if should_fail else response
 
     def _respond(self, path: str, body: dict[str, Any]) -> web.Response:
         match path:
             case "/openapi.json":
-                own = ["/v1/load_lora_adapter"] if self._takes_adapters else ["/pause", "/resume", RPC_PATH]
+                paths = ["/v1/load_lora_adapter"] if self._loads_adapters else ["/pause", "/resume", RPC_PATH]
                 return web.json_response(
-                    {"paths": dict.fromkeys([GENERATE_PATH, "/update_weight_version", *own])}
+                    {"paths": dict.fromkeys([GENERATE_PATH, "/update_weight_version", *paths])}
                 )
             case "/v1/models":
                 entry = {"id": "m", "root": self._root, "max_model_len": 100_000}
@@ -141,13 +141,13 @@ def _error_response(message: str, status: int = 400) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
 
-def event(*ids: int, finish: str | None = None, **more: Any) -> bytes:
+def event(*ids: int, finish: str | None = None, **fields: Any) -> bytes:
     """Return an event of vLLM 0.26 with these tokens and a logprob of -1 each."""
     content = [
         {"token": f"token_id:{token}", "logprob": -1.0, "bytes": None, "top_logprobs": []} for token in ids
     ]
     choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": finish, "token_ids": list(ids)}
-    return b"data: " + json.dumps({"request_id": "r", "choices": [choice | more]}).encode() + b"\n\n"
+    return b"data: " + json.dumps({"request_id": "r", "choices": [choice | fields]}).encode() + b"\n\n"
 
 
 END = b"data: [DONE]\n\n"

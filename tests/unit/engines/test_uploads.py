@@ -137,7 +137,7 @@ def encode_upload(files: list[tuple[str, int]], content: bytes, digest: bytes | 
         (encode_upload([("../a", 5)], b"12345"), "not a plain file name"),
         (encode_upload([("..", 5)], b"12345"), "not a plain file name"),
         (encode_upload([("/tmp/a", 5)], b"12345"), "not a plain file name"),
-        (b"\xff\xff\xff\xff", "header of 4294967295 bytes"),
+        (b"\xff\xff\xff\xff", "has 4294967295 bytes"),
         (b"\x02\x00\x00\x00[]", "cannot be read"),
     ],
 )

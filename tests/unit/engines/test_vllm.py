@@ -41,9 +41,6 @@ from tests.unit.engines.test_conformance import local_engine, scripted_engine
 TOKENIZER = make_tiny_tokenizer()
 
 
-# --- replies ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 async def vllm() -> AsyncIterator[FakeVllm]:
     async with FakeVllm().serving() as server:
@@ -183,9 +180,6 @@ def test_generate_request_disables_detokenize_without_stop_strings() -> None:
     assert "logprobs" not in body(score=False)
 
 
-# --- weights ----------------------------------------------------------------------------------------
-
-
 def test_merge_adapter_matches_peft(tiny: Path, adapter: Path) -> None:
     merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapter).merge_and_unload()
     with merge_adapter(tiny, adapter, "fp32") as folder:
@@ -206,9 +200,6 @@ def test_check_same_shapes_rejects_another_architecture(tiny: Path, adapter: Pat
         check_same_shapes(other, tiny)
     with pytest.raises(EngineError, match="does not have"), merge_adapter(other, adapter, "fp32"):
         pass
-
-
-# --- starting a server ------------------------------------------------------------------------------
 
 
 def build_launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> VllmLaunch:
@@ -280,9 +271,6 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-# --- several engines --------------------------------------------------------------------------------
 
 
 def test_engine_process_config_selects_the_part_of_a_mixed_engine() -> None:

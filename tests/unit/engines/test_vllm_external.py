@@ -1,4 +1,4 @@
-"""The vLLM engine at an external server: the policy that it serves while the server goes down and returns."""
+"""Tests of the vLLM engine with an external server that goes down and responds again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pytest
 from instar.config import ModelConfig, VllmEngineConfig
 from instar.engines.base import WeightTransfer
 from instar.engines.vllm.engine import VllmEngine
-from instar.engines.vllm.external import ExternalVllm
-from instar.engines.vllm.process import ServerCallbacks
+from instar.engines.vllm.servers import ExternalVllm, ServerCallbacks
 from instar.errors import EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.unit.engines.fake_vllm import END, FakeVllm, StatefulFakeVllm, event
 
 
 @asynccontextmanager
-async def engine_at(server: FakeVllm, tiny: Path, **settings: Any) -> AsyncIterator[VllmEngine]:
+async def connect_engine(server: FakeVllm, tiny: Path, **settings: Any) -> AsyncIterator[VllmEngine]:
     model = ModelConfig(name=str(tiny), max_context=64, device=settings.pop("device", "auto"))
     config = VllmEngineConfig.model_validate({"servers": [server.url], "start_timeout": 10, **settings})
     engine = VllmEngine(model, config, check_interval=0.02)
@@ -56,7 +55,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def server_down(server: FakeVllm, engine: VllmEngine) -> AsyncIterator[None]:
-    """Let health checks fail inside the block, and wait until the engine has reconnected after it."""
+    """Make health checks fail during the block, and then wait until the engine has reconnected."""
     server.failing.add("/health")
     await wait_until(lambda: not engine._ready.is_set())
     yield
@@ -68,20 +67,17 @@ async def served_version(engine: VllmEngine) -> int:
     return (await engine.status()).version
 
 
-# --- adapters ---------------------------------------------------------------------------------------
-
-
 async def test_engine_unloads_its_adapters_when_closed(tiny: Path, tmp_path: Path) -> None:
     async with StatefulFakeVllm(tiny, adapters=True).serving() as server:
         for _ in range(2):
-            async with engine_at(server, tiny) as engine:
+            async with connect_engine(server, tiny) as engine:
                 await engine.load(adapter_policy(tmp_path, 1))
                 assert await served_version(engine) == 1
                 assert len(server.adapters) == 1
             assert not server.adapters
-        async with engine_at(server, tiny) as killed:
+        async with connect_engine(server, tiny) as killed:
             await killed.load(adapter_policy(tmp_path, 1))
-            async with engine_at(server, tiny) as engine:
+            async with connect_engine(server, tiny) as engine:
                 await engine.load(adapter_policy(tmp_path, 1))
                 assert await served_version(engine) == 1
 
@@ -92,7 +88,7 @@ async def test_old_adapters_are_unloaded_after_missed_checks(
 ) -> None:
     async with StatefulFakeVllm(tiny, adapters=True).serving() as server:
         server.reports_start = reports_start
-        async with engine_at(server, tiny) as engine:
+        async with connect_engine(server, tiny) as engine:
             await engine.load(adapter_policy(tmp_path, 1))
             for _ in range(2):
                 async with server_down(server, engine):
@@ -103,7 +99,10 @@ async def test_old_adapters_are_unloaded_after_missed_checks(
 
 
 async def test_restarted_server_gets_its_adapter_again(tiny: Path, tmp_path: Path) -> None:
-    async with StatefulFakeVllm(tiny, adapters=True).serving() as server, engine_at(server, tiny) as engine:
+    async with (
+        StatefulFakeVllm(tiny, adapters=True).serving() as server,
+        connect_engine(server, tiny) as engine,
+    ):
         await engine.load(adapter_policy(tmp_path, 3))
         async with server_down(server, engine):
             server.restart()
@@ -111,11 +110,11 @@ async def test_restarted_server_gets_its_adapter_again(tiny: Path, tmp_path: Pat
         assert list(server.adapters.values()) == [str(tmp_path / "v3")]
 
 
-# --- merged weights ---------------------------------------------------------------------------------
-
-
 async def test_missed_check_of_the_same_process_keeps_version_and_replies(tiny: Path) -> None:
-    async with StatefulFakeVllm(tiny).serving() as server, engine_at(server, tiny, policy="merged") as engine:
+    async with (
+        StatefulFakeVllm(tiny).serving() as server,
+        connect_engine(server, tiny, policy="merged") as engine,
+    ):
         await push_live(engine, live_policy(5))
         server.events.put_nowait(event(7))
         chunks = engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
@@ -131,7 +130,10 @@ async def test_missed_check_of_the_same_process_keeps_version_and_replies(tiny: 
 @pytest.mark.parametrize("reports_start", [True, False])
 async def test_restarted_server_does_not_keep_the_old_version(reports_start: bool, tiny: Path) -> None:
     """Weights from the trainer's memory cannot be loaded again, so the base model is served and reported."""
-    async with StatefulFakeVllm(tiny).serving() as server, engine_at(server, tiny, policy="merged") as engine:
+    async with (
+        StatefulFakeVllm(tiny).serving() as server,
+        connect_engine(server, tiny, policy="merged") as engine,
+    ):
         server.reports_start = reports_start
         await push_live(engine, live_policy(5))
         async with server_down(server, engine):
@@ -146,7 +148,10 @@ async def test_restarted_server_does_not_keep_the_old_version(reports_start: boo
 
 
 async def test_replies_are_split_by_version_if_a_restart_is_possible(tiny: Path) -> None:
-    async with StatefulFakeVllm(tiny).serving() as server, engine_at(server, tiny, policy="merged") as engine:
+    async with (
+        StatefulFakeVllm(tiny).serving() as server,
+        connect_engine(server, tiny, policy="merged") as engine,
+    ):
         server.reports_start = False
         await push_live(engine, live_policy(5))
         server.events.put_nowait(event(7))
@@ -163,7 +168,10 @@ async def test_replies_are_split_by_version_if_a_restart_is_possible(tiny: Path)
 
 
 async def test_policy_loaded_while_the_server_is_down_is_served_afterwards(tiny: Path) -> None:
-    async with StatefulFakeVllm(tiny).serving() as server, engine_at(server, tiny, policy="merged") as engine:
+    async with (
+        StatefulFakeVllm(tiny).serving() as server,
+        connect_engine(server, tiny, policy="merged") as engine,
+    ):
         async with server_down(server, engine):
             with pytest.raises(EngineUnavailable):
                 await engine.load(Policy("run", 6, Artifact("weights", str(tiny))))
@@ -172,12 +180,9 @@ async def test_policy_loaded_while_the_server_is_down_is_served_afterwards(tiny:
 
 async def test_weights_of_an_earlier_run_are_replaced_at_start(tiny: Path) -> None:
     async with StatefulFakeVllm(tiny, has_extension=False).serving() as server:
-        server.weights = "those of version 7"
-        async with engine_at(server, tiny, policy="merged", device="cpu") as engine:
+        server.weights = "weights of version 7"
+        async with connect_engine(server, tiny, policy="merged", device="cpu") as engine:
             assert (server.weights, await served_version(engine)) == (str(tiny), 0)
-
-
-# --- ExternalVllm -----------------------------------------------------------------------------------
 
 
 async def test_watcher_retries_after_an_os_error() -> None:

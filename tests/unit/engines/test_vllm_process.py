@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: its restarts, and the key that it requires."""
+"""Tests of restarts of a vLLM server, and of the key that it requires."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import instar
 from instar.config import VllmEngineConfig
 from instar.engines.vllm.auth import RequireKeyMiddleware
 from instar.engines.vllm.command import MIDDLEWARE, VllmLaunch
-from instar.engines.vllm.process import ServerCallbacks, VllmProcess
+from instar.engines.vllm.servers import ServerCallbacks, VllmProcess
 from instar.errors import EngineError, EngineUnavailable
 from tests.unit.engines.test_vllm import build_launch
 from tests.unit.engines.test_vllm_external import wait_until
 
 SERVER = """
 import http.server, os, sys, time
-port, mark, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-if os.path.exists(mark) and open(mark).read() == "1" and how == "hangs":
-    open(mark, "w").write("2")
+port, counter, failure = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if os.path.exists(counter) and open(counter).read() == "1" and failure == "server hangs":
+    open(counter, "w").write("2")
     time.sleep(60)
-open(mark, "a").write("1")
+open(counter, "a").write("1")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -41,8 +41,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @dataclass
 class FakeLaunch:
-    mark: Path
-    how: str
+    counter: Path
+    failure: str
     starts: int = 0
 
     @property
@@ -51,24 +51,24 @@ class FakeLaunch:
 
     def command(self, port: int) -> list[str]:
         self.starts += 1
-        if self.how == "cannot" and self.starts == 2:
+        if self.failure == "no memory" and self.starts == 2:
             raise OSError(12, "Cannot allocate memory")
-        return [sys.executable, "-I", "-c", SERVER, str(port), str(self.mark), self.how]
+        return [sys.executable, "-I", "-c", SERVER, str(port), str(self.counter), self.failure]
 
     def environment(self, key: str, package: Path) -> dict[str, str]:
         return {}
 
 
-@pytest.mark.parametrize("how", ["hangs", "cannot", "refuses"])
-async def test_process_restarts_again_after_a_failed_restart(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failure", ["server hangs", "no memory", "server is busy"])
+async def test_process_restarts_again_after_a_failed_restart(failure: str, tmp_path: Path) -> None:
     ready: list[int] = []
 
     async def on_ready() -> None:
         ready.append(1)
-        if how == "refuses" and len(ready) == 2:
+        if failure == "server is busy" and len(ready) == 2:
             raise EngineUnavailable("vLLM responded with status 503: busy")
 
-    launch = FakeLaunch(tmp_path / "mark", how)
+    launch = FakeLaunch(tmp_path / "counter", failure)
     child = VllmProcess(
         cast(VllmLaunch, launch),
         tmp_path / "log",
@@ -79,25 +79,22 @@ async def test_process_restarts_again_after_a_failed_restart(how: str, tmp_path:
     try:
         with contextlib.suppress(EngineError):
             await child.client.get("/die")
-        await wait_until(lambda: len(ready) == (3 if how == "refuses" else 2))
+        await wait_until(lambda: len(ready) == (3 if failure == "server is busy" else 2))
         assert launch.starts == 3
         assert child.failure is None
     finally:
         await child.close()
 
 
-# --- the key ----------------------------------------------------------------------------------------
-
-
 async def send_request(
     path: str, *headers: tuple[bytes, bytes], kind: str = "http"
 ) -> list[dict[str, Any]] | None:
-    """Return None if the middleware lets the request through, else the messages that it sends."""
+    """Return the messages that the middleware sends, or None if it forwards the request to the app."""
     sent: list[dict[str, Any]] = []
-    passed: list[bool] = []
+    forwarded: list[bool] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        passed.append(True)
+        forwarded.append(True)
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -105,7 +102,7 @@ async def send_request(
     async def receive() -> Any: ...
 
     await RequireKeyMiddleware(app)({"type": kind, "path": path, "headers": list(headers)}, receive, send)
-    return None if passed else sent
+    return None if forwarded else sent
 
 
 async def test_middleware_requires_the_key_on_all_paths_except_health(
@@ -135,9 +132,9 @@ async def test_middleware_requires_the_key_on_all_paths_except_health(
 
 
 def test_command_uses_the_middleware_that_imports_only_the_standard_library() -> None:
-    command = build_launch(VllmEngineConfig(args=["--middleware", "of.the.User"])).command(1)
+    command = build_launch(VllmEngineConfig(args=["--middleware", "custom.Middleware"])).command(1)
     assert command[command.index("--middleware") + 1] == MIDDLEWARE
-    assert command[-1] == "of.the.User"
+    assert command[-1] == "custom.Middleware"
     root = Path(instar.__file__).parents[1]
     program = (
         f"import sys; sys.path.insert(0, {str(root)!r}); before = set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""Failures during the pause in which a vLLM server's weights change."""
+"""Tests of failures while the weights of a vLLM server change."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ async def test_replies_that_never_settle_are_aborted(server: StatefulFakeVllm, c
     weights = create_weights(client, settle_timeout=0.1)
     reply = await start_reply(client, weights)
 
-    async def trickle() -> None:
+    async def send_events() -> None:
         while True:
             server.events.put_nowait(event(7))
             await asyncio.sleep(0.001)
 
-    trickling = asyncio.create_task(trickle())
+    sending = asyncio.create_task(send_events())
     await change_to(weights, 5)
-    trickling.cancel()
+    sending.cancel()
     assert weights.version == 5
     with pytest.raises(EngineUnavailable):
         async for _ in reply.chunks():

@@ -1,4 +1,4 @@
-"""An agent for a model with random weights: one streamed call, with more reward for more letters."""
+"""An agent that sends one streamed request. The reward is the share of letters in the reply."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from instar.rollout.base import AgentSession
 from tests.torture.workload import append_reply_id
 
 
-def tasks(count: int = 64) -> list[dict[str, Any]]:
+def list_tasks(count: int = 64) -> list[dict[str, Any]]:
     return [{"number": number} for number in range(count)]
 
 
-async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str, tokens: int) -> float:
+async def run_agent(task: dict[str, Any], session: AgentSession, *, ledger: str, max_tokens: int) -> float:
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=300) as client:
         stream = await client.chat.completions.create(
             model="m",
-            messages=[{"role": "user", "content": f"say {task['number']}"}],
-            max_tokens=tokens,
+            messages=[{"role": "user", "content": f"Repeat the number {task['number']}."}],
+            max_tokens=max_tokens,
             stream=True,
         )
         text = ""
@@ -28,4 +28,4 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str, tok
             completion_id = chunk.id
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
     append_reply_id(ledger, completion_id)
-    return sum(letter.isalpha() for letter in text) / max(1, len(text))
+    return sum(character.isalpha() for character in text) / max(1, len(text))

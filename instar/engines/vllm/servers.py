@@ -1,8 +1,9 @@
-"""A vLLM server that runs as a child process."""
+"""A vLLM server that runs as a child process, or that was started by someone else."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import tempfile
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import instar
+from instar.config import VllmEngineConfig
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import IDLE_SECONDS, VllmLaunch
-from instar.errors import EngineError
+from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
@@ -26,12 +28,15 @@ MAX_MISSED_CHECKS = 3
 """The number of consecutive failed health checks after which the server is restarted."""
 STOP_TIMEOUT = 20.0
 LOG_TAIL_LINES = 20
+EXTERNAL_CHECK_INTERVAL = 2.0
+START_METRIC = "process_start_time_seconds "
+"""The start time, which identifies a process of the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCallbacks:
-    """The callbacks for changes of a server. ``on_ready`` is awaited each time the server has started,
-    ``on_down`` is called with the reason when the server has stopped, and ``report`` writes a log line."""
+    """``on_ready`` is awaited each time the server has started. ``on_down`` is called with the reason when
+    the server has stopped. ``report`` writes a log line."""
 
     on_ready: Callable[[], Awaitable[None]]
     on_down: Callable[[str], None]
@@ -69,10 +74,9 @@ class VllmProcess:
         """The reason if the server is no longer restarted, else None."""
 
     async def start(self) -> None:
-        """Start the server and wait until it is ready. After a failure, raise EngineError with the end of the
-        server's log."""
-        await self._spawn()
-        await self._wait_until_ready()
+        """Start the server and wait until it is ready. Raises EngineError with the end of the server's
+        log."""
+        await self._start_server()
         self._restart_task = asyncio.create_task(self._keep_running())
 
     async def close(self) -> None:
@@ -84,11 +88,11 @@ class VllmProcess:
         self._port_socket.close()
         self._package_folder.cleanup()
 
-    async def _spawn(self) -> None:
+    async def _start_server(self) -> None:
         command = guard_command(self._launch.command(self._port_socket.getsockname()[1]))
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = process = await asyncio.create_subprocess_exec(
                 *command,
                 env=self._launch.environment(self._key, Path(self._package_folder.name)),
                 stdin=asyncio.subprocess.PIPE,  # the guard exits when this pipe closes
@@ -96,26 +100,16 @@ class VllmProcess:
                 stderr=log,
                 start_new_session=True,  # the guard must survive a signal to this process's group
             )
-
-    async def _wait_until_ready(self) -> None:
-        assert self._process is not None
         seconds = self._launch.config.start_timeout
         deadline = time.monotonic() + seconds
-        while not await self._is_healthy(timeout=5.0):
-            if (code := self._process.returncode) is not None:
+        while await self.client.check_health(timeout=5.0) is not None:
+            if (code := process.returncode) is not None:
                 raise EngineError(f"vLLM exited with code {code} during its start.\n{self._log_tail()}")
             if time.monotonic() > deadline:
                 await self._stop()
                 raise EngineError(f"vLLM did not start within {seconds:g} s.\n{self._log_tail()}")
             await asyncio.sleep(0.25)
         await self._callbacks.on_ready()
-
-    async def _is_healthy(self, timeout: float) -> bool:
-        try:
-            await self.client.get("/health", timeout=timeout)
-        except EngineError:
-            return False
-        return True
 
     async def _keep_running(self) -> None:
         failures = 0
@@ -133,8 +127,7 @@ class VllmProcess:
             await asyncio.sleep(self._restart_delays[failures])
             failures += 1
             try:
-                await self._spawn()
-                await self._wait_until_ready()
+                await self._start_server()
             except (EngineError, OSError) as error:
                 self._callbacks.report(str(error).splitlines()[0])
                 await self._stop()
@@ -150,7 +143,7 @@ class VllmProcess:
                     code = await self._process.wait()
                 return f"vLLM exited with code {code}"
             except TimeoutError:
-                missed = 0 if await self._is_healthy(HEALTH_CHECK_TIMEOUT) else missed + 1
+                missed = missed + 1 if await self.client.check_health(HEALTH_CHECK_TIMEOUT) else 0
         return "vLLM does not respond"
 
     async def _stop(self) -> None:
@@ -169,3 +162,73 @@ class VllmProcess:
     def _log_tail(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"(log: {self._log_path})", *lines])
+
+
+class ExternalVllm:
+    """Connects to the server at ``config.servers`` and checks its health, like VllmProcess."""
+
+    def __init__(
+        self,
+        config: VllmEngineConfig,
+        callbacks: ServerCallbacks,
+        *,
+        check_interval: float = EXTERNAL_CHECK_INTERVAL,
+    ) -> None:
+        self._config = config
+        self._callbacks = callbacks
+        self._check_interval = check_interval
+        self.client = VllmClient(config.servers[0], _read_key(config))
+        self.failure: EngineError | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        seconds = self._config.start_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                while (error := await self.client.check_health(HEALTH_CHECK_TIMEOUT)) is not None:
+                    self._callbacks.report(str(error))
+                    await asyncio.sleep(self._check_interval)
+        except TimeoutError as timeout:
+            raise EngineUnavailable(
+                f"The vLLM server at {self.client.url} did not respond within {seconds:g} s."
+            ) from timeout
+        await self._callbacks.on_ready()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def process_start(self) -> str | None:
+        """Return the start time of the server's process, or None if the server does not report it."""
+        lines = str(await self.client.get("/metrics", timeout=HEALTH_CHECK_TIMEOUT)).splitlines()
+        return next((line for line in lines if line.startswith(START_METRIC)), None)
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        await self.client.close()
+
+    async def _watch(self) -> None:
+        is_down = False
+        while True:
+            await asyncio.sleep(self._check_interval)
+            error = await self.client.check_health(HEALTH_CHECK_TIMEOUT)
+            if error is not None and not is_down:
+                is_down = True
+                self._callbacks.on_down(str(error))
+                self._callbacks.report(str(error))
+            elif error is None and is_down:
+                try:
+                    await self._callbacks.on_ready()
+                    is_down = False
+                except (
+                    EngineError,
+                    OSError,
+                ) as failure:  # for example a full disk; the next check tries again
+                    self._callbacks.report(str(failure))
+
+
+def _read_key(config: VllmEngineConfig) -> str | None:
+    if config.api_key_env is None:
+        return None
+    if key := os.environ.get(config.api_key_env):
+        return key
+    raise ConfigError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set.")
