@@ -179,7 +179,7 @@ class LocalEngine(Engine):
             _wake(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the posted commands, waiting for one if there are no requests. False means stop."""
+        """Run the posted commands and return False to stop. Waits for a command if there are no requests."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)

@@ -87,7 +87,7 @@ class PrefixCache:
         node, matched = self._root, 0
         while matched < len(ids) and (child := node.children.get(int(ids[matched]))):
             count = common_length(child.ids, ids[matched:])
-            is_full_match = count == len(child.ids)  # before the yield: the caller may split the node
+            is_full_match = count == len(child.ids)  # computed first, because the caller may split the node
             yield child, count
             if not is_full_match:
                 return

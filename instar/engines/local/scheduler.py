@@ -200,9 +200,8 @@ class Scheduler:
             rows.extend([request.row] * count)
             positions.extend(range(request.computed, end))
             if request.scores is not None:
-                scored_end = len(ids) - (
-                    end == len(request.prompt)
-                )  # the last token has no next token to score
+                # The last token of the prompt has no next token to score.
+                scored_end = len(ids) - (end == len(request.prompt))
                 scored_at.extend(range(len(ids) - count, scored_end))
             elif end == len(request.prompt):
                 sampled_at.append(len(ids) - 1)

@@ -303,9 +303,7 @@ class VllmEngine(Engine):
                 body = wire.encode_score_request(ids, lease.model)
                 response = wire.decode_scores(await self._server.client.post_bytes(wire.GENERATE_PATH, body))
         except msgspec.DecodeError as error:
-            raise EngineError(
-                f"The logprobs that vLLM returned for a prompt cannot be read: {error}"
-            ) from error
+            raise EngineError(f"vLLM's response to a score request cannot be read: {error}") from error
         finally:
             self._status.running -= 1
         for position, logprobs in enumerate(response.prompt_logprobs[1:], start=1):

@@ -28,9 +28,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @contextmanager
 def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside_adapter: bool = False) -> Generator[Path]:
-    """Yield a temporary folder with the merged full weights. The folder is in shared memory if they fit, else
-    on disk, or next to the adapter if requested. Updated weights are stored in ``dtype`` (`bf16` or `fp32`),
-    the others as in the base model."""
+    """Yield a temporary folder with the merged full weights. The folder is in shared memory if the weights
+    fit, else on disk, or next to the adapter if requested. Updated weights are stored in ``dtype`` (`bf16` or
+    `fp32`). Other weights are stored as in the base model."""
     paths = list_weight_files(base)
     size = sum(path.stat().st_size for path in paths)
     # Merged weights have at most twice the size of the base model: fp32 instead of bf16.
@@ -63,9 +63,7 @@ def _write_merged(paths: list[Path], adapter: Path, target: Path, dtype: str) ->
                     a, b = matrices["A"].float(), matrices["B"].float()
                     tensor = tensor.float().addmm(b, a, alpha=scale).to(target_dtype)
                     if not tensor.isfinite().all():
-                        raise EngineError(
-                            f"With the adapter's update, {name} has values that are not finite."
-                        )
+                        raise EngineError(f"The updated weights of {name} are not finite.")
                 tensors[name] = tensor
         save_file(tensors, target / path.name, metadata={"format": "pt"})
     if updates:

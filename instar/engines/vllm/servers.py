@@ -74,8 +74,7 @@ class VllmProcess:
         """The reason if the server is no longer restarted, else None."""
 
     async def start(self) -> None:
-        """Start the server and wait until it is ready. Raises EngineError with the end of the server's
-        log."""
+        """Wait until the server is ready. Raises EngineError with the end of the server's log if it exits."""
         await self._start_server()
         self._restart_task = asyncio.create_task(self._keep_running())
 
@@ -165,7 +164,7 @@ class VllmProcess:
 
 
 class ExternalVllm:
-    """Connects to the server at ``config.servers`` and checks its health, like VllmProcess."""
+    """Connects to a server that was started by someone else, and checks its health."""
 
     def __init__(
         self,
@@ -219,10 +218,7 @@ class ExternalVllm:
                 try:
                     await self._callbacks.on_ready()
                     is_down = False
-                except (
-                    EngineError,
-                    OSError,
-                ) as failure:  # for example a full disk; the next check tries again
+                except (EngineError, OSError) as failure:  # for example a full disk
                     self._callbacks.report(str(failure))
 
 
