@@ -38,7 +38,7 @@ CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
 REQUIREMENTS: dict[str, PackageRequirement] = {
     "local": PackageRequirement("torch", "'instar[local]'"),
     **{
-        name: PackageRequirement(service.package, f"'instar[{service.extra}]'", CONFLICTS.get(name))
+        name: PackageRequirement(service.package, f"'instar[{service.name}]'", CONFLICTS.get(name))
         for name, service in SERVICES.items()
     },
     "verl": PackageRequirement("verl", "'instar[local,verl]'", needs_own_environment=True),

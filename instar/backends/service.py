@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from instar.backends.base import NO_GRADIENT
 from instar.backends.folders import write_folder
-from instar.clouds.base import MAX_SESSION_STARTS
-from instar.clouds.errors import CloudError
+from instar.clouds.base import MAX_SESSION_STARTS, CloudError
 from instar.errors import BackendError, BackendLost, InstarError, NonFiniteError
 
 T = TypeVar("T")

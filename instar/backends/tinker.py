@@ -38,8 +38,7 @@ from instar.backends.service import (
     translate_error,
     write_state,
 )
-from instar.clouds.base import SERVICES
-from instar.clouds.errors import CloudError
+from instar.clouds.base import SERVICES, CloudError
 from instar.clouds.tinker import TinkerConnection
 from instar.clouds.tinker_training import TinkerTrainingSession
 from instar.config import AdamConfig, LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig

@@ -24,8 +24,7 @@ from instar.backends.check import check_samples, nan_logprobs, select_scorable, 
 from instar.backends.loss_values import compute_loss, non_finite_error
 from instar.backends.service import NO_SESSION, read_state, start_session, write_state
 from instar.backends.weaver_model import WeaverModel
-from instar.clouds.base import SERVICES, CloudAccess, resolve_access
-from instar.clouds.errors import CloudError
+from instar.clouds.base import SERVICES, CloudAccess, CloudError, resolve_access
 from instar.clouds.weaver import (
     WeaverCallPolicy,
     WeaverClient,

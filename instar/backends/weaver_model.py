@@ -15,7 +15,7 @@ from weaver import AsyncOperationHandle, AsyncTrainingClient
 from weaver.types import Datum
 
 from instar.backends.service import GradientCounter, translate_error
-from instar.clouds.errors import CloudError
+from instar.clouds.base import CloudError
 from instar.clouds.weaver import WeaverCallPolicy, WeaverClient, WeaverError, extract_logprobs
 from instar.errors import BackendError, BackendLost, InstarError
 from instar.types import Floats

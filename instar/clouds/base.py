@@ -1,69 +1,102 @@
-"""The known training services, and their addresses and keys. Does not import any SDK."""
+"""The known training services, their addresses and keys, and the errors of calls to them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from instar.config import CloudConfig, CloudSection, ModelConfig
-from instar.errors import ConfigError
+from instar.errors import (
+    BackendError,
+    BackendLost,
+    BackendUnavailable,
+    ConfigError,
+    EngineError,
+    EngineUnavailable,
+    InstarError,
+)
 
 MAX_SESSION_STARTS = 5
-"""The number of attempts to start a session that the service loses before its first call."""
+"""The number of attempts to start a session that the service loses before the first call."""
+CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
+"""``refused``: the service did nothing and gave the reason. ``unavailable``: the service did not respond, or
+only with transient errors, and the effect of the call is unknown. ``lost``: the session no longer exists, or
+its state is unknown. ``settings``: the key or the address is wrong. ``broken``: the service does not support
+the request, or the response is malformed."""
+_BACKEND_ERRORS: Mapping[CloudErrorKind, type[InstarError]] = {
+    "unavailable": BackendUnavailable,
+    "lost": BackendLost,
+    "settings": ConfigError,
+}
+
+
+class CloudError(Exception):
+    """An error of a call to a service. Backends and engines handle it instead of the errors of each SDK."""
+
+    def __init__(self, kind: CloudErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind: CloudErrorKind = kind
+
+    def to_backend_error(self) -> InstarError:
+        return _BACKEND_ERRORS.get(self.kind, BackendError)(str(self))
+
+    def to_engine_error(self) -> InstarError:
+        # A lost sampler can be opened again, so the error allows a retry.
+        if self.kind in ("unavailable", "lost"):
+            return EngineUnavailable(str(self))
+        return EngineError(str(self))
+
+
+def redact_key(text: str, secret: str) -> str:
+    """Return the text without the key, which a service may quote in its response."""
+    return text.replace(secret, "***") if secret else text
 
 
 @dataclass(frozen=True, slots=True)
 class CloudService:
     name: str
     package: str
-    """The package's name on PyPI."""
-    module: str
-    extra: str
-    """The optional dependency of Instar that installs the package."""
+    """The name of the SDK's package on PyPI. The service's name is its module and the extra of Instar."""
     key_env: str
     url_env: str
     key_prefixes: tuple[str, ...]
-    """Prefixes that only this service's keys have."""
+    """The prefixes that only this service's keys have."""
     url_words: tuple[str, ...]
-    """Words that occur in the host or the path of the service's addresses."""
+    """The words that occur in the host or the path of the service's addresses."""
     losses: frozenset[str]
 
     @property
     def install(self) -> str:
-        return f"pip install 'instar[{self.extra}]'"
+        return f"pip install 'instar[{self.name}]'"
 
 
+_TINKER_LOSSES = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"})
 SERVICES: dict[str, CloudService] = {
     service.name: service
     for service in (
         CloudService(
             name="tinker",
             package="tinker",
-            module="tinker",
-            extra="tinker",
             key_env="TINKER_API_KEY",
             url_env="TINKER_BASE_URL",
             key_prefixes=("tml-",),
             url_words=("tinker", "thinkingmachines"),
-            losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
+            losses=_TINKER_LOSSES,
         ),
         CloudService(
             name="mint",
             package="mindlab-toolkit",
-            module="mint",
-            extra="mint",
             key_env="MINT_API_KEY",
             url_env="MINT_BASE_URL",
             key_prefixes=("sk-mint-",),
             url_words=("mint", "macaron"),
-            losses=frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"}),
+            losses=_TINKER_LOSSES,
         ),
         CloudService(
             name="weaver",
             package="nex-weaver",
-            module="weaver",
-            extra="weaver",
             key_env="WEAVER_API_KEY",
             url_env="WEAVER_BASE_URL",
             key_prefixes=(),
@@ -76,10 +109,8 @@ SERVICES: dict[str, CloudService] = {
 
 @dataclass(frozen=True, slots=True)
 class CloudAccess:
-    """The address, key and model that a client of the SDK is created with."""
-
     base_url: str | None
-    """None for the SDK's default."""
+    """The address of the service, or None for the default of the SDK."""
     api_key: str = field(repr=False)
     base_model: str = ""
     deadline: float = 600.0
@@ -88,14 +119,12 @@ class CloudAccess:
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """Return the access to a service, from the settings or else from the service's environment variables.
-    Raises ConfigError if there is no key."""
+    """Return the access to a service from the config or from the service's environment variables. Raises
+    ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = configured_key(section, env) or env.get(service.key_env)
     if not key:
-        raise ConfigError(
-            f"backend.api_key: {service.name} needs a key; set {service.key_env} in the environment"
-        )
+        raise ConfigError(f"backend.api_key is missing; set it or the environment variable {service.key_env}")
     return CloudAccess(
         base_url=section.base_url or env.get(service.url_env) or None,
         api_key=key,
@@ -105,12 +134,11 @@ def resolve_access(
 
 
 def configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the key from the settings, or from the variable that the settings refer to; None if there is
-    neither."""
+    """Return the key from the config or from the environment variable that the config names, if any."""
     if section.api_key is not None:
         return section.api_key.get_secret_value()
     if section.api_key_env is None:
         return None
     if not (key := env.get(section.api_key_env)):
-        raise ConfigError(f"backend.api_key_env: {section.api_key_env} is not set in the environment")
+        raise ConfigError(f"backend.api_key_env: the environment variable {section.api_key_env} is not set")
     return key

@@ -1,9 +1,9 @@
 """A connection to Tinker or MinT, with deadlines and classified errors.
 
 MinT is an older version of tinker under a different module name. The SDK itself retries transient errors (no
-connection, 408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without end when it
-waits for a result, and for two hours when it samples. So every wait here has the deadline of the config
-section.
+connection, 408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without a limit when
+it waits for a result, and for two hours when it samples. Therefore every wait here has the deadline of the
+config.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.metadata
 import os
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -23,46 +23,43 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from instar.clouds.base import SERVICES, CloudAccess, CloudService, resolve_access
-from instar.clouds.errors import CloudError, redact_key
+from instar.clouds.base import SERVICES, CloudAccess, CloudError, CloudService, redact_key, resolve_access
 from instar.config import CloudConfig, ModelConfig
 from instar.errors import ConfigError
 from instar.types import Floats, Ids
 
 T = TypeVar("T")
 
-FINISH_SECONDS = 5.0
-"""Seconds to tell the service that an abandoned session has ended."""
+FINISH_TIMEOUT_SECONDS = 5.0
 _GONE = re.compile(r"\b(unknown|not found|no such|expired|no longer|ended|terminated|gone)\b", re.I)
 _SESSION = re.compile(r"\b(session|model|run)\b", re.I)
-_TRANSIENT = frozenset({408, 409, 425, 429})
+_TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 
 
 # --- the SDK -------------------------------------------------------------------------------------
 
 
 def load_sdk(service: CloudService) -> tuple[Any, str | None]:
-    """Return the SDK's module, and the default address if the caller must pass it to the client. Raises
-    ConfigError if the SDK is not installed, or if the other service's SDK conflicts with it."""
+    """Return the SDK's module, and MinT's default address. Raises ConfigError if the SDK is not installed or
+    conflicts with the SDK of the other service."""
     mint, tinker = SERVICES["mint"].package, SERVICES["tinker"].package
     if service.name == "tinker" and _version(mint):
         raise ConfigError(_environment_conflict(service, f"{mint}, which pins tinker {_version(tinker)}"))
     if _version(service.package) is None:
         if _version(tinker):
             raise ConfigError(
-                _environment_conflict(service, f"tinker {_version(tinker)}, and MinT pins an older one")
+                _environment_conflict(service, f"tinker {_version(tinker)}, and MinT pins an older version")
             )
-        raise ConfigError(f"backend.type: {service.name} needs a package: {service.install}")
-    # Telemetry would report the run's errors to the service, so it is off unless the user enables it.
+        raise ConfigError(f"backend.type: {service.name} needs its SDK; run {service.install}")
+    # Telemetry would report the run's errors to the service, so it is disabled unless the user enables it.
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    return _import_mint(service.module) if service.name == "mint" else (import_module(service.module), None)
+    return _import_mint(service.name) if service.name == "mint" else (import_module(service.name), None)
 
 
 @cache
 def _import_mint(module: str) -> tuple[Any, str]:
-    """Return MinT's module and its default address. The import overwrites TINKER_API_KEY and TINKER_BASE_URL,
-    which are restored afterwards for child processes. The overwritten TINKER_BASE_URL is the only place that
-    has MinT's default address."""
+    """Return MinT's module and default address. The import writes the address only to TINKER_BASE_URL, and
+    also overwrites TINKER_API_KEY. Both variables are restored for child processes."""
     before = {name: os.environ.pop(name, None) for name in ("TINKER_API_KEY", "TINKER_BASE_URL")}
     try:
         return import_module(module), os.environ["TINKER_BASE_URL"]
@@ -75,8 +72,8 @@ def _import_mint(module: str) -> tuple[Any, str]:
 
 def _environment_conflict(service: CloudService, installed: str) -> str:
     return (
-        f"backend.type: {service.name} cannot run here: this environment has {installed}. Create another one "
-        f"(python -m venv {service.name}-env; {service.name}-env/bin/{service.install}) and set "
+        f"backend.type: {service.name} cannot run in this environment, which has {installed}; create another "
+        f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install}) and set "
         "backend.python to its interpreter"
     )
 
@@ -92,14 +89,11 @@ def _version(package: str) -> str | None:
 
 
 class TinkerConnection:
-    """A session on the service. It holds the SDK's service client, because the SDK ends the session without
-    it."""
-
     def __init__(self, sdk: Any, service: CloudService, access: CloudAccess) -> None:
         self.sdk = sdk
         self.service = service
         self.access = access
-        self.client: Any = None
+        self.client: Any = None  # the SDK ends the session when this object is freed
         self._holder: Any = None
 
     @classmethod
@@ -120,27 +114,27 @@ class TinkerConnection:
         _ = client.holder  # creates the session now instead of in the first call from the event loop
         return client
 
-    async def await_result(self, what: str, response: Awaitable[T]) -> T:
-        """Wait for the SDK's response within the deadline and return it. Raises CloudError."""
+    async def await_result(self, action: str, response: Awaitable[T]) -> T:
+        """Return the SDK's response. Raises CloudError, also if the deadline passes."""
         try:
             async with asyncio.timeout(self.access.deadline):
                 return await response
         except Exception as error:  # noqa: BLE001 - every error of the SDK is classified
-            raise self.to_cloud_error(what, error) from None
+            raise self.to_cloud_error(action, error) from None
 
     async def run_in_thread(
-        self, what: str, work: Callable[[], T], discard: Callable[[T], None] | None = None
+        self, action: str, function: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
-        """Return the result of a blocking SDK call, run in a thread with the deadline. ``discard`` gets a
-        result that arrives too late. The thread does not keep the process alive, because the SDK may retry
-        for minutes."""
+        """Return the result of a blocking SDK call that runs in a thread with the deadline. A result that
+        arrives too late is passed to ``discard``. The thread is a daemon, because the SDK may retry for
+        minutes."""
         done: Future[T] = Future()
         done.set_running_or_notify_cancel()
         abandoned = threading.Event()
 
         def run() -> None:
             try:
-                value = work()
+                value = function()
             except BaseException as error:  # noqa: BLE001 - raised by the future that the caller awaits
                 done.set_exception(error)
                 return
@@ -150,77 +144,74 @@ class TinkerConnection:
 
         threading.Thread(target=run, name=f"instar-{self.service.name}", daemon=True).start()
         try:
-            return await self.await_result(what, asyncio.wrap_future(done))
+            return await self.await_result(action, asyncio.wrap_future(done))
         except BaseException:  # also when cancelled: a late result is discarded
             abandoned.set()
             raise
 
     def rest_client(self) -> Any:
-        """Return the SDK's client for stored checkpoints on this connection. MinT uses Tinker's client."""
+        """Return the SDK's client for stored checkpoints. MinT uses Tinker's client."""
         return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 
     async def close(self, *, finish: bool) -> None:
-        """Close the connection without raising. With ``finish``, the service is told that the session has
-        ended; otherwise the session expires when heartbeats stop. Saved and published weights are kept."""
+        """Close the connection without raising. The session ends immediately if ``finish`` is True, and
+        expires without heartbeats otherwise. The service keeps saved and published weights."""
         client, self.client = self.client, None
         if client is None:
             return
         if finish and hasattr(client, "close"):
-            # If anything fails here, the session expires on the service.
+            # The session expires on the service if this call fails.
             with suppress(Exception):
-                async with asyncio.timeout(FINISH_SECONDS):
+                async with asyncio.timeout(FINISH_TIMEOUT_SECONDS):
                     await client.close("success")
-        # Stops the heartbeats and closes the connections without a message to the service.
         self._holder.close()
 
     # --- errors ----------------------------------------------------------------------------------
 
-    def to_cloud_error(self, what: str, error: BaseException) -> CloudError:
+    def to_cloud_error(self, action: str, error: BaseException) -> CloudError:
         name, address = self.service.name, self.access.base_url or "its own address"
         text = redact_key(f"{type(error).__name__}: {error}".rstrip(": "), self.access.api_key)[:500]
         if isinstance(error, CloudError):
             return error
         if self.client is None and self._holder is not None:
-            return CloudError("lost", f"{name}: {what} was in progress when the connection was closed")
-        status = next((s for cause in _causes(error) if (s := _status(cause)) is not None), None)
+            return CloudError("lost", f"{name}: {action} was in progress when the connection was closed")
+        status = _find_status(error)
         if status in (401, 403) or "api_key must start with" in str(error):
             key = f"{self.service.key_env} (or backend.api_key)"
             return CloudError("settings", f"backend: {name} rejects the key from {key}: {text}")
         if status in (404, 410) or type(error).__name__ == "RetryableException":
-            return CloudError("lost", f"{name} no longer has what {what} refers to: {text}")
+            return CloudError("lost", f"{name} no longer has the object of {action}: {text}")
         if isinstance(error, self.sdk.RequestFailedError):
-            return self._request_failed_error(what, error, text)
+            return self._request_failed_error(action, error, text)
         if isinstance(error, TimeoutError):
             seconds = self.access.deadline
-            return CloudError("unavailable", f"{name} at {address}: {what} took longer than {seconds:g} s")
-        is_transient = status is not None and (status in _TRANSIENT or status >= 500)
+            return CloudError("unavailable", f"{name} at {address}: {action} took longer than {seconds:g} s")
+        is_transient = status is not None and (status in _TRANSIENT_STATUSES or status >= 500)
         if is_transient or isinstance(error, self.sdk.APIConnectionError | OSError):
-            return CloudError("unavailable", f"{name} at {address}: {what} failed: {text}")
+            return CloudError("unavailable", f"{name} at {address}: {action} failed: {text}")
         if status is not None and status >= 400:
-            return CloudError("broken", f"{name}: {what} failed: {text}")
+            return CloudError("broken", f"{name}: {action} failed: {text}")
         return CloudError(
-            "lost", f"{name} sent an unreadable response, so the effect of {what} is unknown: {text}"
+            "lost", f"{name} sent an unreadable response, so the effect of {action} is unknown: {text}"
         )
 
-    def _request_failed_error(self, what: str, error: Any, text: str) -> CloudError:
+    def _request_failed_error(self, action: str, error: Any, text: str) -> CloudError:
         """Return the error for a request that the service accepted but failed to execute."""
         text = re.sub(r" for self\.request_id=.*", "", text, flags=re.S)
-        message = f"{self.service.name}: {what} failed: {text}"
+        message = f"{self.service.name}: {action} failed: {text}"
         if str(getattr(error.category, "value", error.category)).lower() != "user":
             return CloudError("unavailable", message)
         is_gone = _GONE.search(text) and _SESSION.search(text)
         return CloudError("lost" if is_gone else "refused", message)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _find_status(error: BaseException | None) -> int | None:
+    """Return the HTTP status of the error or of the first cause that has one."""
     while error is not None:
-        yield error
+        if isinstance(status := getattr(error, "status_code", None), int):
+            return status
         error = error.__cause__
-
-
-def _status(error: BaseException) -> int | None:
-    status = getattr(error, "status_code", None)
-    return status if isinstance(status, int) else None
+    return None
 
 
 # --- sampling -----------------------------------------------------------------------------------
@@ -231,7 +222,7 @@ def build_model_input(sdk: Any, ids: Ids) -> Any:
 
 
 def align_prompt_logprobs(values: Sequence[float | None] | None, length: int) -> Floats:
-    """Return one logprob per token. A service may omit the first token, because it has no logprob."""
+    """Return one logprob for each token. A service may omit the first token, which has no logprob."""
     logprobs = np.asarray([np.nan if value is None else value for value in values or []], np.float32)
     if len(logprobs) == length - 1:
         logprobs = np.concatenate([np.full(1, np.nan, np.float32), logprobs])

@@ -1,8 +1,8 @@
 """Weaver's SDK with deadlines, retries where they are safe, and classified errors.
 
 The SDK itself sends a request up to three times if the connection fails, and polls an operation up to ten
-times after errors; it does not retry a submission that the service rejects temporarily. All of that happens
-within the deadline given here.
+times after errors. It does not retry a submission that the service rejects temporarily. All attempts share
+the deadline of the config.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from weaver.config import TensorTransport
 from weaver.operations import WeaverOperationError
 from weaver.types import Datum, ModelInput, ModelInputChunk
 
-from instar.clouds.base import SERVICES, CloudAccess
-from instar.clouds.errors import CloudError, CloudErrorKind, redact_key
+from instar.clouds.base import SERVICES, CloudAccess, CloudError, CloudErrorKind, redact_key
 from instar.config import LossConfig
 from instar.errors import ConfigError
 from instar.http.retry import RetryPolicy, parse_retry_after
@@ -39,31 +38,32 @@ from instar.types import Floats, Ids, Sample
 
 T = TypeVar("T")
 
-RETRIES = RetryPolicy(first_delay=0.25, max_delay=10.0, jitter=(0.5, 1.5))
-FIRST_POLL, LONGEST_POLL = 0.02, 2.0
+RETRY_POLICY = RetryPolicy(first_delay=0.25, max_delay=10.0, jitter=(0.5, 1.5))
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 2.0
 LONG_POLL_SECONDS = 0.2
-"""If a poll takes longer than this, the service held the request open, and the next poll follows at once."""
-MAX_MALFORMED = 3
-"""Maximum number of attempts if responses are malformed. They may have been truncated in transit."""
-TRANSIENT = frozenset({408, 425, 429})
-LOST = frozenset({404, 409, 410})
-"""Status codes that mean that the session is unknown, gone, or in conflict with the service's record of
-it."""
-LOST_WORDS = ("not_found", "expired", "terminated", "gone")
+"""The duration of a poll above which the service held the request open. The next poll follows immediately."""
+MAX_MALFORMED_ATTEMPTS = 3
+"""The number of attempts if responses are malformed. They may have been truncated in transit."""
+TRANSIENT_STATUSES = frozenset({408, 425, 429})
+LOST_STATUSES = frozenset({404, 409, 410})
+LOST_CODES = ("not_found", "expired", "terminated", "gone")
 TRANSPORT_ENV = "WEAVER_TENSOR_TRANSPORT"
-"""The SDK's setting: tensors are sent as JSON (`default`) or as bytes (`http-binary`)."""
+"""The SDK's variable that selects whether tensors are sent as JSON (`default`) or as bytes
+(`http-binary`)."""
 
 
 class WeaverClient(AsyncServiceClient):
-    """The SDK's client with three changes. Closing the client or exiting the process does not terminate its
-    models. The sequence id of a failed submission is used again, so that there is no gap. Tensors are sent as
-    bytes, in a third of the time, if the service supports that."""
+    """The SDK's client with three changes. Closing the client does not terminate its models. The sequence id
+    of a failed submission is used again, so that there is no gap. Tensors are sent as bytes if the service
+    supports that, which takes a third of the time."""
 
     def __init__(self, access: CloudAccess) -> None:
         try:
             super().__init__(base_url=access.base_url, api_key=access.api_key, default_tags=["instar"])
         except ValueError as error:
-            raise ConfigError(f"{TRANSPORT_ENV} or another setting of the SDK: {error}") from None
+            raise ConfigError(
+                f"the Weaver SDK rejects its settings, such as {TRANSPORT_ENV}: {error}"
+            ) from None
         self._transports: Sequence[str] = ()
         self._last_seq: int | None = None
         self._unused_seq: int | None = None
@@ -75,17 +75,17 @@ class WeaverClient(AsyncServiceClient):
 
     @property
     def tensor_transport(self) -> TensorTransport:
-        """Return the transport from the environment, by default bytes if the service supports them."""
+        """Return the transport from the environment, by default `http-binary` if the service supports it."""
         if not os.environ.get(TRANSPORT_ENV) and "http-binary" in self._transports:
             return "http-binary"
         return super().tensor_transport
 
     async def terminate_model(self, model_id: str, instance_types: list[str] | None = None) -> dict[str, Any]:
-        """Do nothing: the SDK calls this for every model when it closes."""
+        """Do nothing. The SDK calls this for every model when it closes."""
         return {}
 
     async def end_training(self, model_id: str) -> None:
-        """Free the resources that the service uses to train a model. Saved and exported weights are kept."""
+        """Free the service's resources for a model. The service keeps saved and exported weights."""
         await super().terminate_model(model_id, ["trainer"])
 
     def next_operation_seq(self, model_id: str) -> int:
@@ -95,7 +95,7 @@ class WeaverClient(AsyncServiceClient):
 
     @contextmanager
     def reuse_sequence_id_on_error(self) -> Generator[None]:
-        """If the block raises, use the sequence id that it drew for the next call."""
+        """Use the sequence id of the block for the next call if the block raises."""
         self._last_seq = None
         try:
             yield
@@ -106,8 +106,7 @@ class WeaverClient(AsyncServiceClient):
 
 
 class WeaverError(CloudError):
-    """An error from Weaver. ``code`` is the service's error code, ``retry_after`` the seconds that the
-    service asks to wait."""
+    """An error from Weaver, with the service's error code and the seconds to wait before a retry."""
 
     def __init__(self, kind: CloudErrorKind, text: str, *, code: str = "", retry_after: float = 0.0) -> None:
         super().__init__(kind, text)
@@ -115,67 +114,64 @@ class WeaverError(CloudError):
         self.retry_after = retry_after
 
 
-def malformed_response(what: str) -> WeaverError:
-    return WeaverError("broken", f"malformed response from Weaver: {what}")
+def malformed_response(detail: str) -> WeaverError:
+    return WeaverError("broken", f"malformed response from Weaver: {detail}")
 
 
 class WeaverCallPolicy:
-    """Makes calls to the service. Each call is retried within the deadline."""
+    """Calls the service and retries each call within the deadline."""
 
     def __init__(self, access: CloudAccess) -> None:
         self._access = access
 
-    async def call(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``work``, which may be called several times. Raises WeaverError."""
-        deadline = self._deadline()
+    async def call(self, action: str, function: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``function``, which may be called several times. Raises WeaverError."""
+        deadline = _now() + self._access.deadline
         for attempt in count(1):
             try:
-                return await self._attempt(what, work, deadline)
+                return await self._attempt(action, function, deadline)
             except WeaverError as error:
-                max_attempts = {"unavailable": math.inf, "broken": MAX_MALFORMED}.get(error.kind, 1)
+                max_attempts = {"unavailable": math.inf, "broken": MAX_MALFORMED_ATTEMPTS}.get(error.kind, 1)
                 if attempt >= max_attempts:
                     raise
-                delay = max(RETRIES.delay(attempt - 1), error.retry_after)
+                delay = max(RETRY_POLICY.delay(attempt - 1), error.retry_after)
                 if _now() + delay >= deadline:
                     raise WeaverError(error.kind, f"{error}; gave up after {attempt} attempts") from None
             await asyncio.sleep(delay)
-        raise AssertionError("unreachable: the loop has no end")
+        raise AssertionError("the loop above does not end without a result or an error")
 
-    async def await_operation(self, what: str, handle: AsyncOperationHandle) -> Any:
-        """Wait for the operation and return its result. The polling interval doubles, unless the service
-        holds the request open until the operation is done. Raises WeaverError."""
-        deadline, interval = self._deadline(), FIRST_POLL
+    async def await_operation(self, action: str, handle: AsyncOperationHandle) -> Any:
+        """Return the result of the operation. The polling interval doubles, unless the service holds the
+        request open until the operation is done. Raises WeaverError."""
+        deadline, interval = _now() + self._access.deadline, MIN_POLL_SECONDS
         while not handle.done():
             await asyncio.sleep(interval)
             polled_at, retry_after = _now(), 0.0
             try:
-                await self._attempt(what, handle.refresh, deadline)
+                await self._attempt(action, handle.refresh, deadline)
             except WeaverError as error:
                 if error.kind != "unavailable" or _now() >= deadline:
                     raise
                 retry_after = error.retry_after
             was_held = _now() - polled_at > LONG_POLL_SECONDS
-            interval = FIRST_POLL if was_held else max(min(2 * interval, LONGEST_POLL), retry_after)
-        return await self._attempt(what, handle.result, deadline)
+            interval = MIN_POLL_SECONDS if was_held else max(min(2 * interval, MAX_POLL_SECONDS), retry_after)
+        return await self._attempt(action, handle.result, deadline)
 
-    async def _attempt(self, what: str, work: Callable[[], Awaitable[T]], deadline: float) -> T:
+    async def _attempt(self, action: str, function: Callable[[], Awaitable[T]], deadline: float) -> T:
         try:
             async with asyncio.timeout_at(deadline):
-                return await work()
+                return await function()
         except TimeoutError:
             failure = WeaverError(
-                "unavailable", f"{what}: Weaver did not respond within {self._access.deadline:g} s"
+                "unavailable", f"{action}: Weaver did not respond within {self._access.deadline:g} s"
             )
         except (WeaverAPIError, WeaverOperationError, httpx.HTTPError, OSError) as error:
-            failure = _classify(error, self._redact(f"{what}: {str(error) or type(error).__name__}"))
+            failure = _classify(error, self._redact(f"{action}: {str(error) or type(error).__name__}"))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             # The SDK raises these for a response that is not JSON or lacks a field.
-            failure = malformed_response(self._redact(f"{what}: {type(error).__name__}: {error}"))
+            failure = malformed_response(self._redact(f"{action}: {type(error).__name__}: {error}"))
         # Raised outside the except clause to omit the cause: its text may contain the key.
         raise failure
-
-    def _deadline(self) -> float:
-        return _now() + self._access.deadline
 
     def _redact(self, text: str) -> str:
         return redact_key(text, self._access.api_key)
@@ -188,7 +184,7 @@ def _now() -> float:
 def _classify(error: Exception, text: str) -> WeaverError:
     if isinstance(error, WeaverOperationError):
         code = error.code.lower()
-        if any(word in code for word in LOST_WORDS):
+        if any(word in code for word in LOST_CODES):
             return WeaverError("lost", text, code=code)
         return WeaverError("unavailable" if error.retryable else "refused", text, code=code)
     if not isinstance(error, WeaverAPIError):
@@ -198,9 +194,9 @@ def _classify(error: Exception, text: str) -> WeaverError:
         return WeaverError(
             "settings", f"{text} (the key is read from {SERVICES['weaver'].key_env})", code=code
         )
-    if status in LOST:
+    if status in LOST_STATUSES:
         return WeaverError("lost", text, code=code)
-    is_transient = error.retryable or status in TRANSIENT or status >= 500
+    is_transient = error.retryable or status in TRANSIENT_STATUSES or status >= 500
     kind = "unavailable" if is_transient else "refused"
     return WeaverError(kind, text, code=code, retry_after=parse_retry_after(error.retry_after) or 0.0)
 
@@ -209,20 +205,19 @@ def _classify(error: Exception, text: str) -> WeaverError:
 
 
 def build_model_input(ids: Ids) -> ModelInput:
-    """Return the model input for the ids. The tokens are set afterwards, because the constructor checks each
-    one."""
+    # The tokens are set after construction, because the constructor checks each token.
     chunk = ModelInputChunk("encoded_text", [])
     chunk.tokens = ids.tolist()
     return ModelInput([chunk])
 
 
 def build_forward_datum(sample: Sample) -> Datum:
-    """Return a datum for `forward`. Every token but the first is a target."""
+    """Return a datum for `forward`. Every token except the first is a target."""
     return _datum(sample, {})
 
 
 def build_training_datum(sample: Sample, loss: LossConfig) -> Datum:
-    """Return a datum for `forward_backward`. Values under mask 0 are 0, because NaN cannot be sent."""
+    """Return a datum for `forward_backward`. Masked values are 0, because NaN cannot be sent."""
     is_trained = sample.mask > 0
     weights = np.where(is_trained, sample.mask * sample.advantages, 0)[1:]
     if loss.name == "cross_entropy":
@@ -241,25 +236,20 @@ def _datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
 
 
 def extract_logprobs(data: Sequence[Datum], result: Any) -> list[Floats]:
-    """Return the logprobs of each datum's targets. Raises WeaverError if the response does not match the
-    data."""
+    """Return the logprobs of each datum's targets. Raises WeaverError if the response does not match."""
     try:
         outputs = [cast(Mapping[str, Any], output) for output in align_training_outputs(data, result)]
-        rows = [_row(output) for output in outputs]
+        values = [output["logprobs"] if "logprobs" in output else output["Logprobs"] for output in outputs]
+        rows = [np.asarray(row["data"] if isinstance(row, Mapping) else row, np.float32) for row in values]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise malformed_response(str(error)) from None
     for index, (datum, row) in enumerate(zip(data, rows, strict=True)):
         expected = len(datum.loss_fn_inputs["target_tokens"])
         if row.shape != (expected,):
-            raise malformed_response(f"{row.shape} logprobs for the {expected} targets of datum {index}")
+            raise malformed_response(
+                f"datum {index} has logprobs of shape {row.shape} for {expected} targets"
+            )
     return rows
-
-
-def _row(output: Mapping[str, Any]) -> Floats:
-    values = output["logprobs"] if "logprobs" in output else output["Logprobs"]
-    if isinstance(values, Mapping):
-        values = cast(Mapping[str, Any], values)["data"]
-    return np.asarray(values, np.float32)
 
 
 async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats:
@@ -273,7 +263,7 @@ async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats
 
 
 def extract_metrics(result: Any) -> dict[str, float]:
-    """Return the metrics of a response. They are at the top level or in the result."""
+    """Return the metrics of a response, which are at the top level or in the result."""
     for fields in (result, result.get("result") if isinstance(result, dict) else None):
         metrics = cast(dict[str, Any], fields).get("metrics") if isinstance(fields, dict) else None
         if isinstance(metrics, dict):

@@ -1,7 +1,6 @@
 """A teacher behind an OpenAI-compatible ``/v1/completions`` that returns the logprobs of token ids.
 
-Servers return the logprobs in different formats (see `instar.reference.prompt_logprobs`). The first format
-that works is used.
+The first format of `instar.reference.prompt_logprobs` that the server supports is used.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ PROBE_TEXT = "The answer to 615 plus 278 is 893."
 
 
 class TeacherOverloaded(Exception):
-    """An error for a server that asks to try again later."""
-
     def __init__(self, message: str, retry_after: float | None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
@@ -52,8 +49,7 @@ class CompletionsReference(PerSequenceReference):
         self._client = HttpClient(headers=headers, secret=key)
 
     async def start(self) -> None:
-        """Find the format in which the server returns logprobs, and check that its vocabulary is the
-        model's."""
+        """Find a supported format, and check that the server has the vocabulary of the model."""
         tokenizer: Any = await asyncio.to_thread(lambda: load_tokenizer(resolve_model(self._model.name)))
         ids = np.asarray(tokenizer.encode(PROBE_TEXT, add_special_tokens=False), np.int32)
         failures: list[str] = []
@@ -67,17 +63,17 @@ class CompletionsReference(PerSequenceReference):
             self._format = candidate
             return
         raise ConfigError(
-            f"trainer.reference.base_url: {self._url} does not return the logprobs of a prompt of token ids "
-            f"({'; '.join(failures)})"
+            f"trainer.reference.base_url: {self._url} does not return the logprobs of token ids in any "
+            f"supported format ({', '.join(failures)}); use a server such as vLLM"
         )
 
     def _check_vocabulary(self, scored: ScoredPrompt, ids: Ids, tokenizer: Any) -> None:
         for token, text in zip(ids.tolist(), scored.texts, strict=True):
             expected: str = tokenizer.decode([token])
-            # Servers treat whitespace around a token differently, so it is not compared.
+            # Whitespace is not compared, because servers treat the whitespace around a token differently.
             if text is not None and expected.isascii() and expected.strip() != text.strip():
                 raise ConfigError(
-                    f"trainer.reference.model: {self._section.model} has another vocabulary than "
+                    f"trainer.reference.model: the vocabulary of {self._section.model} differs from "
                     f"{self._model.name}: token {token} is {text!r} instead of {expected!r}"
                 )
 
@@ -88,14 +84,13 @@ class CompletionsReference(PerSequenceReference):
         try:
             return (await self._score_prompt(self._format, token_ids)).logprobs
         except PromptLogprobsUnsupported as error:
-            raise EngineError(f"the teacher at {self._url} does not score a sample: {error}") from error
+            raise EngineError(f"the teacher at {self._url} did not score a sample: {error}") from error
 
     async def close(self) -> None:
         await self._client.close()
 
     async def _score_prompt(self, logprobs_format: PromptLogprobsFormat, ids: Ids) -> ScoredPrompt:
-        """Return the scored prompt. Raises PromptLogprobsUnsupported if the server rejects this format or
-        omits the logprobs."""
+        """Return the scored prompt. Raises PromptLogprobsUnsupported if the server lacks this format."""
         body = {"model": self._section.model, "prompt": ids.tolist(), "temperature": 0}
         response = await self._post(msgspec.json.encode(body | logprobs_format.request_fields))
         return logprobs_format.parse(response, ids)
@@ -111,7 +106,7 @@ class CompletionsReference(PerSequenceReference):
             )
         except (NoResponse, TeacherOverloaded) as error:
             raise EngineUnavailable(
-                f"the teacher at {self._url} did not answer within {seconds:g} s: {error}"
+                f"the teacher at {self._url} did not respond within {seconds:g} s: {error}"
             ) from error
 
     async def _attempt(self, body: bytes, seconds: float) -> Any:
@@ -122,7 +117,7 @@ class CompletionsReference(PerSequenceReference):
         if response.status in (400, 422):
             raise PromptLogprobsUnsupported(f"{response.status}: {excerpt}")
         if response.status != 200:
-            raise EngineError(f"the teacher at {self._url} answered {response.status}: {excerpt}")
+            raise EngineError(f"the teacher at {self._url} responded with {response.status}: {excerpt}")
         try:
             return msgspec.json.decode(response.body)
         except msgspec.DecodeError as error:

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from instar.backends.base import Backend
 from instar.config import CompletionsReferenceConfig, EngineReferenceConfig, RunConfig
 from instar.engines.base import Engine
-from instar.errors import ConfigError
-from instar.reference.backend import BackendReference
-from instar.reference.base import Reference
+from instar.errors import ConfigError, EngineUnavailable
+from instar.http.retry import RetryPolicy
+from instar.reference.base import PerSequenceReference, Reference
 from instar.reference.penalty import ReferencePenalty
+from instar.types import Floats, Ids, Sample
+
+MAX_IN_FLIGHT = 16
+UNAVAILABLE_TIMEOUT_SECONDS = 300.0
+"""The time to wait for an unreachable engine, which may be restarting and loading its model."""
+RETRY_POLICY = RetryPolicy(first_delay=0.1, max_delay=5.0, jitter=(1.0, 1.0))
+
+
+class BackendReference(Reference):
+    """The base model, whose logprobs the training backend computes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        return await self._backend.reference_logprobs(samples)
+
+    async def close(self) -> None:
+        """Do nothing. The trainer closes the backend."""
+
+
+class EngineReference(PerSequenceReference):
+    """A teacher that runs in an engine."""
+
+    def __init__(self, engine: Engine, max_in_flight: int) -> None:
+        super().__init__(max_in_flight)
+        self._engine = engine
+
+    async def score(self, token_ids: Ids) -> Floats:
+        return await RETRY_POLICY.run(
+            lambda: self._engine.logprobs(token_ids),
+            retry_on=EngineUnavailable,
+            seconds=UNAVAILABLE_TIMEOUT_SECONDS,
+        )
+
+    async def close(self) -> None:
+        await self._engine.close()
 
 
 def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
@@ -21,27 +59,18 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         return None
     reference: Reference
     if isinstance(section, EngineReferenceConfig):
-        from instar.reference.engine import MAX_IN_FLIGHT, EngineReference
-
         assert teacher is not None, "the composer starts the teacher"
         # Batching changes the last bits, and a run in sync mode must be reproducible bit for bit.
-        reference = EngineReference(
-            teacher, max_in_flight=1 if config.trainer.mode == "sync" else MAX_IN_FLIGHT
-        )
+        reference = EngineReference(teacher, 1 if config.trainer.mode == "sync" else MAX_IN_FLIGHT)
     elif isinstance(section, CompletionsReferenceConfig):
         from instar.reference.completions import CompletionsReference
 
-        reference = CompletionsReference(section, config.model, _read_key(section))
+        key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
+        if section.api_key_env is not None and not key:
+            raise ConfigError(
+                f"trainer.reference.api_key_env: the environment variable {section.api_key_env} is not set"
+            )
+        reference = CompletionsReference(section, config.model, key)
     else:
         reference = BackendReference(backend)
     return ReferencePenalty(reference, section.weight)
-
-
-def _read_key(section: CompletionsReferenceConfig) -> str | None:
-    if section.api_key_env is None:
-        return None
-    if not (key := os.environ.get(section.api_key_env)):
-        raise ConfigError(
-            f"trainer.reference.api_key_env: the environment variable {section.api_key_env} is not set"
-        )
-    return key

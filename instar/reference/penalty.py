@@ -1,8 +1,9 @@
-"""Adds a penalty to the advantages, based on the log-ratio of policy and reference.
+"""Adds a penalty for the divergence from the reference to the advantages.
 
-For a trained token, ``-weight · (logprob at sampling - reference logprob)`` is added, scaled like the step's
-advantages. In expectation over the policy's samples this is the gradient of the reverse KL: with rewards, it
-keeps the policy close to the reference; without, it is on-policy distillation.
+The penalty of a trained token is ``-weight · (logprob at sampling - reference logprob)``, scaled like the
+advantages of the step. Its expectation over the policy's samples is the gradient of the reverse KL. With
+rewards, the penalty keeps the policy close to the reference. Without rewards, training is on-policy
+distillation.
 """
 
 from __future__ import annotations
@@ -30,40 +31,27 @@ class ReferencePenalty:
         await self._reference.start()
 
     async def apply(self, samples: Sequence[Sample], scales: Sequence[Floats]) -> tuple[list[Sample], Json]:
-        """Return the samples with the penalty added to their advantages, and metrics. The result is
-        deterministic for the same samples and reference."""
+        """Return the samples with the penalty added to their advantages, and the metrics. The result depends
+        only on the samples and the reference."""
         started = time.monotonic()
         scored = list(zip(samples, await self._reference.logprobs(samples), strict=True))
         for sample, logprobs in scored:
             _check_logprobs(sample, logprobs)
-        penalized = [
-            replace(
-                sample,
-                advantages=sample.advantages + self._penalty(sample, logprobs, scale),
-                aux={**sample.aux, AUX_KEY: logprobs},
-            )
-            for (sample, logprobs), scale in zip(scored, scales, strict=True)
-        ]
-        ratios = np.concatenate([_log_ratio(sample, logprobs) for sample, logprobs in scored])
-        return penalized, {
-            "reference_kl": float(ratios.mean()),
-            "reference_seconds": time.monotonic() - started,
-        }
-
-    def _penalty(self, sample: Sample, logprobs: Floats, scale: Floats) -> Floats:
-        penalty = np.zeros(len(sample), np.float32)
-        trained = sample.mask > 0
-        penalty[trained] = -self._weight * _log_ratio(sample, logprobs) * scale[trained]
-        return penalty
+        penalized: list[Sample] = []
+        log_ratios: list[Floats] = []
+        for (sample, logprobs), scale in zip(scored, scales, strict=True):
+            is_trained = sample.mask > 0
+            log_ratio = sample.logprobs[is_trained] - logprobs[is_trained]
+            penalty = np.zeros(len(sample), np.float32)
+            penalty[is_trained] = -self._weight * log_ratio * scale[is_trained]
+            aux = {**sample.aux, AUX_KEY: logprobs}
+            penalized.append(replace(sample, advantages=sample.advantages + penalty, aux=aux))
+            log_ratios.append(log_ratio)
+        kl = float(np.concatenate(log_ratios).mean())
+        return penalized, {"reference_kl": kl, "reference_seconds": time.monotonic() - started}
 
     async def close(self) -> None:
         await self._reference.close()
-
-
-def _log_ratio(sample: Sample, logprobs: Floats) -> Floats:
-    """Return log(policy / reference) of the trained tokens."""
-    trained = sample.mask > 0
-    return sample.logprobs[trained] - logprobs[trained]
 
 
 def _check_logprobs(sample: Sample, logprobs: Floats) -> None:
@@ -76,5 +64,5 @@ def _check_logprobs(sample: Sample, logprobs: Floats) -> None:
         missing = np.flatnonzero((sample.mask > 0) & ~np.isfinite(values))
         if len(missing):
             raise InstarError(
-                f"sample {sample.sample_key}: no {name}logprob for the token trained at {missing[0]}"
+                f"sample {sample.sample_key}: the {name}logprob of trained token {missing[0]} is missing"
             )

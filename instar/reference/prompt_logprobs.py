@@ -17,26 +17,25 @@ ZERO_PROBABILITY = -9999.0
 
 
 class PromptLogprobsUnsupported(EngineError):
-    """An error for a server that does not return prompt logprobs in this format."""
+    """The server does not return prompt logprobs in this format."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
     logprobs: Floats
     texts: Sequence[str | None]
-    """The text of each token, if the server returns it."""
+    """The text of each token, or None if the server does not return the text."""
 
 
 class PromptLogprobsFormat(ABC):
     def __init__(self, name: str, request_fields: Json) -> None:
-        """``request_fields`` are the fields of the request in addition to model and prompt."""
         self.name = name
         self.request_fields = request_fields
 
     @abstractmethod
     def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        """Return the scored prompt in a response. Raises PromptLogprobsUnsupported if there are no logprobs,
-        and EngineError if they belong to different tokens."""
+        """Return the scored prompt of a response. Raises PromptLogprobsUnsupported if there are no logprobs,
+        and EngineError if the logprobs belong to other tokens."""
 
 
 class VllmFormat(PromptLogprobsFormat):
@@ -64,9 +63,8 @@ class VllmFormat(PromptLogprobsFormat):
 
 
 class EchoFormat(PromptLogprobsFormat):
-    """OpenAI's format: with ``echo``, the prompt's logprobs come before those of the sampled tokens. Some
-    servers treat ``logprobs: 0`` as none, others return only the logprobs of the chosen tokens, and some
-    always sample a token."""
+    """OpenAI's format: with ``echo``, the logprobs of the prompt precede the logprobs of the sampled tokens.
+    Some servers return no logprobs for ``logprobs: 0``, and some always sample a token."""
 
     def __init__(self, *, logprobs: int, max_tokens: int) -> None:
         fields = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
@@ -103,19 +101,18 @@ def _first_choice(response: Any, ids: Ids) -> Json:
     count = usage.get("prompt_tokens")
     if isinstance(count, int) and count != len(ids):
         raise EngineError(
-            f"the teacher received {len(ids)} tokens and read {count}; it must use token ids as they are"
+            f"the teacher read {count} tokens instead of {len(ids)}; its server must not change token ids"
         )
     return choice
 
 
 def _check_length(length: int, ids: Ids) -> None:
     if length != len(ids):
-        raise EngineError(f"the teacher returned logprobs of {length} tokens for a prompt of {len(ids)}")
+        raise EngineError(f"the teacher returned logprobs for {length} tokens instead of {len(ids)}")
 
 
 def _token_texts(tokens: Any, ids: Ids) -> list[str | None]:
-    """Return the texts of the tokens. Some servers return token ids instead; these are compared with
-    ``ids``."""
+    """Return the texts of the tokens. If the server returns token ids instead, compare them with ``ids``."""
     if not isinstance(tokens, list) or len(cast(list[Any], tokens)) < len(ids):
         return [None] * len(ids)
     texts: list[str | None] = []
@@ -131,9 +128,11 @@ def _token_texts(tokens: Any, ids: Ids) -> list[str | None]:
 
 
 def _wrong_token(token: int, position: int, actual: str) -> EngineError:
-    return EngineError(f"the teacher returned the logprob of {actual} instead of token {token} at {position}")
+    return EngineError(
+        f"the teacher returned the logprob of {actual} instead of token {token} at index {position}"
+    )
 
 
 def _logprob(value: Any) -> float:
-    """Return the value as a logprob; NaN if it is missing or stands for a probability of 0."""
+    """Return the logprob, or NaN if the value is missing or stands for a probability of 0."""
     return float(value) if isinstance(value, int | float) and value > ZERO_PROBABILITY else np.nan

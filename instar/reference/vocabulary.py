@@ -8,16 +8,14 @@ from instar.models import load_tokenizer, resolve_model
 
 
 def require_same_vocabulary(model: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise ConfigError if the teacher lacks a token of the model or has it under a different id. The teacher
-    may have additional tokens."""
-    ours: dict[str, int] = load_tokenizer(resolve_model(model.name)).get_vocab()
-    theirs: dict[str, int] = load_tokenizer(resolve_model(teacher.name)).get_vocab()
-    different = [(token_id, token) for token, token_id in ours.items() if theirs.get(token) != token_id]
-    if not different:
-        return
-    token_id, token = min(different)
-    difference = f"token {theirs[token]} in the teacher" if token in theirs else "missing in the teacher"
-    raise ConfigError(
-        f"trainer.reference.model.name: {teacher.name} has another vocabulary than {model.name}: "
-        f"{token!r} is token {token_id} in the model and {difference}"
-    )
+    """Raise ConfigError if a token of the model is missing in the teacher or has a different id there."""
+    model_vocab: dict[str, int] = load_tokenizer(resolve_model(model.name)).get_vocab()
+    teacher_vocab: dict[str, int] = load_tokenizer(resolve_model(teacher.name)).get_vocab()
+    different = [(id_, token) for token, id_ in model_vocab.items() if teacher_vocab.get(token) != id_]
+    if different:
+        token_id, token = min(different)
+        raise ConfigError(
+            f"trainer.reference.model.name: the vocabulary of {teacher.name} differs from {model.name}: "
+            f"the id of {token!r} is {token_id} in the model and {teacher_vocab.get(token)} in the teacher; "
+            "choose a teacher with the vocabulary of the model"
+        )

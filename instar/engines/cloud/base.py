@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from instar.clouds.errors import CloudError
+from instar.clouds.base import CloudError
 from instar.config import CloudConfig, CloudEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids

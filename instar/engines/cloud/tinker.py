@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from instar.clouds.errors import CloudError
+from instar.clouds.base import CloudError
 from instar.clouds.tinker import TinkerConnection, align_prompt_logprobs, build_model_input
 from instar.engines.cloud.base import CloudEngine, CloudReply
 from instar.types import FinishReason, Floats, Ids, SamplingParams

@@ -231,7 +231,9 @@ def test_cloud_engine_uses_interpreter_of_backend() -> None:
 
 
 def test_resolve_run_rejects_service_without_key() -> None:
-    with pytest.raises(ConfigError, match=r"weaver needs a key; set WEAVER_API_KEY"):
+    with pytest.raises(
+        ConfigError, match="api_key is missing; set it or the environment variable WEAVER_API_KEY"
+    ):
         resolve_run(make_config(backend="weaver"), TINKER)
 
 

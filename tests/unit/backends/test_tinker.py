@@ -15,7 +15,7 @@ import pytest
 
 from instar.backends.base import Backend
 from instar.backends.tinker import MintBackend, TinkerBackend
-from instar.clouds.errors import CloudError
+from instar.clouds.base import CloudError
 from instar.config import LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
 from instar.conformance.batches import make_sample, tree_samples
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError

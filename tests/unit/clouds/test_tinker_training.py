@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from instar.clouds.errors import CloudError
+from instar.clouds.base import CloudError
 from instar.clouds.tinker import TinkerConnection
 from instar.clouds.tinker_training import TinkerTrainingSession
 
 
 class ImmediateConnection:
-    """Answers every call at once."""
+    """A connection that answers every call immediately."""
 
-    async def await_result(self, what: str, sent: Any) -> str:
-        return what
+    async def await_result(self, action: str, sent: Any) -> str:
+        return action
 
 
 class SentCall:

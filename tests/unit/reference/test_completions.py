@@ -81,9 +81,9 @@ async def test_completions_reference_limits_requests_in_flight(
             ConfigError,
             r"base_url: .*does not return.*prompt_logprobs: .*logprobs 1, max_tokens 1: .*1 logprobs",
         ),
-        ("bos", EngineError, "read .* as they are"),
+        ("bos", EngineError, "read .* tokens instead of"),
         ("other", EngineError, "returned the logprob of .* instead of token"),
-        ("foreign", ConfigError, r"trainer\.reference\.model: foreign has another vocabulary"),
+        ("foreign", ConfigError, r"trainer\.reference\.model: the vocabulary of foreign differs"),
         ("denied", EngineError, "401"),
         ("garbage", EngineError, "did not return JSON"),
     ],
@@ -114,7 +114,7 @@ async def test_completions_reference_with_unreachable_server_retries_then_fails(
 ) -> None:
     reference = make_reference(teacher, model, "vllm", base_url="http://127.0.0.1:9/v1", timeout=1.0)
     started_at = time.monotonic()
-    with pytest.raises(EngineUnavailable, match="did not answer"):
+    with pytest.raises(EngineUnavailable, match="did not respond"):
         await reference.start()
     assert 0.25 < time.monotonic() - started_at < 5, "the request was retried"
     await reference.close()
