@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, replace
-from enum import StrEnum
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from instar.cli.filters import session_filter, with_session_filters
-from instar.cli.options import AsJson, RunDir, new_app
+from instar.cli.filters import build_session_filter, with_session_filters
+from instar.cli.options import AsJson, RunDir, async_command, new_app
+from instar.cli.output import plain_table, print_json, progress_bar, select_fields
 from instar.cli.run_store import open_run_store
 from instar.cluster.data import DATASET_INDEX_FILE, open_dataset_index, open_dataset_index_in
 from instar.cluster.layout import RunFolder
@@ -31,7 +28,7 @@ from instar.data.linearize import linearize
 from instar.datasets import export as exporting
 from instar.datasets import importing
 from instar.datasets.export import ExportHooks, ExportOptions, check_target
-from instar.datasets.manifest import IMPORTABLE_FORMATS, DatasetManifest
+from instar.datasets.manifest import IMPORTABLE_FORMATS
 from instar.errors import ConfigError
 from instar.store.base import DatasetRow, Run, Store
 from instar.types import Json
@@ -47,32 +44,22 @@ RunsDir = Annotated[
 DatasetName = Annotated[str, typer.Argument(help="NAME or NAME@VERSION.")]
 
 
-class ExportFormat(StrEnum):
-    jsonl = "jsonl"
-    parquet = "parquet"
-    hf = "hf"
-    sft = "sft"
-    dpo = "dpo"
-
-
-# --- export and import ---------------------------------------------------------------------------------
-
-
 @with_session_filters
-def export_sessions(
+@async_command
+async def export_sessions(
     run_dir: RunDir,
     filters: dict[str, Any],
     to: Annotated[Path | None, typer.Option(help="The folder to write; it must not exist.")] = None,
     format: Annotated[
-        ExportFormat,
+        Literal["jsonl", "parquet", "hf", "sft", "dpo"],
         typer.Option(
             help="jsonl, parquet, hf: everything, as JSON lines, Parquet or a Hugging Face folder. "
             "sft, dpo: conversations and preference pairs in TRL's formats."
         ),
-    ] = ExportFormat.jsonl,
+    ] = "jsonl",
     name: Annotated[
         str | None,
-        typer.Option("--as", metavar="NAME", help="Register it as the next version of dataset:NAME."),
+        typer.Option("--as", metavar="NAME", help="Register the data as the next version of dataset:NAME."),
     ] = None,
     samples: Annotated[bool, typer.Option("--samples", help="Also write the flat samples.")] = False,
     margin: Annotated[float, typer.Option(min=0, help="dpo: minimum difference of the rewards.")] = 0.0,
@@ -81,78 +68,54 @@ def export_sessions(
     """Write ended sessions to a folder. With sft, --reward-min selects the sessions to imitate (default:
     those with a reward above 0)."""
     min_reward = None
-    if format is ExportFormat.sft:
+    if format == "sft":
         min_reward, filters = filters["reward_min"], {**filters, "reward_min": None}
-    request = ExportOptions(
-        format=format.value,
-        where=session_filter(filters),
-        samples=samples,
-        min_reward=min_reward,
-        margin=margin,
-    )
+    where = build_session_filter(filters)
+    options = ExportOptions(format=format, where=where, samples=samples, min_reward=min_reward, margin=margin)
     if to is None and name is None:
-        raise ConfigError("Give the folder to write with --to, or a name for the data with --as.")
+        raise ConfigError("Specify the folder to write with --to, or a name for the data with --as.")
     if name is not None:
         _check_name(name)
-        if request.format not in IMPORTABLE_FORMATS:
+        if format not in IMPORTABLE_FORMATS:
             raise ConfigError(
-                f"--as: {request.format} data cannot be trained on; use {', '.join(IMPORTABLE_FORMATS)}."
+                f"--as: {format} data cannot be trained on; use {', '.join(IMPORTABLE_FORMATS)}."
             )
     if to is not None:
         check_target(to)
-    asyncio.run(_export(run_dir.absolute(), to and to.absolute(), request, name, as_json))
+    await _export(run_dir.absolute(), to and to.absolute(), options, name, as_json)
 
 
 async def _export(
-    run_dir: Path, to: Path | None, request: ExportOptions, name: str | None, as_json: bool
+    run_dir: Path, to: Path | None, options: ExportOptions, name: str | None, as_json: bool
 ) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        kind = config.store.type
+        store_kind = config.store.type
         combine = RewardCombiner(config)
         # Data without logprobs can be trained on too.
-        samples = partial(linearize, requires_logprobs=False)
-        views = ExportHooks(samples, lambda record: combine(record.rewards, record.scores))
-        kept = run_dir.parent / "datasets"
-        with _progress_bar("exporting", as_json) as progress, _target_folder(to, kept) as folder:
+        get_samples = partial(linearize, requires_logprobs=False)
+        hooks = ExportHooks(get_samples, lambda record: combine(record.rewards, record.scores))
+        datasets_dir = run_dir.parent / "datasets"
+        with (
+            progress_bar("exporting", hidden=as_json) as progress,
+            _target_folder(to, datasets_dir) as folder,
+        ):
             manifest = await exporting.export_sessions(
-                store, config.name, folder, request, views, store_kind=kind, progress=progress
+                store, config.name, folder, options, hooks, store_kind=store_kind, progress=progress
             )
             if to is None:
-                to = _move_unless_exists(folder, kept / _folder_name(name, manifest, request))
-        row = None
-        if name is not None:
-            async with _open_index_of(config) as names:
-                row = await names.put_dataset(name, str(to), manifest.hash, asdict(manifest))
-    _print_export(to, manifest, row, as_json)
-
-
-@contextmanager
-def _target_folder(to: Path | None, kept: Path) -> Generator[Path]:
-    """Yield the folder to write: ``to``, or a temporary folder that is later renamed after its content."""
-    if to is not None:
-        yield to
-        return
-    kept.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=kept, prefix=".export-") as folder:
-        yield Path(folder) / "data"
-
-
-def _folder_name(name: str | None, manifest: DatasetManifest, request: ExportOptions) -> str:
-    """Return a folder name with the format and the content hash, because the hash covers only the rows."""
-    samples = "-samples" if request.samples else ""
-    return f"{name}-{manifest.hash[7:19]}-{request.format}{samples}"
-
-
-def _move_unless_exists(folder: Path, request: Path) -> Path:
-    if not request.exists():  # an existing folder of this name has the same content
-        folder.rename(request)
-    return request
-
-
-def _print_export(to: Path, manifest: DatasetManifest, row: DatasetRow | None, as_json: bool) -> None:
-    registration = {} if row is None else {"dataset": row.name, "version": row.version}
+                # The hash covers only the rows, so the name also includes the format. An existing folder of
+                # this name has the same content.
+                suffix = f"{options.format}-samples" if options.samples else options.format
+                to = datasets_dir / f"{name}-{manifest.hash[7:19]}-{suffix}"
+                if not to.exists():
+                    folder.rename(to)
+    row = None
+    if name is not None:
+        async with _open_index(run_dir) as index:
+            row = await index.put_dataset(name, str(to), manifest.hash, asdict(manifest))
     if as_json:
-        typer.echo(json.dumps({"path": str(to), **registration, **asdict(manifest)}))
+        registration = {} if row is None else {"dataset": row.name, "version": row.version}
+        print_json({"path": str(to), **registration, **asdict(manifest)})
         return
     counts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in manifest.counts.items())
     typer.echo(f"{to}: {counts}\n{manifest.hash}")
@@ -160,7 +123,19 @@ def _print_export(to: Path, manifest: DatasetManifest, row: DatasetRow | None, a
         typer.echo(f"registered as dataset:{row.name}@{row.version}")
 
 
-def import_sessions(
+@contextmanager
+def _target_folder(to: Path | None, datasets_dir: Path) -> Generator[Path]:
+    """Yield the folder to write: ``to``, or a temporary folder that is renamed after the export."""
+    if to is not None:
+        yield to
+        return
+    datasets_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=datasets_dir, prefix=".export-") as folder:
+        yield Path(folder) / "data"
+
+
+@async_command
+async def import_sessions(
     folder: Annotated[Path, typer.Argument(help="A folder written by `instar sessions export`.")],
     into: Annotated[
         Path | None,
@@ -171,16 +146,11 @@ def import_sessions(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import exported sessions. Sessions that exist already are left as they are."""
-    asyncio.run(_import(folder, into, run, as_json))
-
-
-async def _import(folder: Path, into: Path | None, run: str | None, as_json: bool) -> None:
+    """Import exported sessions. Sessions that already exist are not changed."""
     manifest = importing.verify_content(folder)
     name = run or (into.name if into is not None else manifest.run)
     target = into if into is not None else RUNS / name
-    fresh = not RunFolder(target).config_file.is_file()
-    if fresh:
+    if not RunFolder(target).config_file.is_file():
         _check_name(name)
         RunFolder(target).create(RunConfig(name=name, dir=target.resolve()))
     async with open_run_store(target) as (config, store):
@@ -189,81 +159,46 @@ async def _import(folder: Path, into: Path | None, run: str | None, as_json: boo
         if await store.run(config.name) is None:
             settings = config.model_dump(mode="json")
             await store.put_run(Run(config.name, config.name, settings, status="finished", reason="imported"))
-        with _progress_bar("importing", as_json) as progress:
+        with progress_bar("importing", hidden=as_json) as progress:
             imported = await importing.import_sessions(store, folder, config.name, manifest, progress)
     if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "run_dir": str(target),
-                    "run": config.name,
-                    "groups": imported.groups,
-                    "sessions": imported.sessions,
-                    "there": imported.unchanged,
-                }
-            )
-        )
+        counts = select_fields(imported, "groups", "sessions", "unchanged")
+        print_json({"run_dir": str(target), "run": config.name, **counts})
         return
     existing = f", {imported.unchanged} existed already" if imported.unchanged else ""
     typer.echo(f"{target}: imported {imported.sessions} sessions and {imported.groups} groups{existing}")
 
 
-@contextmanager
-def _progress_bar(text: str, as_json: bool) -> Generator[exporting.ProgressCallback | None]:
-    """Show a progress bar on a terminal, and nothing elsewhere. Yield the callback that updates the bar."""
-    console = Console(stderr=True)
-    if as_json or not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(text, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-# --- datasets by name ------------------------------------------------------------------------------------
-
-
 def _check_name(name: str) -> None:
     if not NAME.match(name):
-        raise ConfigError(f"{name!r} is not a name: use letters, digits, dots, underscores and hyphens.")
+        raise ConfigError(
+            f"{name!r} is not a valid name; use letters, digits, dots, underscores and hyphens."
+        )
 
 
 @asynccontextmanager
-async def _open_index_of(config: RunConfig) -> AsyncGenerator[Store]:
-    names = open_dataset_index(config)
-    try:
-        yield names
-    finally:
-        await names.close()
-
-
-@asynccontextmanager
-async def _open_index(where: Path) -> AsyncGenerator[Store]:
+async def _open_index(folder: Path) -> AsyncGenerator[Store]:
     """Yield the store with the dataset index of a folder of runs, or of one run."""
-    is_run = RunFolder(where).config_file.is_file()
-    names = open_dataset_index(RunFolder(where).read_config()) if is_run else open_dataset_index_in(where)
+    is_run = RunFolder(folder).config_file.is_file()
+    store = open_dataset_index(RunFolder(folder).read_config()) if is_run else open_dataset_index_in(folder)
     try:
-        yield names
+        yield store
     finally:
-        await names.close()
+        await store.close()
 
 
 @app.command("ls")
-def list_datasets(runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
+@async_command
+async def list_datasets(runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """List datasets with version, number of sessions, hash and folder."""
-
-    async def ls() -> list[DatasetRow]:
-        if not any((runs / file).is_file() for file in (DATASET_INDEX_FILE, "config.json")):
-            return []
-        async with _open_index(runs) as names:
-            return await names.datasets()
-
-    rows = asyncio.run(ls())
+    rows: list[DatasetRow] = []
+    if any((runs / file).is_file() for file in (DATASET_INDEX_FILE, "config.json")):
+        async with _open_index(runs) as index:
+            rows = await index.datasets()
     if as_json:
-        typer.echo(json.dumps([_row_json(row) for row in rows]))
+        print_json([_row_json(row) for row in rows])
         return
-    table = Table("dataset", "sessions", "format", "hash", "folder", box=None, padding=(0, 1, 0, 0))
+    table = plain_table("dataset", "sessions", "format", "hash", "folder")
     for row in rows:
         sessions = str(row.manifest["counts"].get("sessions", ""))
         name = f"{row.name}@{row.version}"
@@ -272,7 +207,8 @@ def list_datasets(runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def add(
+@async_command
+async def add(
     name: Annotated[str, typer.Argument(help="The dataset's name.")],
     folder: Annotated[Path, typer.Argument(help="A folder written by `instar sessions export`.")],
     runs: RunsDir = RUNS,
@@ -280,66 +216,61 @@ def add(
 ) -> None:
     """Give exported data a name. The same content keeps its version."""
     _check_name(name)
-    manifest, path = importing.verify_content(folder), str(folder.absolute())
-
-    async def put() -> DatasetRow:
-        async with _open_index(runs) as names:
-            return await names.put_dataset(name, path, manifest.hash, asdict(manifest))
-
-    row = asyncio.run(put())
-    typer.echo(json.dumps(_row_json(row)) if as_json else f"dataset:{row.name}@{row.version}")
+    manifest = importing.verify_content(folder)
+    async with _open_index(runs) as index:
+        row = await index.put_dataset(name, str(folder.absolute()), manifest.hash, asdict(manifest))
+    if as_json:
+        print_json(_row_json(row))
+    else:
+        typer.echo(f"dataset:{row.name}@{row.version}")
 
 
 @app.command()
-def show(name: DatasetName, runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
+@async_command
+async def show(name: DatasetName, runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """Show a dataset's folder and manifest."""
-    row = asyncio.run(_find_dataset(runs, name))
+    async with _open_index(runs) as index:
+        row = await index.dataset(*_parse_dataset_name(name))
+        known = [f"{other.name}@{other.version}" for other in await index.datasets()]
+    if row is None:
+        raise ConfigError(f"There is no dataset {name}. Known: {', '.join(known) or 'none'}")
+    _print_dataset(row, as_json)
+
+
+def _print_dataset(row: DatasetRow, as_json: bool) -> None:
     folder_exists = Path(row.path).is_dir()
     if as_json:
-        typer.echo(json.dumps({**_row_json(row), "there": folder_exists, "manifest": row.manifest}))
+        print_json({**_row_json(row), "exists": folder_exists, "manifest": row.manifest})
         return
-    typer.echo(
-        f"dataset:{row.name}@{row.version}  {row.path}{'' if folder_exists else '  (the folder is missing)'}"
-    )
+    note = "" if folder_exists else "  (the folder is missing)"
+    typer.echo(f"dataset:{row.name}@{row.version}  {row.path}{note}")
     typer.echo(json.dumps(row.manifest, indent=2, ensure_ascii=False))
 
 
 @app.command("rm")
-def remove(
+@async_command
+async def remove(
     name: DatasetName,
     files: Annotated[bool, typer.Option("--files", help="Delete the folder too.")] = False,
     runs: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a dataset, or one version of it, from the index. Its files are kept."""
+    """Remove a dataset, or one version of it, from the index. The files are not deleted."""
     dataset, version = _parse_dataset_name(name)
-
-    async def remove_rows() -> list[DatasetRow]:
-        async with _open_index(runs) as names:
-            rows = [row for row in await names.datasets() if row.name == dataset]
-            removed_rows = [row for row in rows if version in (None, row.version)]
-            await names.remove_dataset(dataset, version)
-            used = {row.path for row in await names.datasets()}
-            return [replace(row, path="") if row.path in used else row for row in removed_rows]
-
-    removed_rows = asyncio.run(remove_rows())
-    if not removed_rows:
+    async with _open_index(runs) as index:
+        rows = await index.datasets()
+        removed = [row for row in rows if row.name == dataset and version in (None, row.version)]
+        await index.remove_dataset(dataset, version)
+        used_paths = {row.path for row in await index.datasets()}
+    if not removed:
         raise ConfigError(f"There is no dataset {name}.")
-    for path in {row.path for row in removed_rows if files and row.path}:
+    for path in {row.path for row in removed} - used_paths if files else ():
         shutil.rmtree(path, ignore_errors=True)
-    removed = [f"{row.name}@{row.version}" for row in removed_rows]
-    typer.echo(json.dumps({"removed": removed}) if as_json else f"removed {', '.join(removed)}")
-
-
-async def _find_dataset(where: Path, name: str) -> DatasetRow:
-    async with _open_index(where) as names:
-        row = await names.dataset(*_parse_dataset_name(name))
-        if row is None:
-            registration = (
-                ", ".join(f"{each.name}@{each.version}" for each in await names.datasets()) or "none"
-            )
-            raise ConfigError(f"There is no dataset {name}. Known: {registration}")
-        return row
+    names = [f"{row.name}@{row.version}" for row in removed]
+    if as_json:
+        print_json({"removed": names})
+    else:
+        typer.echo(f"removed {', '.join(names)}")
 
 
 def _parse_dataset_name(name: str) -> tuple[str, int | None]:
@@ -350,10 +281,4 @@ def _parse_dataset_name(name: str) -> tuple[str, int | None]:
 
 
 def _row_json(row: DatasetRow) -> Json:
-    return {
-        "name": row.name,
-        "version": row.version,
-        "path": row.path,
-        "hash": row.hash,
-        "created_at": row.created_at,
-    }
+    return select_fields(row, "name", "version", "path", "hash", "created_at")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
-from instar.cli.options import AsJson, RunDir
+from instar.cli.options import AsJson, RunDir, async_command
+from instar.cli.output import format_number, format_time, plain_table, print_json
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
@@ -27,21 +24,18 @@ from instar.record.redact import Redactor
 from instar.store.base import Store
 
 
-class FeedbackAction(StrEnum):
-    ls = "ls"
-
-
-def feedback(
+@async_command
+async def feedback(
     run_dir: RunDir,
-    action: Annotated[FeedbackAction | None, typer.Argument(help="`ls` lists recorded feedback.")] = None,
-    session: Annotated[str | None, typer.Option(help="The session that it is about.")] = None,
-    call: Annotated[str | None, typer.Option(help="Or one call of a session.")] = None,
-    response: Annotated[str | None, typer.Option(help="Or a reply, by its response id.")] = None,
+    action: Annotated[Literal["ls"] | None, typer.Argument(help="`ls` lists recorded feedback.")] = None,
+    session: Annotated[str | None, typer.Option(help="Id of the session to rate.")] = None,
+    call: Annotated[str | None, typer.Option(help="Id of the call to rate, instead of a session.")] = None,
+    response: Annotated[str | None, typer.Option(help="Response id of the reply to rate.")] = None,
     thumbs: Annotated[bool | None, typer.Option("--up/--down", help="Good (reward 1) or bad (0).")] = None,
     score: Annotated[float | None, typer.Option(help="The reward as a number.")] = None,
     text: Annotated[str, typer.Option(help="A comment.")] = "",
-    correction: Annotated[str | None, typer.Option(help="The reply that should have been given.")] = None,
-    correction_file: Annotated[Path | None, typer.Option(help="The same, from a file.")] = None,
+    correction: Annotated[str | None, typer.Option(help="The correct reply.")] = None,
+    correction_file: Annotated[Path | None, typer.Option(help="A file with the correct reply.")] = None,
     author: Annotated[str, typer.Option(help="The author's name.")] = "",
     feedback_id: Annotated[
         str | None, typer.Option("--id", help="An id; feedback with the same id is recorded once.")
@@ -50,7 +44,7 @@ def feedback(
 ) -> None:
     """A corrected reply is trained on."""
     if action is not None:
-        asyncio.run(_list_feedback(run_dir, session, as_json))
+        await _list_feedback(run_dir, session, as_json)
         return
     request = FeedbackBody(
         session_id=session,
@@ -63,35 +57,31 @@ def feedback(
         correction=_read_correction(correction, correction_file),
         author=author,
     )
-    asyncio.run(_give_feedback(run_dir, request, as_json))
-
-
-def _read_correction(text: str | None, file: Path | None) -> str | None:
-    """Return the correction: the text, or the file's content without its last line break."""
-    if file is None:
-        return text
-    if text is not None:
-        raise ConfigError("--correction and --correction-file exclude each other.")
-    try:
-        return file.read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--correction-file: cannot read {file}: {error}") from error
-
-
-async def _give_feedback(run_dir: Path, request: FeedbackBody, as_json: bool) -> None:
     async with open_run_store(run_dir) as (config, store):
-        renderer = _load_renderer(config) if request.correction is not None else None
+        service = _feedback_service(config, store, loads_renderer=request.correction is not None)
         try:
             checked = msgspec.convert(msgspec.to_builtins(request), FeedbackBody)
-            recorded, is_new = await _feedback_service(config, store, renderer).add(Caller("admin"), checked)
+            recorded, is_new = await service.add(Caller("admin"), checked)
         except (ApiError, msgspec.ValidationError) as error:
             raise InstarError(str(error)) from None
     if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(recorded)))
+        print_json(msgspec.to_builtins(recorded))
         return
     subject = f"call {recorded.call_id} of session" if recorded.call_id else "session"
     verb = "Recorded" if is_new else "Already recorded"
     typer.echo(f"{verb}: {subject} {recorded.session_id}{_describe_outcome(recorded)}")
+
+
+def _read_correction(text: str | None, file: Path | None) -> str | None:
+    """Return the text, or the content of the file without its last line break."""
+    if file is None:
+        return text
+    if text is not None:
+        raise ConfigError("--correction and --correction-file exclude each other; use one of them.")
+    try:
+        return file.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--correction-file: cannot read {file}: {error}") from error
 
 
 def _describe_outcome(feedback: FeedbackView) -> str:
@@ -105,28 +95,30 @@ def _describe_outcome(feedback: FeedbackView) -> str:
 
 async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        rows = await _feedback_service(config, store, None).list_feedback(session_id)
+        rows = await _feedback_service(config, store).list_feedback(session_id)
     if as_json:
-        typer.echo(json.dumps(msgspec.to_builtins(rows)))
+        print_json(msgspec.to_builtins(rows))
         return
     columns = [Column(name, no_wrap=True) for name in ("time", "session", "reward", "trained")]
-    table = Table(
-        *columns, Column("author"), Column("text"), Column("correction"), box=None, padding=(0, 1, 0, 0)
-    )
+    table = plain_table(*columns, "author", "text", "correction")
     for row in rows:
         table.add_row(
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created_at)),
+            format_time(row.created_at),
             row.session_id,
-            "" if row.reward is None else f"{row.reward:g}",
+            format_number(row.reward),
             "yes" if row.trainable else "",
-            Text(row.author),
-            Text(row.text),
-            Text(row.correction or ""),
+            *(Text(value) for value in (row.author, row.text, row.correction or "")),
         )
     Console().print(table)
 
 
-def _feedback_service(config: RunConfig, store: Store, renderer: Renderer | None) -> FeedbackService:
+def _feedback_service(config: RunConfig, store: Store, *, loads_renderer: bool = False) -> FeedbackService:
+    renderer = None
+    # A provider's calls have no tokens.
+    if loads_renderer and not isinstance(config.engine, UpstreamEngineConfig):
+        from instar.models import resolve_tokenizer
+
+        renderer = Renderer.load(resolve_tokenizer(config.model.name), config.model)
     return FeedbackService(
         store,
         Redactor.from_config(config.gateway.redact),
@@ -135,13 +127,3 @@ def _feedback_service(config: RunConfig, store: Store, renderer: Renderer | None
         max_context=lambda: config.model.max_context,
         models=config.models,
     )
-
-
-def _load_renderer(config: RunConfig) -> Renderer | None:
-    """Return the renderer of the run's model, or None if a provider answered, because its calls have no
-    tokens."""
-    if isinstance(config.engine, UpstreamEngineConfig):
-        return None
-    from instar.models import resolve_tokenizer
-
-    return Renderer.load(resolve_tokenizer(config.model.name), config.model)

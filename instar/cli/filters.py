@@ -16,7 +16,7 @@ from instar.errors import ConfigError
 if TYPE_CHECKING:
     from instar.store.base import SessionFilter
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 OPTIONS: dict[str, Any] = {
     "channel": Annotated[str | None, typer.Option(help="train, val, live or data.")],
@@ -26,7 +26,9 @@ OPTIONS: dict[str, Any] = {
     "reward_min": Annotated[
         float | None, typer.Option(help="Minimum of the latest reward, or of any by --scorer or --source.")
     ],
-    "reward_max": Annotated[float | None, typer.Option(help="Maximum, likewise.")],
+    "reward_max": Annotated[
+        float | None, typer.Option(help="Maximum of the latest reward, or of any by --scorer or --source.")
+    ],
     "scorer": Annotated[
         str | None, typer.Option(metavar="NAME[@VERSION]", help="Only if this scorer gave a reward.")
     ],
@@ -34,34 +36,35 @@ OPTIONS: dict[str, Any] = {
     "task": Annotated[str | None, typer.Option(help="Task id.")],
     "agent": Annotated[str | None, typer.Option(help="Agent id.")],
     "since": Annotated[
-        str | None, typer.Option(metavar="TIME", help="Opened since: 2026-01-31T12:00, or 3h, 2d (ago).")
+        str | None,
+        typer.Option(metavar="TIME", help="Opened since this time: 2026-01-31T12:00, or 3h (ago)."),
     ],
-    "until": Annotated[str | None, typer.Option(metavar="TIME", help="Opened before, likewise.")],
+    "until": Annotated[str | None, typer.Option(metavar="TIME", help="Opened before this time.")],
 }
 
 
 def with_session_filters(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the options above in place of its parameter ``filters``, a dict of option
-    values."""
+    """Return the command with the options in OPTIONS instead of its parameter ``filters``, which receives
+    the values of the options as a dict."""
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
         inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in OPTIONS.items()
     ]
-    others = [each for each in signature.parameters.values() if each.name != "filters"]
+    others = [parameter for parameter in signature.parameters.values() if parameter.name != "filters"]
 
     @wraps(command)
     def run(*args: Any, **values: Any) -> None:
         filters = {name: values.pop(name) for name in OPTIONS}
         command(*args, filters=filters, **values)
 
-    ordered = [*(each.replace(kind=keyword) for each in others), *options]
-    run.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
-    run.__annotations__ = {each.name: each.annotation for each in ordered}
+    parameters = [*(parameter.replace(kind=keyword) for parameter in others), *options]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
-def session_filter(filters: dict[str, Any], ids: tuple[str, ...] = ()) -> SessionFilter:
+def build_session_filter(filters: dict[str, Any], ids: tuple[str, ...] = ()) -> SessionFilter:
     from instar.store.base import SessionFilter
     from instar.types import Channel, RewardSource, SessionStatus
 
@@ -69,7 +72,7 @@ def session_filter(filters: dict[str, Any], ids: tuple[str, ...] = ()) -> Sessio
         channel=_parse_choice(Channel, "channel", filters),
         status=_parse_choice(SessionStatus, "status", filters),
         ids=ids,
-        tags=tuple(parse_tag(each) for each in filters["tag"] or ()),
+        tags=tuple(parse_tag(tag) for tag in filters["tag"] or ()),
         without=tuple(filters["without"] or ()),
         reward_min=filters["reward_min"],
         reward_max=filters["reward_max"],
@@ -100,18 +103,18 @@ def _parse_choice(kind: Any, name: str, filters: dict[str, Any]) -> Any:
     try:
         return kind(value)
     except ValueError:
-        raise ConfigError(f"--{name}: {value!r} is not one of: {', '.join(kind)}") from None
+        raise ConfigError(f"--{name}: given {value!r}; allowed: {', '.join(kind)}") from None
 
 
 def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
-    """Return the time of a filter: a date and time (local time unless it includes a time zone), or a duration
-    before now."""
+    """Return the time in seconds since the epoch. The option is a date and time, which is local unless it
+    includes a time zone, or a duration before now."""
     text: str | None = filters[name]
     if text is None:
         return None
     number, unit = text[:-1], text[-1:]
-    if unit in _UNITS and number.replace(".", "", 1).isdigit():
-        return time.time() - float(number) * _UNITS[unit]
+    if unit in _SECONDS_PER_UNIT and number.replace(".", "", 1).isdigit():
+        return time.time() - float(number) * _SECONDS_PER_UNIT[unit]
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""The ``instar`` command. Each command is declared in a module that is imported only when it runs."""
+"""The ``instar`` command. The module of a subcommand is imported only if the subcommand is used."""
 
 from __future__ import annotations
 
@@ -14,43 +14,35 @@ from instar import __version__
 from instar.cli.options import new_app
 
 
-class CommandSource(NamedTuple):
+class Command(NamedTuple):
     target: str
     """The function in ``instar.cli``, or the Typer app with subcommands, as ``module:name``."""
     summary: str
 
 
 COMMANDS = {
-    "demo": CommandSource(
-        "train:demo", "Train a small model on this machine and watch it learn, in minutes."
-    ),
-    "train": CommandSource("train:train", "Train an agent's model as described by a YAML file."),
-    "serve": CommandSource(
-        "serve:serve", "Serve a model to agents and record their calls, without training."
-    ),
-    "simulate": CommandSource(
-        "simulate:simulate", "Predict a run's throughput, idle time and staleness within seconds."
-    ),
-    "report": CommandSource("report:report", "Write a run's report again: reward curves and an HTML page."),
-    "plan": CommandSource("plan:plan", "Show what the next training step would train on, and why."),
-    "curate": CommandSource("curate:curate", "Find duplicates and signs of reward hacking, and tag them."),
-    "rescore": CommandSource("rescore:rescore", "Score stored sessions with another rule or judge."),
-    "roles": CommandSource("roles:roles", "List, drain, stop, start or restart the processes of a run."),
-    "status": CommandSource(
-        "roles:status", "Show what each process of a run does, its address and log file."
-    ),
-    "doctor": CommandSource("doctor:doctor", "Check what this machine has and what is missing."),
-    "feedback": CommandSource("feedback:feedback", "Rate or correct a session or a reply, or list ratings."),
-    "config": CommandSource("config:app", "Check and show the YAML file of a run."),
-    "sessions": CommandSource("sessions:app", "Inspect, tag, export and import recorded sessions."),
-    "datasets": CommandSource("datasets:app", "Manage exported data by name and version."),
-    "keys": CommandSource("keys:app", "Create, list and revoke API keys."),
-    "backends": CommandSource("backends:app", "List, check and serve training backends."),
+    "demo": Command("train:demo", "Train a small model on this machine and watch it learn, in minutes."),
+    "train": Command("train:train", "Train an agent's model as described by a YAML file."),
+    "serve": Command("serve:serve", "Serve a model to agents and record their calls, without training."),
+    "simulate": Command("simulate:simulate", "Predict a run's throughput, idle time and staleness quickly."),
+    "report": Command("report:report", "Write a run's report again: reward curves and an HTML page."),
+    "plan": Command("plan:plan", "Show what the next training step would train on, and why."),
+    "curate": Command("curate:curate", "Find duplicates and signs of reward hacking, and tag them."),
+    "rescore": Command("rescore:rescore", "Score stored sessions with another rule or judge."),
+    "roles": Command("roles:roles", "List, drain, stop, start or restart the processes of a run."),
+    "status": Command("roles:status", "Show what each process of a run does, its address and log file."),
+    "doctor": Command("doctor:doctor", "Check what this machine has and what is missing."),
+    "feedback": Command("feedback:feedback", "Rate or correct a session or a reply, or list ratings."),
+    "config": Command("config:app", "Check and show the YAML file of a run."),
+    "sessions": Command("sessions:app", "Inspect, tag, export and import recorded sessions."),
+    "datasets": Command("datasets:app", "Manage exported data by name and version."),
+    "keys": Command("keys:app", "Create, list and revoke API keys."),
+    "backends": Command("backends:app", "List, check and serve training backends."),
 }
 
 
 class LazyGroup(TyperGroup):
-    """The root command. It lists the commands from the table above and imports only the one that is used."""
+    """The root command. It lists all commands but imports only the module of the command that is used."""
 
     # Some typer releases bundle click under a private name, so its types cannot be written here.
     def list_commands(self, ctx: Any) -> list[str]:
@@ -61,13 +53,11 @@ class LazyGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, source.summary) for name, source in COMMANDS.items()])
+            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
 
 
 def load_command(name: str) -> Any:
-    """Return the click command that is declared under this name."""
-    source = COMMANDS[name]
-    module, _, attribute = source.target.partition(":")
+    module, _, attribute = COMMANDS[name].target.partition(":")
     target: Any = getattr(importlib.import_module(f"instar.cli.{module}"), attribute)
     if isinstance(target, typer.Typer):
         app = target
@@ -76,7 +66,7 @@ def load_command(name: str) -> Any:
         app.command(name)(target)
     command = typer.main.get_command(app)
     command.name = name
-    command.help = "\n\n".join(filter(None, [source.summary, command.help]))
+    command.help = "\n\n".join(filter(None, [COMMANDS[name].summary, command.help]))
     return command
 
 

@@ -1,11 +1,15 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments that several commands share, and the creation of commands."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ParamSpec
 
 import typer
+
+P = ParamSpec("P")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]
@@ -25,3 +29,15 @@ def new_app(*, no_args_is_help: bool = True) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+
+
+def async_command(command: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Return a synchronous function for Typer, which cannot call async functions."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        import asyncio
+
+        asyncio.run(command(*args, **kwargs))
+
+    return run

@@ -9,21 +9,27 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
 from instar.cli.options import AsJson, RunDir
+from instar.cli.run_store import open_run_store
 from instar.cluster.layout import RunFolder, public_settings
 from instar.config import RunConfig
 from instar.errors import InstarError
 from instar.rewards.judge.agreement import JudgeAgreement, measure_run_agreement
-from instar.store.base import SessionRow
-from instar.store.factory import open_store
+from instar.store.base import SessionRow, Store
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
-from instar.types import Call, Channel, Json, Message
+from instar.types import Call, Channel, Json
 
 BLUE, ORANGE, GREY = "#2f6fde", "#e07b39", "#8a8f98"
+
+
+class ReportExample(NamedTuple):
+    label: str
+    calls: list[Call]
+    reward: float | None
 
 
 def report(run_dir: RunDir, as_json: AsJson = False) -> None:
@@ -36,31 +42,25 @@ def write_report(run_dir: Path) -> Path:
     folder = RunFolder(run_dir)
     config = folder.read_config()
     steps = read_steps(run_dir)
-    evaluations = latest_evaluations(run_dir)
+    records = [record for record in read_metrics(run_dir) if record["kind"] == "eval"]
+    evaluations = list({(record["label"], record["mode"]): record for record in records}.values())
     if not steps and not evaluations:
         raise InstarError(
             f"{run_dir} has nothing to report yet: no training step and no evaluation has finished."
         )
     folder.report.mkdir(exist_ok=True)
-    picture = folder.report / "reward.png"
-    _draw(picture, steps, evaluations)
-    examples = asyncio.run(_load_examples(config))
-    judges = asyncio.run(_load_agreement(config))
+    chart = folder.report / "reward.png"
+    _draw_chart(chart, steps, evaluations)
+    examples, judges = asyncio.run(_load_from_store(run_dir))
     page = folder.report / "index.html"
     page.write_text(
-        _render_page(config, steps, evaluations, picture, examples, judges, read_warnings(run_dir)),
+        _render_page(config, steps, evaluations, chart, examples, judges, read_warnings(run_dir)),
         encoding="utf-8",
     )
     return page
 
 
-def latest_evaluations(run_dir: Path) -> list[Json]:
-    """Return the last evaluation of each label and mode, in order."""
-    records = [record for record in read_metrics(run_dir) if record["kind"] == "eval"]
-    return list({(record["label"], record["mode"]): record for record in records}.values())
-
-
-def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
+def _draw_chart(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -75,7 +75,7 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     minutes = [step["elapsed"] / 60 for step in rewarded]
     rewards = [step["reward_mean"] for step in rewarded]
     curve.plot(minutes, rewards, color=GREY, linewidth=1, marker="o", markersize=3, label="each step")
-    curve.plot(minutes, _smooth(rewards), color=BLUE, linewidth=2.5, label="moving average")
+    curve.plot(minutes, _moving_average(rewards), color=BLUE, linewidth=2.5, label="moving average")
     curve.set(xlabel="minutes of training", ylabel="mean reward", title="Training reward")
     curve.set_ylim(min([-0.02, *rewards]), max([1.02, *rewards]))
     curve.legend(frameon=False, loc="best")
@@ -85,12 +85,14 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     width = 0.8 / max(1, len(labels))
     colours = [GREY, BLUE, ORANGE, "#4c9f70", "#9467bd"]
     for offset, label in enumerate(labels):
-        places = [place + offset * width for place in range(len(modes))]
+        positions = [index + offset * width for index in range(len(modes))]
         heights = [values.get((label, mode), 0.0) for mode in modes]
-        drawn = bars.bar(places, heights, width * 0.92, color=colours[offset % len(colours)], label=label)
-        bars.bar_label(drawn, fmt="%.2f", fontsize=9)
+        container = bars.bar(
+            positions, heights, width * 0.92, color=colours[offset % len(colours)], label=label
+        )
+        bars.bar_label(container, fmt="%.2f", fontsize=9)
     centre = width * (len(labels) - 1) / 2
-    bars.set_xticks([place + centre for place in range(len(modes))], modes)
+    bars.set_xticks([index + centre for index in range(len(modes))], modes)
     bars.set(title="Held-out tasks", ylabel="mean reward")
     bars.set_ylim(min([0.0, *values.values()]), 1.1 * max([1.0, *values.values()]))
     if labels:
@@ -103,49 +105,41 @@ def _draw(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     plt.close(figure)
 
 
-def _smooth(values: list[float], window: int = 5) -> list[float]:
-    return [
-        sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - window + 1) : i + 1])
-    ]
+def _moving_average(values: list[float], window: int = 5) -> list[float]:
+    slices = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [sum(values) / len(values) for values in slices]
 
 
-async def _load_examples(config: RunConfig, limit: int = 3) -> list[tuple[str, list[Call], float | None]]:
+async def _load_from_store(run_dir: Path) -> tuple[list[ReportExample], list[JudgeAgreement]]:
+    async with open_run_store(run_dir, read_only=True) as (config, store):
+        # Computing agreement reads every reward, so skip it if no judge scored anything.
+        is_judged = any(scorer.startswith("judge:") for scorer in await store.score_counts(config.name))
+        judges = await measure_run_agreement(store, config.name) if is_judged else []
+        return await _load_examples(store, config), judges
+
+
+async def _load_examples(store: Store, config: RunConfig, limit: int = 3) -> list[ReportExample]:
     """Return the held-out tasks whose reward improved most, each before and after training."""
     if config.eval is None:
         return []
     mode = next(iter(config.eval.modes))
-    store = open_store(config, read_only=True)
-    try:
-        by_label: dict[str, dict[str, SessionRow]] = {"before": {}, "after": {}}
-        for row in await store.sessions(config.name, channel=Channel.VAL):
-            for label, rows in by_label.items():
-                # The evaluator's group ids are <run>/val/<label>-<mode>-v<version>/<place>.
-                if row.calls and f"/val/{label}-{mode}-v" in (row.session.group_id or ""):
-                    rows[row.session.task_id or ""] = row
-        tried = by_label["before"].keys() & by_label["after"].keys()
-        changed = sorted(tried, key=lambda task: (-_gain(by_label, task), task))[:limit]
-        return [
-            (label, await store.calls(row.session.session_id), row.reward)
-            for task in changed
-            for label in by_label
-            if (row := by_label[label][task])
-        ]
-    finally:
-        await store.close()
-
-
-def _gain(by_label: dict[str, dict[str, SessionRow]], task: str) -> float:
-    return (by_label["after"][task].reward or 0.0) - (by_label["before"][task].reward or 0.0)
-
-
-async def _load_agreement(config: RunConfig) -> list[JudgeAgreement]:
-    store = open_store(config, read_only=True)
-    try:
-        # Computing agreement reads every reward, so skip it if no judge scored anything.
-        judged = any(scorer.startswith("judge:") for scorer in await store.score_counts(config.name))
-        return await measure_run_agreement(store, config.name) if judged else []
-    finally:
-        await store.close()
+    before: dict[str, SessionRow] = {}
+    after: dict[str, SessionRow] = {}
+    rows_by_label = {"before": before, "after": after}
+    for row in await store.sessions(config.name, channel=Channel.VAL):
+        for label, rows in rows_by_label.items():
+            # The evaluator's group ids are <run>/val/<label>-<mode>-v<version>/<index>.
+            if row.calls and f"/val/{label}-{mode}-v" in (row.session.group_id or ""):
+                rows[row.session.task_id or ""] = row
+    gains = {
+        task: (after[task].reward or 0.0) - (before[task].reward or 0.0) for task in before if task in after
+    }
+    most_improved = sorted(gains, key=lambda task: (-gains[task], task))[:limit]
+    return [
+        ReportExample(label, await store.calls(rows[task].session.session_id), rows[task].reward)
+        for task in most_improved
+        for label, rows in rows_by_label.items()
+    ]
 
 
 STYLE = """
@@ -168,12 +162,12 @@ def _render_page(
     config: RunConfig,
     steps: list[Json],
     evaluations: list[Json],
-    picture: Path,
-    examples: list[tuple[str, list[Call], float | None]],
+    chart: Path,
+    examples: list[ReportExample],
     judges: list[JudgeAgreement],
     warnings: list[str],
 ) -> str:
-    image = base64.b64encode(picture.read_bytes()).decode()
+    image = base64.b64encode(chart.read_bytes()).decode()
     elapsed = steps[-1]["elapsed"] if steps else 0.0
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
@@ -188,7 +182,7 @@ def _render_page(
     ]
     if examples:
         parts.append("<h2>Examples before and after training</h2>")
-        parts += [_render_example(*example) for example in examples]
+        parts += [render_example(example) for example in examples]
     parts += [
         "<h2>Steps</h2>",
         _step_table(steps),
@@ -203,10 +197,10 @@ def _render_page(
 
 def _evaluation_table(evaluations: list[Json]) -> str:
     modes = list(dict.fromkeys(record["mode"] for record in evaluations))
-    values = {(record["label"], record["mode"]): record for record in evaluations}
+    records = {(record["label"], record["mode"]): record for record in evaluations}
     rows: list[str] = []
     for mode in modes:
-        before, after = values.get(("before", mode)), values.get(("after", mode))
+        before, after = records.get(("before", mode)), records.get(("after", mode))
         cells = "".join(
             f"<td>{record['accuracy']:.3f}</td>" if record else "<td>–</td>" for record in (before, after)
         )
@@ -220,34 +214,20 @@ def _evaluation_table(evaluations: list[Json]) -> str:
 
 
 def _step_table(steps: list[Json]) -> str:
-    columns = (
-        "reward_mean",
-        "version",
-        "staleness_mean",
-        "zero_signal",
-        "grad_norm",
-        "ratio_mean",
-        "clipped",
-        "importance_p99",
-        "ess",
-        "step_seconds",
-    )
-    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in ("step", *columns))
-    rows = [
-        "<tr>" + "".join(f"<td>{_cell(step.get(name))}</td>" for name in ("step", *columns)) + "</tr>"
-        for step in steps
-    ]
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    training = ("reward_mean", "version", "staleness_mean", "zero_signal", "grad_norm")
+    columns = ("step", *training, "ratio_mean", "clipped", "importance_p99", "ess", "step_seconds")
+    rows = [tuple(_cell(step.get(name)) for name in columns) for step in steps]
+    return _table([name.replace("_", " ") for name in columns], rows)
 
 
 def _staleness_section(steps: list[Json]) -> list[str]:
     """Return tables of the staleness of trained tokens and of dropped samples over the run."""
-    behind, dropped = _sum_counts(steps, "staleness_tokens"), _sum_counts(steps, "dropped")
+    tokens, dropped = _sum_counts(steps, "staleness_tokens"), _sum_counts(steps, "dropped")
     parts: list[str] = []
-    if behind:
+    if tokens:
         rows = [
-            (f"{versions} behind", f"{count:,}", f"{count / sum(behind.values()):.1%}")
-            for versions, count in sorted(behind.items(), key=lambda item: int(item[0]))
+            (f"{versions} behind", f"{count:,}", f"{count / tokens.total():.1%}")
+            for versions, count in sorted(tokens.items(), key=lambda item: int(item[0]))
         ]
         parts += ["<h2>Staleness</h2>", _table(("versions", "trained tokens", "share"), rows)]
     if dropped:
@@ -257,65 +237,56 @@ def _staleness_section(steps: list[Json]) -> list[str]:
 
 
 def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
-    """Return a table of each judge's agreement with itself and with rules. docs/judge.md explains the
-    table."""
-    head = (
-        "judge",
-        "rewards",
-        "mean",
-        "dollars",
-        "votes",
-        "orders",
-        "sessions with a rule",
-        "same side",
-        "r",
-    )
+    """Return the table of docs/judge.md: the agreement of each judge with itself and with rules."""
     rows = [
-        (
-            *(one.judge, f"{one.rewards:,}", f"{one.mean:.3f}", f"{one.dollars:.2f}", _cell(one.votes)),
-            *(_cell(one.orders), f"{one.rule_sessions:,}"),
-            *(_cell(one.rule_same_side), _cell(one.rule_correlation)),
-        )
-        for one in judges
+        {
+            "judge": judge.judge,
+            "rewards": f"{judge.rewards:,}",
+            "mean": f"{judge.mean:.3f}",
+            "dollars": f"{judge.dollars:.2f}",
+            "votes": _cell(judge.votes),
+            "orders": _cell(judge.orders),
+            "sessions with a rule": f"{judge.rule_sessions:,}",
+            "same side": _cell(judge.rule_same_side),
+            "r": _cell(judge.rule_correlation),
+        }
+        for judge in judges
     ]
-    return ["<h2>Judges</h2>", _table(head, rows)] if rows else []
+    return ["<h2>Judges</h2>", _table(list(rows[0]), [tuple(row.values()) for row in rows])] if rows else []
 
 
 def _sum_counts(steps: list[Json], name: str) -> Counter[str]:
-    summed: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for step in steps:
-        summed.update(step.get(name, {}))
-    return summed
+        counts.update(step.get(name, {}))
+    return counts
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    named = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    header = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    return f"<table><tr>{named}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return f"<table><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "–"
-    return f"{value:.3f}" if isinstance(value, float) else html.escape(str(value))
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _conversation_from_question(calls: list[Call]) -> list[Message]:
-    """Return the conversation starting at the last question of the first prompt, without few-shot
-    examples."""
+def render_example(example: ReportExample) -> str:
+    """Return the conversation from the last question of the first prompt on, without few-shot examples."""
+    label, calls, reward = example
     first, last = calls[0].messages, calls[-1].messages
     opening = first if last[: len(first)] == first else last
-    question = max((i for i, message in enumerate(opening) if message["role"] == "user"), default=0)
-    return [*last[question:], calls[-1].reply]
-
-
-def _render_example(label: str, calls: list[Call], reward: float | None) -> str:
+    question = max((index for index, message in enumerate(opening) if message["role"] == "user"), default=0)
     lines: list[str] = []
-    for message in _conversation_from_question(calls):
+    for message in (*last[question:], calls[-1].reply):
         text = message["content"]
         for call in message.get("tool_calls", []):
             text += f" {call['name']}({call['arguments']})"
         lines.append(f"<div><span class=role>{message['role']}</span>{html.escape(text)}</div>")
     verdict = "good" if reward is not None and reward > 0 else "bad"
-    shown = "no reward" if reward is None else f"reward {reward:g}"
-    return f"<div class=talk><b>{label}</b> · <span class={verdict}>{shown}</span>{''.join(lines)}</div>"
+    reward_text = "no reward" if reward is None else f"reward {reward:g}"
+    title = f"<b>{label}</b> · <span class={verdict}>{reward_text}</span>"
+    return f"<div class=talk>{title}{''.join(lines)}</div>"

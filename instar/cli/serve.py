@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +16,7 @@ from instar.backends.resolve import resolve_run
 from instar.cli.config_file import apply_overrides, load_config, validate
 from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, Overrides
+from instar.cli.output import print_json
 from instar.cluster.serving import serve_run
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import create_agent_key
@@ -28,7 +27,11 @@ def serve(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    config = _read_config(file, overrides or ())
+    if file is not None:
+        config = load_config(file, overrides or ())
+    else:
+        data = {"name": f"serve-{time.strftime('%Y%m%d-%H%M%S')}"}
+        config = validate(apply_overrides(data, overrides or ()), "settings")
     resolved, _ = resolve_run(config, os.environ)
     console = Console(stderr=as_json)
     if not isinstance(config.engine, UpstreamEngineConfig):
@@ -36,20 +39,11 @@ def serve(
     asyncio.run(_serve(config, console, as_json))
 
 
-def _read_config(file: Path | None, overrides: Sequence[str]) -> RunConfig:
-    if file is not None:
-        return load_config(file, overrides)
-    data = {"name": f"serve-{time.strftime('%Y%m%d-%H%M%S')}"}
-    return validate(apply_overrides(data, overrides), "settings")
-
-
 def _instructions(config: RunConfig, url: str, key: str) -> list[str]:
-    """Return the lines that tell a person which environment variables to set."""
     engine = config.engine
-    upstream = isinstance(engine, UpstreamEngineConfig)
-    served = engine.base_url if upstream else config.model.name
+    model = engine.base_url if isinstance(engine, UpstreamEngineConfig) else config.model.name
     return [
-        f"Serving {served}. Point an agent at it:\n",
+        f"Serving {model}. Point an agent at it:\n",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}\n",
     ]
@@ -63,16 +57,10 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
     async with serve_run(
         config, resume=run_exists, log=lambda text: console.print(text, highlight=False)
     ) as run:
-        base_url = f"{run.gateway_url}/v1"
         key = await create_agent_key(run.store, config.agent_id)
         if as_json:
-            details = {
-                "base_url": base_url,
-                "api_key": key,
-                "admin_key": run.admin_key,
-                "run_dir": str(run.folder.path),
-            }
-            print(json.dumps(details), flush=True)
+            keys = {"api_key": key, "admin_key": run.admin_key}
+            print_json({"base_url": f"{run.gateway_url}/v1", **keys, "run_dir": str(run.folder.path)})
         for line in _instructions(config, run.gateway_url, key):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"Calls are recorded in {run.folder.path}. Ctrl-C stops.", highlight=False)

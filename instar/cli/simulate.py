@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +14,7 @@ from rich.table import Table
 
 from instar.cli.config_file import load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides
+from instar.cli.output import print_json
 from instar.cli.run_store import open_run_store
 from instar.config import (
     CloudConfig,
@@ -39,20 +38,20 @@ from instar.trainer.monitor import read_steps
 from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
-"""The number of random sessions that are drawn if there is no workload; they are repeated as needed."""
+"""The number of random sessions that are drawn if there is no workload. They are repeated as needed."""
 DEFAULT_MAX_BATCH = 1024
 """The number of concurrent replies of an engine whose configuration has no limit."""
 
 
 def simulate(
     file: ConfigFile,
-    engines: Annotated[int | None, typer.Option(min=1, help="Default: as in the YAML file.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: as in the YAML file.")] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="Default: that of the YAML file.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: that of the YAML file.")] = None,
     workload: Annotated[Path | None, typer.Option(help="A file of sessions to replay.")] = None,
     measured: Annotated[
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use the times of a finished run.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: the run's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed. Default: the run's seed.")] = None,
     sweep: Annotated[bool, typer.Option(help="Search for a better number of engines and staleness.")] = True,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -60,26 +59,37 @@ def simulate(
     config = load_config(file, overrides or ())
     if config.simulate is None and workload is None and measured is None:
         raise ConfigError(
-            "The simulation needs times: give --from RUN_DIR of a similar run, --workload FILE, or a "
-            "`simulate` section (see docs/simulate.md)."
+            "The simulation needs timings: use --from RUN_DIR with a similar run, --workload FILE, or a "
+            "`simulate` section in the YAML file (see docs/simulate.md)."
         )
     cluster = cluster_from_config(config, engines=engines, max_staleness=max_staleness)
-    chosen = config.seed if seed is None else seed
-    work = asyncio.run(load_workload(config, workload=workload, measured=measured, seed=chosen))
-    console = Console(stderr=True)
-    with console.status("simulating") as status:
+    seed = config.seed if seed is None else seed
+    loading = load_workload(config, workload=workload, measured=measured, seed=seed)
+    simulated_workload = asyncio.run(loading)
+    settings = config.simulate or SimulateConfig()
+    recommendation = None
+    with Console(stderr=True).status("simulating") as status:
         result = pipeline.simulate(
-            work,
+            simulated_workload,
             cluster,
-            seed=chosen,
+            seed=seed,
             on_step=lambda done: status.update(f"simulating: step {done} of {cluster.steps}"),
         )
-        recommendation = _recommend(config, work, cluster, chosen, status.update) if sweep else None
-    limit = upper_bound(work, cluster)
+        if sweep:
+            recommendation = recommend(
+                simulated_workload,
+                cluster,
+                most_engines=max(settings.most_engines, cluster.engines),
+                most_staleness=max(settings.most_staleness, cluster.max_staleness),
+                sync=config.trainer.mode == "sync",
+                seed=seed,
+                on_trial=status.update,
+            )
+    bound = upper_bound(simulated_workload, cluster)
     if as_json:
-        print(json.dumps(result_json(result, limit, recommendation, cluster)), flush=True)
+        print_json(result_json(result, bound, recommendation, cluster))
     else:
-        _print_result(Console(), result, limit, recommendation, cluster)
+        _print_result(Console(), result, bound, recommendation, cluster)
 
 
 def cluster_from_config(
@@ -145,10 +155,7 @@ def _max_batch(config: RunConfig) -> int:
         case LocalEngineConfig() | VllmEngineConfig() as engine:
             return engine.max_batch
         case MixedEngineConfig(parts=parts):
-            return min(
-                (int(getattr(part, "max_batch", DEFAULT_MAX_BATCH)) for part in parts),
-                default=DEFAULT_MAX_BATCH,
-            )
+            return min(int(getattr(part, "max_batch", DEFAULT_MAX_BATCH)) for part in parts)
         case CloudEngineConfig() as engine:
             return engine.max_in_flight
         case _:
@@ -158,64 +165,40 @@ def _max_batch(config: RunConfig) -> int:
 async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the simulated workload, from a measured run if one is given and else from the `simulate`
-    section. The sessions of a workload file, if there is one, replace the workload's own."""
+    """Return the workload of a measured run if there is one, or else of the `simulate` section. The sessions
+    of a workload file replace the sessions of the workload."""
     settings = config.simulate or SimulateConfig()
     path = workload or settings.workload
     if measured is not None:
         async with open_run_store(measured, read_only=True) as (measured_config, store):
-            work = await measure(
+            result = await measure(
                 store,
                 measured_config.name,
                 read_steps(measured),
                 engines=count_engines(measured_config),
                 max_batch=_max_batch(config),
             )
-        work = replace(
-            work, pause=settings.pause, crashes_per_hour=settings.crashes_per_hour, restart=settings.restart
-        )
-    else:
-        sessions = [] if path else draw_sessions(settings, random.Random(seed), DRAWN_SESSIONS)
-        work = Workload(
-            sessions=sessions,
-            latency=settings.latency,
-            crowding=settings.crowding,
-            speed=EngineSpeed(settings.speed),
-            train_base=settings.train_base,
-            train_per_token=settings.train_per_token,
-            publish=settings.publish,
+        result = replace(
+            result,
             pause=settings.pause,
-            failures=settings.failures,
-            zero_signal=settings.zero_signal,
             crashes_per_hour=settings.crashes_per_hour,
             restart=settings.restart,
         )
-    return replace(work, sessions=read_workload(path)) if path else work
-
-
-def _recommend(
-    config: RunConfig, work: Workload, cluster: ClusterSpec, seed: int, tell: Callable[[str], None]
-) -> Recommendation | None:
-    """Return the recommended settings, or None if nothing would be trained on with any setting."""
-    settings = config.simulate or SimulateConfig()
-    return recommend(
-        work,
-        cluster,
-        most_engines=max(settings.most_engines, cluster.engines),
-        most_staleness=max(settings.most_staleness, cluster.max_staleness),
-        sync=config.trainer.mode == "sync",
-        seed=seed,
-        on_trial=tell,
-    )
+    else:
+        sessions = [] if path else draw_sessions(settings, random.Random(seed), DRAWN_SESSIONS)
+        assumed: Json = {field.name: getattr(settings, field.name) for field in fields(Workload)[1:]}
+        assumed["speed"] = EngineSpeed(settings.speed)
+        result = Workload(sessions, **assumed)
+    return replace(result, sessions=read_workload(path)) if path else result
 
 
 def result_json(
     result: SimulationResult,
-    limit: ThroughputBound,
+    bound: ThroughputBound,
     recommendation: Recommendation | None,
     cluster: ClusterSpec,
 ) -> Json:
-    rate, most = result.samples_per_hour, limit.samples_per_hour
+    rate, bound_rate = result.samples_per_hour, bound.samples_per_hour
     record: Json = {
         "engines": cluster.engines,
         "max_staleness": cluster.max_staleness,
@@ -226,9 +209,9 @@ def result_json(
         "samples": result.samples,
         "data_samples": result.data_samples,
         "samples_per_hour": round(rate, 1),
-        "bound": round(most, 1),
-        "bound_by": limit.limit,
-        "of_bound": round(rate / most, 4) if most else None,
+        "bound": round(bound_rate, 1),
+        "bound_by": bound.limit,
+        "of_bound": round(rate / bound_rate, 4) if bound_rate else None,
         "engines_idle": round(result.engines_idle, 4),
         "engines_used": round(result.engines_used, 4),
         "trainer_idle": round(result.trainer_idle, 4),
@@ -250,21 +233,25 @@ def result_json(
 def _print_result(
     console: Console,
     result: SimulationResult,
-    limit: ThroughputBound,
+    bound: ThroughputBound,
     recommendation: Recommendation | None,
     cluster: ClusterSpec,
 ) -> None:
-    table = Table(
-        title=f"{cluster.engines} engines, max_staleness {cluster.max_staleness}", show_header=False
-    )
-    rate, most = result.samples_per_hour, limit.samples_per_hour
+    title = f"{cluster.engines} engines, max_staleness {cluster.max_staleness}"
+    table = Table(title=title, show_header=False)
+    rate, bound_rate = result.samples_per_hour, bound.samples_per_hour
     table.add_row("samples per hour", f"{rate:,.0f}")
-    share = f" ({limit.limit}); this is {rate / most:.0%} of it" if most else ""
-    table.add_row("upper bound of any schedule", f"{most:,.0f}{share}")
+    share = f" ({bound.limit}); the run reaches {rate / bound_rate:.0%} of it" if bound_rate else ""
+    table.add_row("upper bound of any schedule", f"{bound_rate:,.0f}{share}")
     data = f", {result.data_samples:,} of them exported data" if result.data_samples else ""
     table.add_row("steps", f"{result.steps} in {result.seconds:,.1f} s, {result.samples:,} samples{data}")
-    for warning in _warnings(result):
+    if not result.samples:
+        table.add_row("", "[red]No sample would be trained on; see the reasons below.[/]")
+    if result.given_up:
+        warning = f"The run stops: every session of {MAX_FAILED_GROUPS} groups in a row failed."
         table.add_row("", f"[red]{warning}[/]")
+    elif not result.finished:
+        table.add_row("", "[red]The run stalls: no further step can be filled.[/]")
     table.add_row(
         "engines idle", f"{result.engines_idle:.0%}, at {result.engines_used:.0%} of their best speed"
     )
@@ -282,29 +269,19 @@ def _print_result(
         _print_recommendation(console, recommendation)
 
 
-def _warnings(result: SimulationResult) -> list[str]:
-    warnings: list[str] = []
-    if not result.samples:
-        warnings.append("Nothing would be trained on: every sample is lost, for the reasons below.")
-    if result.given_up:
-        warnings.append(f"The run stops: every session of {MAX_FAILED_GROUPS} groups in a row failed.")
-    elif not result.finished:
-        warnings.append("The run stalls: no further step can be filled.")
-    return warnings
-
-
 def _print_recommendation(console: Console, recommendation: Recommendation) -> None:
     table = Table("engines", "max_staleness", "samples per hour", "stale", "engines idle", "trainer idle")
-    for one in recommendation.trials:
-        chosen = (one.engines, one.max_staleness) == (recommendation.engines, recommendation.max_staleness)
+    recommended = (recommendation.engines, recommendation.max_staleness)
+    for trial in recommendation.trials:
+        result = trial.result
         table.add_row(
-            str(one.engines),
-            str(one.max_staleness),
-            f"{one.result.samples_per_hour:,.0f}",
-            f"{one.result.dropped_share:.1%}",
-            f"{one.result.engines_idle:.0%}",
-            f"{one.result.trainer_idle:.0%}",
-            style="bold" if chosen else None,
+            str(trial.engines),
+            str(trial.max_staleness),
+            f"{result.samples_per_hour:,.0f}",
+            f"{result.dropped_share:.1%}",
+            f"{result.engines_idle:.0%}",
+            f"{result.trainer_idle:.0%}",
+            style="bold" if (trial.engines, trial.max_staleness) == recommended else None,
         )
     console.print(table)
     console.print(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
-import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from instar.cli.filters import has_filters, parse_tag, session_filter, with_session_filters
-from instar.cli.options import AsJson, RunDir, SessionIds
+from instar.cli.filters import build_session_filter, has_filters, parse_tag, with_session_filters
+from instar.cli.options import AsJson, RunDir, SessionIds, async_command
+from instar.cli.output import print_json
 from instar.cli.run_store import open_run_store
 from instar.errors import ConfigError
 from instar.store.base import SessionFilter, SessionRow, Store
@@ -38,7 +36,8 @@ async def require_sessions(store: Store, run_id: str, session_ids: Sequence[str]
 
 
 @with_session_filters
-def tag_sessions(
+@async_command
+async def tag_sessions(
     run_dir: RunDir,
     tag_name: Annotated[
         str, typer.Argument(metavar="NAME[=VALUE]", help="The tag `untrainable` excludes from training.")
@@ -54,41 +53,37 @@ def tag_sessions(
         raise ConfigError("Select sessions by id or by a filter such as --tag, --reward-max or --status.")
     name, value = parse_tag(tag_name)
     tag = Tag("", name, value or "", reason, author or getpass.getuser())
-    tagged = asyncio.run(_tag(run_dir, tag, session_filter(filters, tuple(session_ids or ()))))
-    typer.echo(json.dumps({"tagged": tagged}) if as_json else f"{tagged} session(s) tagged {tag_name}")
-
-
-async def _tag(run_dir: Path, tag: Tag, where: SessionFilter) -> int:
-    tagged = 0
+    where = build_session_filter(filters, tuple(session_ids or ()))
+    count = 0
     async with open_run_store(run_dir) as (config, store):
         await require_sessions(store, config.name, where.ids)
         async for rows in iterate_pages(store, config.name, where):
             await store.add_tags([replace(tag, session_id=row.session.session_id) for row in rows])
-            tagged += len(rows)
-    return tagged
+            count += len(rows)
+    if as_json:
+        print_json({"tagged": count})
+    else:
+        typer.echo(f"{count} session(s) tagged {tag_name}")
 
 
 @with_session_filters
-def untag_sessions(
+@async_command
+async def untag_sessions(
     run_dir: RunDir,
     tag_name: Annotated[str, typer.Argument(metavar="NAME", help="The tag to remove.")],
     filters: dict[str, Any],
     session_ids: SessionIds = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a tag from sessions; without ids or filters, from all that have it."""
-    where = session_filter(filters, tuple(session_ids or ()))
+    """Remove a tag from the selected sessions. By default, all sessions with the tag are selected."""
+    where = build_session_filter(filters, tuple(session_ids or ()))
     where = replace(where, tags=(*where.tags, (tag_name, None)))
-    untagged = asyncio.run(_untag(run_dir, tag_name, where))
-    typer.echo(
-        json.dumps({"untagged": untagged}) if as_json else f"{untagged} session(s) untagged {tag_name}"
-    )
-
-
-async def _untag(run_dir: Path, name: str, where: SessionFilter) -> int:
-    untagged = 0
+    count = 0
     async with open_run_store(run_dir) as (config, store):
         await require_sessions(store, config.name, where.ids)
         async for rows in iterate_pages(store, config.name, where):
-            untagged += await store.remove_tags([row.session.session_id for row in rows], name)
-    return untagged
+            count += await store.remove_tags([row.session.session_id for row in rows], tag_name)
+    if as_json:
+        print_json({"untagged": count})
+    else:
+        typer.echo(f"{count} session(s) untagged {tag_name}")

@@ -20,13 +20,14 @@ from instar.cli.config_file import DEMO, load_config
 from instar.cli.display import Display
 from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, ConfigFile, Overrides
+from instar.cli.output import print_json
 from instar.cluster import run as cluster_run
 from instar.cluster.live_run import LiveRun
 from instar.config import RunConfig
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Json
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """The exit code after Ctrl-C, as in shells."""
 
 
@@ -38,16 +39,11 @@ def train(
 ) -> None:
     config = load_config(file, overrides or ())
     console = Console(stderr=as_json)
-    run = _run(config, console, resume=resume)
-    summary = summarize(run)
-    if as_json:
-        print(json.dumps(summary), flush=True)
-    else:
-        _print_summary(console, summary)
-        if run.stopped_by_user:
-            console.print(f"Stopped. Continue with: [bold]instar train {file} --resume[/]")
+    run = _run(config, console, resume=resume, as_json=as_json)
     if run.stopped_by_user:
-        raise typer.Exit(INTERRUPTED)
+        if not as_json:
+            console.print(f"Stopped. Continue with: [bold]instar train {file} --resume[/]")
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def demo(
@@ -66,18 +62,15 @@ def demo(
         "[bold]Instar demo[/]: a calculator agent talks to a small model through the gateway, "
         "and the model learns from its own attempts."
     )
-    run = _run(config, console, resume=False)
-    summary = summarize(run)
-    if as_json:
-        print(json.dumps(summary), flush=True)
-    else:
-        _print_summary(console, summary)
-        _print_next(console, run)
+    run = _run(config, console, resume=False, as_json=as_json)
+    if not as_json:
+        _print_next_commands(console, run)
     if run.stopped_by_user:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
+def _run(config: RunConfig, console: Console, *, resume: bool, as_json: bool) -> LiveRun:
+    """Train, write the report and print the summary."""
     resolved, _ = check_run(config, os.environ)  # before downloading the model
     fetch_model(resolved, console)
 
@@ -95,12 +88,15 @@ def _run(config: RunConfig, console: Console, *, resume: bool) -> LiveRun:
         from instar.cli.report import write_report
 
         write_report(run.folder.path)
+    if as_json:
+        print_json(summarize(run))
+    else:
+        _print_summary(console, summarize(run))
     return run
 
 
 def summarize(run: LiveRun) -> Json:
-    """Return a summary of the run: evaluations by mode before and after training, steps, and seconds of
-    training."""
+    """Return the number of steps, the seconds of training, and the evaluations before and after training."""
     steps = read_steps(run.folder.path)
     summary: Json = {
         "name": run.run_id,
@@ -115,9 +111,8 @@ def summarize(run: LiveRun) -> Json:
     for record in read_metrics(run.folder.path):
         if record["kind"] == "eval":
             summary[f"{record['mode']}_{record['label']}"] = record["accuracy"]
-            summary[f"eval_seconds_{record['label']}"] = round(
-                summary.get(f"eval_seconds_{record['label']}", 0.0) + record["seconds"], 1
-            )
+            seconds_key = f"eval_seconds_{record['label']}"
+            summary[seconds_key] = round(summary.get(seconds_key, 0.0) + record["seconds"], 1)
     return summary
 
 
@@ -135,13 +130,13 @@ def _print_summary(console: Console, summary: Json) -> None:
         console.print(f"[yellow]warning[/]: {escape(warning)}", highlight=False)
 
 
-def _print_next(console: Console, run: LiveRun) -> None:
+def _print_next_commands(console: Console, run: LiveRun) -> None:
     folder = run.folder.path
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(Path.cwd())
     console.print(f"Report: [bold]{folder}/report/index.html[/]")
     console.print("\nWhat to try next:")
-    console.print(f"  instar sessions ls {folder}      what the agent did in each attempt")
-    console.print("  instar config show               the YAML file of this demo")
-    console.print("  instar serve                     point an agent of your own at the gateway")
+    console.print(f"  instar sessions ls {folder}      show what the agent did in each attempt")
+    console.print("  instar config show               show the YAML file of this demo")
+    console.print("  instar serve                     connect your own agent to the gateway")
     console.print("  instar train run.yaml            train on your own tasks (docs/concepts.md)")

@@ -58,7 +58,7 @@ def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_
     ("which", "expected"),
     [
         ("equal", "→ dropped: zero_signal"),
-        ("waiting", "not claimed yet: its group waits for a step"),
+        ("waiting", "not claimed yet: the session's group waits for a step"),
         ("failed", "reason: the agent crashed"),
         ("failed", "no reward"),
         ("after", "not claimed: val sessions are not trained on"),
@@ -162,7 +162,7 @@ FAILURES = {
     "a folder of another version": ("sessions ls existing", "trainer.stepz"),
     "report of no run": ("report .", "is no run folder"),
     "show of no file": ("config show no.yaml", "no.yaml: the file does not exist"),
-    "unknown channel": ("sessions ls . --channel trian", "'trian' is not one of: train, val, live"),
+    "unknown channel": ("sessions ls . --channel trian", "given 'trian'; allowed: train, val, live"),
 }
 
 

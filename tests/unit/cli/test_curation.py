@@ -73,7 +73,7 @@ def test_sessions_can_be_filtered_by_reward_and_time(instar: Instar, run: Small)
     assert count("--until", "2020-01-01") == 0
     assert count("--scorer", "rule", "--reward-max", "0", "--channel", "train") == 3
     assert "is not a time" in instar("sessions", "ls", run.folder, "--since", "yesterday").err
-    assert "not one of" in instar("sessions", "ls", run.folder, "--source", "mother").err
+    assert "allowed: agent, rule, judge" in instar("sessions", "ls", run.folder, "--source", "mother").err
 
 
 def test_plan_shows_the_next_batch_with_reasons(instar: Instar, run: Small) -> None:
@@ -101,7 +101,7 @@ def test_curate_reports_findings_and_tags_with_apply(instar: Instar, run: Small)
     assert "tagged" in applied.out
     (tag,) = instar("sessions", "ls", run.folder, "--tag", "zero_signal", "--json").json[0]["tags"]
     assert tag["author"] == "check:zero_signal"
-    assert "is not one of" in instar("curate", run.folder, "--check", "magic").err
+    assert "--check: given magic; allowed:" in instar("curate", run.folder, "--check", "magic").err
 
 
 @pytest.fixture
@@ -202,5 +202,5 @@ def test_rescore_failure_keeps_existing_rewards(instar: Instar, run: Small, tmp_
     assert [reward.value for reward in rewards] == [1.0, 0.25]
     assert score.reason is not None
     assert "I cannot tell" in score.reason
-    assert "Give the scorer with --reward" in instar("rescore", run.folder).err
+    assert "Set the scorer with either --reward" in instar("rescore", run.folder).err
     assert "only completed" in instar("rescore", run.folder, "--status", "failed", "--reward", RULE).err

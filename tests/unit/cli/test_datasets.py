@@ -42,7 +42,8 @@ def test_exported_sessions_can_be_imported(instar: Instar, run_dir: Path, tmp_pa
     assert out["path"] == str(tmp_path / "out")
     brought = instar("sessions", "import", tmp_path / "out", "--run", "copy", "--json").json
     assert (brought["run_dir"], brought["sessions"]) == ("runs/copy", 8)
-    assert instar("sessions", "import", tmp_path / "out", "--into", "runs/copy", "--json").json["there"] == 8
+    again = instar("sessions", "import", tmp_path / "out", "--into", "runs/copy", "--json").json
+    assert again["unchanged"] == 8
     ids = [
         [row["session_id"] for row in instar("sessions", "ls", folder, "--json").json]
         for folder in (run_dir, "runs/copy")
@@ -209,9 +210,9 @@ def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--format", "jsonl"), "Give the folder to write"),
+        (("--format", "jsonl"), "Specify the folder to write"),
         (("--as", "x", "--format", "sft"), "--as: sft data cannot be trained on"),
-        (("--as", "a b"), "is not a name: use letters"),
+        (("--as", "a b"), "is not a valid name; use letters"),
         (("--to", "out", "--task", "none"), "nothing to export"),
     ],
 )

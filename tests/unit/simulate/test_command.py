@@ -73,7 +73,7 @@ def test_simulate_reports_that_nothing_is_trained(tmp_path: Path, times: dict[st
     assert "recommended" not in said
     done = CliRunner().invoke(app, ["simulate", str(path)])
     assert done.exit_code == 0, done.output
-    assert "Nothing would be trained on" in done.stdout
+    assert "No sample would be trained on" in done.stdout
     assert "Recommended" not in done.stdout
 
 
@@ -114,7 +114,7 @@ def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], goes_on:
     ("more", "options", "said"),
     [
         ({"simulate": {}, "data": "folder"}, [], "data: no group of the run's steps is `live`"),
-        ({}, [], "The simulation needs times"),
+        ({}, [], "The simulation needs timings"),
         ({"simulate": {}, "rollout": None}, [], "rollout: required for a simulation"),
         ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),
         ({"simulate": {"tool": {"value": 1, "median": 2}}}, [], "one of value, median and values"),

@@ -1,0 +1,51 @@
+"""The output of commands: JSON, tables and progress bars."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from instar.types import Json
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value))
+
+
+def select_fields(item: object, *names: str) -> Json:
+    return {name: getattr(item, name) for name in names}
+
+
+def plain_table(*columns: Column | str) -> Table:
+    """Return a table without borders."""
+    return Table(*columns, box=None, padding=(0, 1, 0, 0))
+
+
+def format_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def format_number(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+@contextmanager
+def progress_bar(text: str, *, hidden: bool = False) -> Generator[Callable[[int, int], None] | None]:
+    """Show a progress bar if standard error is a terminal. Yield the function that updates the bar, given the
+    number of completed items and the total, or None if there is no bar."""
+    console = Console(stderr=True)
+    if hidden or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(text, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
