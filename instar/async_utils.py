@@ -1,15 +1,27 @@
-"""Runs calls concurrently, and user code that may neither return nor react to cancellation."""
+"""Runs coroutines together, and user code that may neither return nor react to cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results in order. The first error cancels the other coroutines and is raised unchanged."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def map_concurrently(
@@ -23,42 +35,27 @@ async def map_concurrently(
         async with slots:
             return await function(item)
 
-    tasks = [asyncio.ensure_future(call(item)) for item in items]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await gather_or_cancel(call(item) for item in items)
 
 
-async def run_in_daemon_thread(work: Callable[[], T]) -> T:
-    """Return the result of ``work``, run in a new daemon thread. On cancellation the thread is abandoned; it
-    does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    result_future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if result_future.cancelled():
-            return
-        if error is None:
-            result_future.set_result(result)  # pyright: ignore[reportArgumentType] # only None after an error
-        else:
-            result_future.set_exception(error)
+async def run_in_daemon_thread(function: Callable[[], T], *, keep_thread: bool = False) -> T:
+    """Return the result of ``function``, which runs in a new daemon thread. Cancellation abandons the thread.
+    ``keep_thread`` keeps the thread alive until the process exits."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # the thread can then always set the result
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = work()
-        except StopIteration as error:  # a future cannot hold it
-            failure = RuntimeError(f"the function raised {error!r}")
+            future.set_result(function())
+        except StopIteration as error:  # an asyncio future cannot raise StopIteration
+            future.set_exception(RuntimeError(f"the function raised {error!r}"))
         except BaseException as error:  # noqa: BLE001 - passed to the waiting coroutine
-            failure = error
-        with suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            future.set_exception(error)
+        if keep_thread:
+            threading.Event().wait()
 
-    threading.Thread(target=run, name="instar-foreign", daemon=True).start()
-    return await result_future
+    threading.Thread(target=run, name="instar-function", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 async def run_with_deadline(
@@ -71,8 +68,8 @@ async def run_with_deadline(
 ) -> T:
     """Return the coroutine's result, or raise ``on_timeout`` after ``seconds``.
 
-    On timeout the coroutine is cancelled, and abandoned if it has not ended ``grace`` seconds later.
-    ``on_cancel`` is raised if it cancelled itself.
+    After the timeout, the coroutine is cancelled and has ``grace`` seconds to stop before it is abandoned.
+    ``on_cancel`` is raised if the coroutine cancels itself.
     """
     task = asyncio.create_task(coroutine)
     try:
@@ -86,5 +83,5 @@ async def run_with_deadline(
             task.cancel()
             await asyncio.wait({task}, timeout=grace)
             if task.done() and not task.cancelled():
-                task.exception()  # mark it as retrieved; errors raised during cancellation are ignored
+                task.exception()  # asyncio would otherwise log an error that was raised during cancellation
     raise on_timeout

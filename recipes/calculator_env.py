@@ -8,7 +8,7 @@ import verifiers as vf
 from datasets import Dataset
 
 from instar.agents.calculator import evaluate
-from instar.demo.agent import prompt
+from instar.demo.agent import make_prompt
 from instar.rollout.tasksets.gsm8k import final_number
 from instar.rollout.tasksets.word_problems import make_problems
 
@@ -28,7 +28,7 @@ def rows(split: Any, size: int) -> Dataset:
     return Dataset.from_list(
         [
             {
-                "prompt": [*prompt(), {"role": "user", "content": problem["question"]}],
+                "prompt": [*make_prompt(), {"role": "user", "content": problem["question"]}],
                 "answer": problem["answer"],
             }
             for problem in make_problems(split, size)

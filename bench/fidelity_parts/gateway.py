@@ -14,6 +14,7 @@ from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.app import create_app
 from instar.gateway.auth import create_key, new_key
+from instar.gateway.base import OpenSession
 from instar.gateway.serve import bind, serve
 from instar.models import load_tokenizer
 from instar.record.render import load_renderer
@@ -44,7 +45,7 @@ class FidelityGateway:
     _client: GatewayClient
 
     async def open_session(self) -> AgentEndpoint:
-        session = await self._client.open_session(channel=Channel.TRAIN)
+        session = await self._client.open_session(OpenSession(channel=Channel.TRAIN))
         return AgentEndpoint(
             session.base_url.removesuffix("/v1"), session.api_key, session=session.session_id
         )

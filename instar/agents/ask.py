@@ -10,7 +10,8 @@ from instar.types import Json
 
 
 class SingleCallAgent(OpenAIAgent):
-    """An agent that sends a system message and the task's `messages`, `question` or `prompt`, and `tools`."""
+    """An agent that sends the task's `messages`, `question` or `prompt`, with its `tools`, after ``examples``
+    of questions and answers."""
 
     async def __call__(
         self,
@@ -21,16 +22,12 @@ class SingleCallAgent(OpenAIAgent):
         examples: list[tuple[str, str]] | None = None,
         max_tokens: int = 128,
     ) -> None:
-        """Make the call. ``examples`` are questions and answers that precede the task."""
-        client = self.client_for(session)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         for question, answer in examples or []:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         messages += _task_messages(task)
-        tools: dict[str, Any] = {"tools": task["tools"]} if task.get("tools") else {}
-        await client.chat.completions.create(
-            model=session.model, messages=messages, max_tokens=max_tokens, **tools
-        )
+        tools = {"tools": task["tools"]} if task.get("tools") else {}
+        await self.complete(session, messages, max_tokens=max_tokens, **tools)
 
 
 ask = SingleCallAgent()
@@ -43,4 +40,4 @@ def _task_messages(task: Json) -> list[Any]:
         case {"question": str() as text} | {"prompt": str() as text}:
             return [{"role": "user", "content": text}]
         case _:
-            raise ValueError("the task has no field messages, question or prompt")
+            raise ValueError("the task must have a field messages, question or prompt")

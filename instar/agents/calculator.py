@@ -8,18 +8,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-CALC: Any = {
-    "type": "function",
-    "function": {
-        "name": "calc",
-        "description": "Evaluate arithmetic.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
+from instar.agents.openai_agent import function_tool
+
+CALC_TOOL = function_tool("calc", "Evaluate arithmetic.", "expression")
 MAX_EXPRESSION_CHARS = 64
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -31,29 +22,28 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def calculate(arguments: str) -> str:
-    """Return the result of a call of `calc` with these JSON arguments: a number, or `error`."""
+    """Return the result of the `calc` tool for the JSON ``arguments``: a number or `error`."""
     try:
-        parsed = json.loads(arguments)
-        value = evaluate(parsed["expression"])
+        value = evaluate(json.loads(arguments)["expression"])
     except (ValueError, TypeError, KeyError, SyntaxError, ZeroDivisionError, RecursionError, OverflowError):
         return "error"
     return str(int(value)) if value == int(value) else f"{value:.4f}".rstrip("0")
 
 
 def evaluate(expression: str) -> float:
-    """Return the value of an expression of numbers and the four operations. Raises ValueError otherwise."""
+    """Return the value of an arithmetic expression. Raises ValueError if it contains anything else."""
     if len(expression) > MAX_EXPRESSION_CHARS:
-        raise ValueError("expression too long")
-    return _value(ast.parse(expression.strip(), mode="eval").body)
+        raise ValueError(f"the expression is longer than {MAX_EXPRESSION_CHARS} characters")
+    return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
 
 
-def _value(node: ast.expr) -> float:
+def _evaluate_node(node: ast.expr) -> float:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
         case ast.BinOp() if type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+            return OPERATORS[type(node.op)](_evaluate_node(node.left), _evaluate_node(node.right))
         case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand)
+            return -_evaluate_node(node.operand)
         case _:
             raise ValueError(f"not arithmetic: {ast.dump(node)}")

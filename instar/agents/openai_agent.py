@@ -1,14 +1,18 @@
-"""The base class of agents that use the OpenAI SDK."""
+"""The base class of agents that use the OpenAI SDK, and chat messages for their examples."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from instar.rollout.base import AgentSession
 
 
 class OpenAIAgent:
-    """An agent whose sessions share one connection pool: a new client takes 24 ms, a derived one 0.06 ms."""
+    """An agent whose sessions share a connection pool. A new client takes 24 ms, a derived client 0.06 ms."""
 
     def __init__(self) -> None:
         self._shared_client: AsyncOpenAI | None = None
@@ -18,7 +22,34 @@ class OpenAIAgent:
             self._shared_client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
         return self._shared_client.with_options(base_url=session.base_url, api_key=session.api_key)
 
+    async def complete(
+        self, session: AgentSession, messages: list[Any], **options: Any
+    ) -> ChatCompletionMessage:
+        """Send a chat request and return the model's reply."""
+        client = self.client_for(session)
+        response: ChatCompletion = await client.chat.completions.create(
+            model=session.model, messages=messages, **options
+        )
+        return response.choices[0].message
+
     async def aclose(self) -> None:
         if self._shared_client is not None:
             await self._shared_client.close()
             self._shared_client = None
+
+
+def tool_call_message(call_id: str, name: str, **arguments: str) -> Any:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def tool_result_message(call_id: str, content: str) -> Any:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def function_tool(name: str, description: str, parameter: str) -> Any:
+    """Return the definition of a tool with one string parameter."""
+    parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Plays a game of TextArena with one call per move, and returns ``(turns, reward)``."""
+"""An agent that plays a game of TextArena with one call per move."""
 
 from __future__ import annotations
 
@@ -27,29 +27,25 @@ class TextArenaAgent(OpenAIAgent):
         unfinished: float = 0.0,
         hint: str = "Reply with your move in square brackets, and nothing else.",
     ) -> tuple[int, float]:
-        """Play the game and return ``(turns, reward)``. ``unfinished`` is the reward if the game is not over
-        after ``max_turns``. In a game for two players, the opponent moves at random."""
-        client = self.client_for(session)
+        """Play the game and return the number of turns and the reward. ``unfinished`` is the reward if the
+        game is not over after ``max_turns``. In a game for two players, the opponent moves at random."""
         game = TextArenaGame(task["game"], task["seed"], task["args"])
-        seat = task["seed"] % game.players
+        own_player = task["seed"] % game.players
         opponent_rng = random.Random(f"{task['seed']}/opponent")
         messages: list[Any] = [{"role": "system", "content": hint}]
         turns = 0
         while not game.is_done and turns < max_turns:
             player, observation = game.observe()
-            if player != seat:
+            if player != own_player:
                 game.move(_random_move(observation, opponent_rng))
                 continue
             messages.append({"role": "user", "content": observation or "Your turn."})
-            response = await client.chat.completions.create(
-                model=session.model, messages=messages, max_tokens=max_tokens
-            )
-            text = response.choices[0].message.content or ""
+            text = (await self.complete(session, messages, max_tokens=max_tokens)).content or ""
             messages.append({"role": "assistant", "content": text})
             game.move(text)
             turns += 1
         rewards = game.rewards()
-        return turns, unfinished if rewards is None else float(rewards[seat])
+        return turns, unfinished if rewards is None else float(rewards[own_player])
 
 
 play = TextArenaAgent()
@@ -60,4 +56,6 @@ def _random_move(observation: str, rng: random.Random) -> str:
     for line in reversed(observation.splitlines()):
         if moves := OFFERED_MOVE.findall(line):
             return rng.choice(moves)
-    raise AgentError("this game does not list its valid moves, so the random opponent cannot play it")
+    raise AgentError(
+        "the game does not list its valid moves, which the random opponent needs; choose a different game"
+    )

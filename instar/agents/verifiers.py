@@ -1,4 +1,4 @@
-"""Runs a `verifiers` environment on one row of its dataset. The environment's rubric gives the reward."""
+"""An agent that runs a `verifiers` environment on one row of its dataset. Its rubric computes the reward."""
 
 from __future__ import annotations
 

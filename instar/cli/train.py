@@ -40,7 +40,7 @@ def train(
     config = load_config(file, overrides or ())
     console = Console(stderr=as_json)
     run = _run(config, console, resume=resume, as_json=as_json)
-    if run.stopped_by_user:
+    if run.is_stopped_by_user:
         if not as_json:
             console.print(f"Stopped. Continue with: [bold]instar train {file} --resume[/]")
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -65,7 +65,7 @@ def demo(
     run = _run(config, console, resume=False, as_json=as_json)
     if not as_json:
         _print_next_commands(console, run)
-    if run.stopped_by_user:
+    if run.is_stopped_by_user:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -105,7 +105,7 @@ def summarize(run: LiveRun) -> Json:
         "version": steps[-1]["version"] if steps else 0,
         "run_dir": str(run.folder.path),
         "report": str(run.folder.report / "index.html"),
-        "stopped": run.stopped_by_user,
+        "stopped": run.is_stopped_by_user,
         "warnings": read_warnings(run.folder.path),
     }
     for record in read_metrics(run.folder.path):

@@ -1,7 +1,7 @@
 """The interface of a cluster: it starts the roles of a run, watches them and restarts them.
 
-Each role is a process. A role that dies is started again after a growing pause. A role that keeps dying, or
-whose exit code says that a restart would not help, fails the run.
+Each role is a process. A role that dies is restarted after a delay that grows with every restart. The run
+fails if a role keeps dying, or exits with a code that means that a restart would not help.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from instar.errors import InstarError
 EXIT_FATAL = 70
 """Exit code of a role whose failure a restart would not fix."""
 EXIT_STOPPED = 75
-"""Exit code of a role that was stopped by a signal before its work was done."""
+"""Exit code of a role that was stopped by a signal before it was finished."""
 DRAIN_SIGNAL = signal.SIGUSR1
-"""Signal that tells a role to accept no new work and to exit after its current work."""
+"""Signal that makes a role accept no new work and exit after its current work."""
 LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
-"""Roles that do not exit by themselves."""
+"""Roles that run until they are stopped."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 RESTART_RESET_SECONDS = 120.0
-"""Seconds of running after which a role that dies is restarted with the shortest pause again."""
+"""Time after which a role that dies is restarted with the shortest delay again."""
 
 ListenAddress = tuple[str, int]
 """Host and port to listen on; port 0 picks a free port."""
@@ -34,35 +34,33 @@ ListenAddress = tuple[str, int]
 
 class RoleOptions(TypedDict, total=False):
     name: str | None
-    """Name of the process, unique within the role. It can be reused after the process has exited."""
+    """Name of the process, unique within the role."""
     python: str | None
-    """Python interpreter of the role. Default: the running interpreter."""
+    """Python interpreter of the role. Default: the current interpreter."""
     env: Mapping[str, str]
     exclude_env: Collection[str]
     """Environment variables that the role does not inherit."""
     listen: ListenAddress | None
-    """Address of a listening socket that the role gets. The socket outlives the process, so a client that
-    connects during a restart waits instead of being refused."""
+    """Address of a listening socket for the role. The socket stays open when the process dies, so a client
+    that connects during a restart waits instead of being refused."""
 
 
 @dataclass(eq=False)
 class RoleHandle:
-    """The state of one role process in its cluster."""
-
     role: str
     name: str
     url: str = ""
-    """The URL at which other roles reach this role. It changes when the role moves to another machine, and is
-    empty if the role does not listen."""
+    """The URL at which other roles reach this role, or an empty string if the role does not listen. The URL
+    changes when the role moves to a different machine."""
     log: str = ""
     """Path of the role's log file, preceded by the host's name if the file is on a different machine."""
     restarts: int = 0
     is_stopping: bool = False
-    """True once the role was told to exit; it is then not restarted."""
+    """True if the role was told to exit. It is then not restarted."""
     is_retired: bool = False
-    """True once the role's work is no longer needed; it then cannot be started again."""
+    """True if the role is no longer needed. It then cannot be started again."""
     exit_code: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The last exit code, set when the role has exited and will not be restarted."""
+    """The last exit code, set when the role has exited and is not restarted."""
 
 
 class Cluster(ABC):
@@ -70,24 +68,25 @@ class Cluster(ABC):
         self.log = log
         """Called with messages for the user."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """A future without a result. Its exception is the first error that made the run fail."""
+        """A future that never has a result. Its exception is the first error that made the run fail."""
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
     @abstractmethod
     def roles(self) -> Mapping[str, RoleHandle]:
-        """The roles by name, in the order in which they were first started."""
+        """The roles by name, in the order of their first start."""
 
     @abstractmethod
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
         """Start a role, restart it whenever it dies, and return its handle."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Return the host on which a role configured with ``host`` actually listens, for messages."""
+        """Return the host on which a role with the setting ``host`` listens, for messages."""
         return host
 
     async def wait(self, name: str) -> int:
-        """Return the exit code when the role has exited for good. Raises the first error if the run fails."""
+        """Wait until the role has exited and is not restarted, and return its exit code. Raises the first
+        error if the run fails."""
         exit_code = self.roles[name].exit_code
         await asyncio.wait({exit_code, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         self.raise_failure()
@@ -103,8 +102,8 @@ class Cluster(ABC):
             self.failure.set_exception(error)
 
     def _start_watcher(self, role: RoleHandle, watch: Coroutine[Any, Any, None]) -> None:
-        """Watch a role in the background. If the watcher itself fails, the run fails, because nothing would
-        notice that the role has exited."""
+        """Watch a role in the background. An error in the watcher makes the run fail, because the exit of the
+        role would not be noticed."""
 
         def check(watcher: asyncio.Task[None]) -> None:
             if watcher.cancelled() or (error := watcher.exception()) is None:
@@ -124,19 +123,19 @@ class Cluster(ABC):
 
     @abstractmethod
     def kill(self, name: str) -> None:
-        """Kill the role and every process that it started, and do not restart it."""
+        """Kill the role and every process that it started, and do not restart the role."""
 
     @abstractmethod
     async def restart(self, name: str, timeout: float = 10.0) -> None:
-        """Stop a role and start it again with the same arguments at the same address.
+        """Stop a role, start it with the same arguments and address, and return when the process has started.
 
         The role is killed if it has not exited after ``timeout`` seconds. A role that has already exited is
-        started, too. The restart does not count as a failure, and ``exit_code`` stays open. Returns when the
-        new process has been started.
+        only started. The restart does not count as a failure, and ``exit_code`` stays open.
         """
 
     async def stop(self, name: str, timeout: float = 10.0) -> None:
-        """Tell the role to exit. After ``timeout`` seconds, kill it and every process that it started."""
+        """Tell the role to exit. After ``timeout`` seconds, kill the role and every process that it
+        started."""
         role = self.roles.get(name)
         if role is None or role.exit_code.done():
             return
@@ -149,7 +148,7 @@ class Cluster(ABC):
 
     @abstractmethod
     async def tail(self, name: str, lines: int = 12) -> str:
-        """Return the last lines of the role's log, as far as they can be read."""
+        """Return the last lines of the role's log, or an empty string if the log cannot be read."""
 
     async def close(self) -> None:
         """Stop all roles in reverse order of their start, because later roles depend on earlier ones."""
@@ -157,7 +156,7 @@ class Cluster(ABC):
             await self.stop(name)
         await cancel_tasks(self._watchers.values())
         if self.failure.done():
-            self.failure.exception()  # retrieved, so that asyncio does not warn about it
+            self.failure.exception()  # asyncio warns about exceptions that are never retrieved
         else:
             self.failure.cancel()
 

@@ -1,4 +1,4 @@
-"""The config, store and state of one role process."""
+"""The environment of a role process: its config, its store and its stop events."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
 HEARTBEAT_SECONDS = 0.5
 ROLLOUT_FINISHED = "finished"
-"""The state that a rollout announces when it has tried all its tasks."""
+"""The state that a rollout announces when it has attempted all its tasks."""
 
 
 class RoleContext:
-    """The config, arguments and stop events of one role process."""
-
     def __init__(self, role: str, folder: RunFolder, arguments: argparse.Namespace) -> None:
         self.role = role
         self.name: str = arguments.name or role
@@ -32,7 +30,7 @@ class RoleContext:
         self.config: RunConfig = folder.read_config()
         self.arguments = arguments
         self.url = os.environ.get(ROLE_URL_ENV, "")
-        """The URL at which other roles reach this role; empty if it does not listen."""
+        """The URL at which other roles reach this role, or an empty string if the role does not listen."""
         self.stop = asyncio.Event()
         """Set when the role should exit soon."""
         self.drain = asyncio.Event()
@@ -61,21 +59,13 @@ class RoleContext:
         return store
 
     async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
-        """Announce the role's state twice a second until cancelled."""
+        """Announce the role's state repeatedly until cancelled."""
         while True:
             await self.announce(store, doing())
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def announce(self, store: Store, doing: str) -> None:
+        log = log_location(os.environ.get(HOST_ENV, ""), self.folder.log(self.name))
         await store.put_endpoint(
-            Endpoint(
-                self.run_id,
-                self.role,
-                self.name,
-                self.url,
-                os.getpid(),
-                doing,
-                log_location(os.environ.get(HOST_ENV, ""), self.folder.log(self.name)),
-                time.time(),
-            )
+            Endpoint(self.run_id, self.role, self.name, self.url, os.getpid(), doing, log, time.time())
         )

@@ -1,8 +1,8 @@
 """Stops, drains, restarts and starts single roles of a run while the other roles continue.
 
-The run listens on a Unix socket in its folder that only its own user can open. Requests and responses are
-lines of JSON: ``{"do": "drain", "name": "engine-0", "timeout": 60}``, and ``{"roles": [...]}`` or
-``{"error": "..."}`` when the action is complete.
+The run listens on a Unix socket in its folder that only its own user can open. A request is a line of JSON
+such as ``{"do": "drain", "name": "engine-0", "timeout": 60}``. When the action is complete, the response is a
+line with ``{"roles": [...]}`` or ``{"error": "..."}``.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from instar.types import Endpoint
 Action = Literal["restart", "drain", "stop", "start"]
 DRAIN_SECONDS = 600.0
 STOP_SECONDS = 10.0
-DOING = {"restart": "draining", "drain": "draining", "stop": "stopping", "start": "starting"}
-LONGEST_PATH = 100
-"""The longest path of a Unix socket in bytes that every system accepts."""
+ACTIVITIES = {"restart": "draining", "drain": "draining", "stop": "stopping", "start": "starting"}
+MAX_SOCKET_PATH_BYTES = 100
+"""The length up to which every operating system accepts the path of a Unix socket."""
 
 
 class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     do: Literal["list", "restart", "drain", "stop", "start"]
     name: str = ""
     timeout: float = DRAIN_SECONDS
-    """Seconds that a role has to drain before it is stopped."""
+    """Time that a role has to drain before it is stopped."""
 
 
 class RoleStatus(msgspec.Struct):
     role: str
     name: str
     state: str
-    """``starting``, ``running``, ``draining``, ``stopping``, ``stopped`` (by the user), ``ended`` (by
-    itself), ``failed``, or ``down`` if the run is not up."""
+    """``starting``, ``running``, ``draining``, ``stopping``, ``stopped`` by the user, ``ended`` by itself,
+    ``failed``, or ``down`` if the run is not running."""
     pid: int = 0
     doing: str = ""
     address: str = ""
@@ -59,24 +59,23 @@ class ControlResponse(msgspec.Struct, omit_defaults=True):
 
 
 class RoleController:
-    """Carries out the user's requests. A role that the user stopped is *held*: its exit does not mean that
-    its work is done."""
+    """Carries out the user's requests. A role that the user stopped is *held*, because its exit does not mean
+    that it is finished."""
 
     def __init__(self, cluster: Cluster, store: Store, run_id: str) -> None:
         self.cluster = cluster
         self._store = store
         self._run_id = run_id
         self._held: dict[str, asyncio.Event] = {}
-        """An event for each held role, by name, which is set when the role is released."""
+        """For each held role, by name, an event that is set when the role is released."""
         self._doing: dict[str, str] = {}
         """The action in progress for each role, by name."""
-        self._ending = False
+        self._is_ending = False
 
     async def wait_for_exit(self, name: str) -> int:
-        """Return the role's exit code when it has exited by itself.
+        """Return the role's exit code when it has exited by itself. Raises the first error if the run fails.
 
         If the role is held, wait until it was started and exited again, or until `release_all` is called.
-        Raises the first error if the run fails.
         """
         while True:
             code = await self.cluster.wait(name)
@@ -88,48 +87,47 @@ class RoleController:
             self.cluster.raise_failure()
 
     def release_all(self) -> None:
-        """Release all roles and refuse to start any, because the run is ending."""
-        self._ending = True
+        """Release all roles and refuse to start roles, because the run is ending."""
+        self._is_ending = True
         for name in list(self._held):
             self._release(name)
 
     def retire(self, name: str) -> None:
-        """Release the role and refuse to start it again, because its work is done."""
+        """Release the role and refuse to start it again, because it is no longer needed."""
         if (role := self.cluster.roles.get(name)) is not None:
             role.is_retired = True
         self._release(name)
 
     async def handle(self, request: ControlRequest) -> list[RoleStatus]:
-        """Carry out a request and return the status of all roles. Raises InstarError if it is impossible."""
+        """Carry out a request and return the status of all roles. Raises InstarError if the request cannot be
+        carried out."""
         if request.do != "list":
-            await self._act(request.do, self._role(request.name), request.timeout)
-        return await self.list_roles()
-
-    async def list_roles(self) -> list[RoleStatus]:
+            roles = self.cluster.roles
+            if request.name not in roles:
+                raise InstarError(f"this run has no role {request.name!r}; its roles are {', '.join(roles)}")
+            await self._act(request.do, roles[request.name], request.timeout)
         endpoints = {entry.name: entry for entry in await self._store.endpoints(self._run_id)}
         return [self._status(role, endpoints.get(role.name)) for role in self.cluster.roles.values()]
-
-    # --- actions -----------------------------------------------------------------------------------
 
     async def _act(self, action: Action, role: RoleHandle, timeout: float) -> None:
         name = role.name
         if name in self._doing:
             raise InstarError(f"{name} is already {self._doing[name]}")
         if action == "start" and not role.exit_code.done():
-            raise InstarError(f"{name} is running")
+            raise InstarError(f"{name} is already running")
         if action in ("drain", "stop") and role.exit_code.done():
             raise InstarError(f"{name} is not running")
-        self._doing[name] = DOING[action]
+        self._doing[name] = ACTIVITIES[action]
         try:
             if action == "stop":
                 await self._stop(role)
             elif action != "start" and not role.exit_code.done():
                 await self._drain(role, timeout)
-            # The role's socket stays open, so a client that connects to it would wait.
+            # The role's socket stays open, so clients that still know the address would wait for the role.
             await self._store.remove_endpoint(self._run_id, role.role, name)
             if action in ("start", "restart"):
                 if reason := self._refusal(role):
-                    raise InstarError(f"{name} is not started: {reason}")
+                    raise InstarError(f"{name} cannot be started because {reason}")
                 self._doing[name] = "starting"
                 await self.cluster.restart(name)
                 self._release(name)
@@ -145,10 +143,10 @@ class RoleController:
         )
         self.cluster.raise_failure()
         if not role.exit_code.done():
-            self.cluster.log(f"{role.name} has not ended after {timeout:g} s of draining; stopping it")
+            self.cluster.log(f"{role.name} is still draining after {timeout:g} s; stopping it")
             await self._stop(role)
         elif code := role.exit_code.result():
-            self.cluster.log(f"{role.name} ended with {describe_exit(code)} while draining; see {role.log}")
+            self.cluster.log(f"{role.name} exited ({describe_exit(code)}) while draining; see {role.log}")
 
     async def _stop(self, role: RoleHandle) -> None:
         self._hold(role)
@@ -157,28 +155,21 @@ class RoleController:
         await self.cluster.stop(role.name, STOP_SECONDS)
 
     def _hold(self, role: RoleHandle) -> None:
-        """Hold the role, unless it cannot be started again, because waiting for it would then never end."""
+        """Hold the role, unless it can no longer be started, because a wait for the role would then never
+        end."""
         if not self._refusal(role):
             self._held.setdefault(role.name, asyncio.Event())
 
     def _refusal(self, role: RoleHandle) -> str:
-        """Return why the role can no longer be started, or an empty string if it can."""
-        if self._ending:
+        """Return the reason for which the role can no longer be started, or an empty string."""
+        if self._is_ending:
             return "the run is ending"
         is_replaced = self.cluster.roles.get(role.name) is not role
-        return "its work is done" if role.is_retired or is_replaced else ""
+        return "it has finished its work" if role.is_retired or is_replaced else ""
 
     def _release(self, name: str) -> None:
         if released := self._held.pop(name, None):
             released.set()
-
-    # --- status ------------------------------------------------------------------------------------
-
-    def _role(self, name: str) -> RoleHandle:
-        roles = self.cluster.roles
-        if name not in roles:
-            raise InstarError(f"this run has no role {name!r}; its roles are {', '.join(roles)}")
-        return roles[name]
 
     def _state(self, role: RoleHandle) -> str:
         if role.name in self._doing:
@@ -203,12 +194,8 @@ class RoleController:
         )
 
 
-# --- the socket -------------------------------------------------------------------------------------
-
-
 @asynccontextmanager
 async def serve_control_socket(control: RoleController, path: Path) -> AsyncGenerator[None]:
-    """Answer requests on a socket at ``path`` while the body runs."""
     tasks: set[asyncio.Task[None]] = set()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -217,7 +204,7 @@ async def serve_control_socket(control: RoleController, path: Path) -> AsyncGene
         task.add_done_callback(tasks.discard)
         task.add_done_callback(log_error)
 
-    with _bound(path) as listener:
+    with _bind_socket(path) as listener:
         server = await asyncio.start_unix_server(accept, sock=listener)
         try:
             yield
@@ -227,18 +214,18 @@ async def serve_control_socket(control: RoleController, path: Path) -> AsyncGene
 
 
 @contextmanager
-def _bound(path: Path) -> Generator[socket.socket]:
-    """Bind a socket at ``path`` and yield it. If the path is too long, it is a link to the socket."""
+def _bind_socket(path: Path) -> Generator[socket.socket]:
+    """Bind a socket at ``path`` and yield it. If the path is too long for a socket, it becomes a link."""
     path.unlink(missing_ok=True)
     with ExitStack() as resources:
         listener = resources.enter_context(socket.socket(socket.AF_UNIX))
         socket_path = path
-        if len(os.fsencode(path)) > LONGEST_PATH:
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="instar-"))
             socket_path = Path(folder) / path.name
             path.symlink_to(socket_path)
         resources.callback(path.unlink, missing_ok=True)
-        previous_umask = os.umask(0o177)  # the socket is private to its owner as soon as it exists
+        previous_umask = os.umask(0o177)  # other users must not have access, not even for a moment
         try:
             listener.bind(str(socket_path))
         finally:
@@ -249,7 +236,6 @@ def _bound(path: Path) -> Generator[socket.socket]:
 async def _handle_connection(
     control: RoleController, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer one request per line until the client disconnects."""
     try:
         while line := await reader.readline():
             writer.write(msgspec.json.encode(await _answer(control, line)) + b"\n")
@@ -272,14 +258,14 @@ async def _answer(control: RoleController, line: bytes) -> ControlResponse:
 
 
 async def send_control_request(path: Path, request: ControlRequest) -> list[RoleStatus]:
-    """Send a request to the run that listens at ``path``, and return its answer. Raises InstarError if the
-    run refuses, and ConnectionError or FileNotFoundError if no run is up."""
+    """Send a request to the run that listens at ``path``, and return the roles in its response. Raises
+    InstarError if the run refuses the request, and ConnectionError or FileNotFoundError if no run listens."""
     reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
     try:
         writer.write(msgspec.json.encode(request) + b"\n")
         # Twice the timeout, because a role that does not drain in time is stopped and may be started again.
         async with asyncio.timeout(2 * request.timeout + 60):
-            line = await reader.readline() or b'{"error": "the run ended"}'
+            line = await reader.readline() or b'{"error": "the run has ended"}'
             response = msgspec.json.decode(line, type=ControlResponse)
     except TimeoutError:
         raise InstarError(f"the run did not answer in {2 * request.timeout + 60:g} s") from None

@@ -1,4 +1,4 @@
-"""The exported data that a run trains on: found by name, pinned and imported into the store."""
+"""The exported data that a run trains on: finds the data by name, pins its version and imports it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ DATASET_INDEX_FILE = "datasets.db"
 
 
 def open_dataset_index(config: RunConfig) -> Store:
-    """Return the store with the names of datasets: the shared server, or a file next to the run folders."""
+    """Open the store with the names of datasets: the shared server, or a file next to the run folders."""
     if isinstance(config.store, PostgresStoreConfig):
         return open_store(config)
     return open_dataset_index_in(config.run_dir.absolute().parent)
 
 
-def open_dataset_index_in(runs: Path) -> Store:
-    runs.mkdir(parents=True, exist_ok=True)
-    return SqliteStore(runs / DATASET_INDEX_FILE)
+def open_dataset_index_in(runs_folder: Path) -> Store:
+    runs_folder.mkdir(parents=True, exist_ok=True)
+    return SqliteStore(runs_folder / DATASET_INDEX_FILE)
 
 
 async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> RunConfig:
     """Return the config with each dataset pinned to a version and a content hash. They are taken from
-    ``previous``, the data of a run that is resumed, or else are the current ones."""
-    if all(each.is_live for each in config.data):
+    ``previous``, the data of the run that is resumed, and otherwise are the current ones."""
+    if all(section.is_live for section in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)
     rows = await _list_datasets(config)
@@ -47,12 +47,11 @@ async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> Ru
 
 
 async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
-    """Return the named datasets, without creating the file that lists them."""
-    if all(each.dataset is None for each in config.data):
+    if all(section.dataset is None for section in config.data):
         return []
     is_shared = isinstance(config.store, PostgresStoreConfig)
     if not is_shared and not (config.run_dir.absolute().parent / DATASET_INDEX_FILE).is_file():
-        return []
+        return []  # opening the index would create the file
     index = open_dataset_index(config)
     try:
         return await index.datasets()
@@ -61,38 +60,37 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """Return, by index, the section that each section was at the start of the run: the one with the same
-    source, or with the version that a name without a version resolved to. If several match, the one with the
-    same index is used."""
+    """Return, by index, what each section was when the run started: the section with the same source, or with
+    the version that a name without a version resolved to. If several sections match, the one with the same
+    index is used."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))
-    for is_match in (_has_same_source, _is_resolved_version):
+    matchers: tuple[Callable[[DataConfig, DataConfig], bool], ...] = (
+        lambda section, earlier: section.source == earlier.source,
+        lambda section, earlier: (
+            earlier.dataset is not None and section.dataset == (earlier.dataset[0], None)
+        ),
+    )
+    for is_match in matchers:
         for index, section in enumerate(sections):
             if index in matches:
                 continue
-            candidates = [other for other, each in remaining.items() if is_match(section, each)]
+            candidates = [other for other, earlier in remaining.items() if is_match(section, earlier)]
             if candidates:
                 matches[index] = remaining.pop(index if index in candidates else candidates[0])
     return matches
 
 
-def _has_same_source(section: DataConfig, previous: DataConfig) -> bool:
-    return section.source == previous.source
-
-
-def _is_resolved_version(section: DataConfig, previous: DataConfig) -> bool:
-    return previous.dataset is not None and section.dataset == (previous.dataset[0], None)
-
-
 def _check_distinct(sections: Sequence[DataConfig], pinned: Sequence[DataConfig]) -> None:
-    """Raise ConfigError if two sections have the same label: a step would claim their groups twice."""
+    """Raise ConfigError if two sections are the same data, because a step would claim their groups twice."""
     sources: dict[str, str] = {}
-    for section, each in zip(sections, pinned, strict=True):
-        if each.is_live:
+    for section, pinned_section in zip(sections, pinned, strict=True):
+        if pinned_section.is_live:
             continue
-        if (other := sources.setdefault(each.label, section.source)) != section.source:
+        label = pinned_section.label
+        if (other := sources.setdefault(label, section.source)) != section.source:
             raise ConfigError(
-                f"data: {other!r} and {section.source!r} are the same data, {each.label}; list it once"
+                f"data: {other!r} and {section.source!r} are the same data, {label}; list it once"
             )
 
 
@@ -103,46 +101,44 @@ def _pin(
         section = section.model_copy(update={"source": previous.source, "content": previous.content})
     row = _find_dataset(section, rows, path)
     try:
-        content = read_manifest(dataset_folder(section, row)).hash
+        content = read_manifest(Path(section.source if row is None else row.path)).hash
     except DataError as error:
-        raise ConfigError(f"{path}.source: given {section.source!r}; {error}") from error
+        raise ConfigError(f"{path}.source: cannot use {section.source!r}: {error}") from error
     if section.content not in (None, content):
-        raise ConfigError(f"{path}.content: given {section.content}; the content is now {content}")
+        raise ConfigError(
+            f"{path}.content: expected {section.content}, but the content of {section.source!r} is {content}"
+        )
     source = section.source if row is None else f"{DATASET_PREFIX}{row.name}@{row.version}"
     return section.model_copy(update={"source": source, "content": content})
 
 
 def _find_dataset(section: DataConfig, rows: Sequence[DatasetRow], path: str) -> DatasetRow | None:
-    """Return the row of a named dataset, by default its newest version; None if the source is a folder."""
+    """Return the row of a named dataset, by default of its newest version, or None if the source is a
+    folder."""
     if section.dataset is None:
         return None
     name, version = section.dataset
     matches = [row for row in rows if row.name == name and version in (None, row.version)]
     if not matches:
         known = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
-        raise ConfigError(
-            f"{path}.source: given {section.source!r}; there is no such dataset. Known: {known}"
-        )
+        raise ConfigError(f"{path}.source: there is no dataset {section.source!r}. Known datasets: {known}")
     return matches[-1]
 
 
-def dataset_folder(section: DataConfig, row: DatasetRow | None) -> Path:
-    return Path(section.source if row is None else row.path)
-
-
 async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Import the run's exported data into its store. Groups that were imported earlier are kept."""
-    if all(each.is_live for each in config.data):
+    """Import the run's exported data into its store. Groups that were imported earlier are not changed."""
+    if all(section.is_live for section in config.data):
         return
     rows = await _list_datasets(config)
     for index, section in enumerate(config.data):
         if section.is_live:
             continue
-        folder = dataset_folder(section, _find_dataset(section, rows, f"data.{index}"))
+        row = _find_dataset(section, rows, f"data.{index}")
+        folder = Path(section.source if row is None else row.path)
         manifest = await asyncio.to_thread(verify_content, folder)
         if manifest.hash != section.content:
             raise DataError(
-                f"{folder} has changed since the run began; its content hash was {section.content}"
+                f"{folder} has changed since the run started; its content hash was {section.content}"
             )
         imported = await import_for_training(
             store,

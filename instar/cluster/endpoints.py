@@ -1,4 +1,4 @@
-"""The addresses of a run's roles, read from the store, so that roles may move to other machines."""
+"""The addresses of a run's roles. They are read from the store, because roles may move to other machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAINING = "draining"
 """Start of the state that a draining role announces."""
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
-"""Timeout for one engine to answer, in seconds, so that it does not delay the others."""
+"""Timeout for one engine to answer, so that an unreachable engine does not delay the others."""
 
 
 class EndpointDirectory:
@@ -33,7 +33,7 @@ class EndpointDirectory:
         self._run_id = run_id
 
     async def register(self, role: RoleHandle) -> None:
-        """Write the address of a role to the store, before the role announces itself."""
+        """Write the address of a role to the store, because the role announces itself only later."""
         await self._store.put_endpoint(
             Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
         )
@@ -43,8 +43,8 @@ class EndpointDirectory:
         return str(await self._store.take_lease(self._run_id, name))
 
     async def list_urls(self, role: str, *, draining: bool = True) -> dict[str, str]:
-        """Return the URLs of the role's processes that listen, by name. ``draining=False`` leaves out
-        processes that are about to exit."""
+        """Return the URLs of the role's processes that listen, by name. ``draining=False`` excludes processes
+        that are about to exit."""
         entries = await self._store.endpoints(self._run_id)
         return {
             entry.name: entry.url
@@ -53,16 +53,16 @@ class EndpointDirectory:
         }
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
-        """Return the URLs of the role as soon as any exist. Raises EngineUnavailable after ``timeout``."""
+        """Return the URLs of the role as soon as there is one. Raises EngineUnavailable after ``timeout``."""
         deadline = time.monotonic() + timeout
         while not (urls := await self.list_urls(role)):
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"the run has no {role} yet")
+                raise EngineUnavailable(f"no {role} of the run has an address after {timeout:g} s")
             await asyncio.sleep(0.1)
         return urls
 
     async def watch_url(self, role: str, set_url: Callable[[str], None]) -> None:
-        """Pass the current URL of a role with one process to ``set_url`` repeatedly, until cancelled."""
+        """Pass the current URL of the role's only process to ``set_url`` repeatedly until cancelled."""
         while True:
             for url in (await self.list_urls(role)).values():
                 set_url(url)
@@ -70,12 +70,12 @@ class EndpointDirectory:
 
 
 class EngineConnections:
-    """Connections to the engines of a run. A connection is kept until its engine's address changes."""
+    """Connections to the engines of a run. ``skip_silent`` excludes engines that do not answer if others
+    do."""
 
     def __init__(
         self, directory: EndpointDirectory, token: str, role: str = "engine", *, skip_silent: bool = False
     ) -> None:
-        """Create the connections. ``skip_silent`` leaves out engines that do not answer if others do."""
         self._skip_silent = skip_silent
         self._directory = directory
         self._role = role
@@ -84,7 +84,7 @@ class EngineConnections:
 
     async def list_current(self) -> list[Engine]:
         """Return the engines that have answered at their current address, even if they do not answer now.
-        Draining engines are left out, because they will soon exit."""
+        Draining engines are excluded."""
         urls = await self._directory.list_urls(self._role, draining=False)
         await self._close_all_but(urls)
         new_urls = [url for url in urls.values() if url not in self._by_url]
@@ -132,7 +132,7 @@ async def _is_answering(engine: Engine) -> bool:
 
 
 class DiscoveredEnginePool(EnginePool):
-    """A pool of the run's engines that is updated when their addresses in the store change."""
+    """A pool of the run's engines that follows their addresses in the store."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class DiscoveredEnginePool(EnginePool):
 async def connect_to_engines(
     context: RoleContext, store: Store, role: str, *, newest_policy: PolicySource | None = None
 ) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the run's engines or teachers as one engine, and a coroutine function that the caller must keep
-    running, so that engines are found again after they have moved or restarted."""
+    """Return the run's engines or teachers as one engine, and a coroutine function. The caller must run the
+    coroutine, so that engines that have moved are found again."""
     directory, token = EndpointDirectory(store, context.run_id), os.environ[ENGINE_TOKEN_ENV]
     names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
     if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:

@@ -24,17 +24,17 @@ from instar.types import Json
 
 
 def public_settings(config: RunConfig) -> Json:
-    """Return the settings without the agent's environment variables, which often hold keys."""
+    """Return the settings without the agent's environment variables, which often contain keys."""
     return config.model_dump(mode="json", exclude={"rollout": {"agent": {"env"}}})
 
 
 def engine_names(config: RunConfig) -> list[str]:
-    """Return the names of the run's engine processes; empty if a provider serves the model."""
+    """Return the names of the run's engine processes, or an empty list if a provider serves the model."""
     return _numbered("engine", config.engine)
 
 
 def teacher_names(config: RunConfig) -> list[str]:
-    """Return the names of the teacher's processes; empty if the teacher is not an engine."""
+    """Return the names of the teacher's processes, or an empty list if the teacher is not an engine."""
     section = config.trainer.reference
     if not isinstance(section, EngineReferenceConfig) or section.weight == 0:
         return []
@@ -77,8 +77,8 @@ def engine_process_config(config: RunConfig, index: int) -> RunConfig:
 
 
 def engine_python(config: RunConfig) -> str | None:
-    """Return the interpreter of an engine process, given the config from `engine_process_config`. vLLM's
-    `python` is not used here, because it is for the vLLM server, which is a separate process."""
+    """Return the interpreter of an engine process with a config from `engine_process_config`. The `python` of
+    a vLLM section is the interpreter of the vLLM server, which is a separate process."""
     return None if isinstance(config.engine, VllmEngineConfig) else config.engine.python
 
 
@@ -98,26 +98,26 @@ class RunFolder:
         """Write the resolved config, from which every role reads its own part."""
         self.logs.mkdir(parents=True, exist_ok=True)
         scratch = self.config_file.with_suffix(".partial")
-        scratch.touch(mode=0o600)  # an agent's environment may hold keys
+        scratch.touch(mode=0o600)  # an agent's environment may contain keys
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
 
     def read_config(self) -> RunConfig:
         if not self.config_file.is_file():
-            raise ConfigError(f"{self.path} is no run folder: it has no config.json")
+            raise ConfigError(f"{self.path} is not a run folder: it has no config.json")
         try:
             config = RunConfig.model_validate_json(self.config_file.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
             raise ConfigError(
-                f"{self.config_file} was not written by this version of Instar: {where}: {first['msg']}"
+                f"{self.config_file} was written by a different version of Instar: "
+                f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             ) from error
         # The folder may have been moved since the config was written.
         return config.model_copy(update={"dir": self.path})
 
     def lock(self, name: str, *, wait: float = 20.0) -> int:
-        """Hold a role's lock until this process exits. Waits if the last holder is still exiting."""
+        """Lock a role until this process exits. If the lock is taken, wait for up to ``wait`` seconds."""
         self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait
@@ -128,5 +128,7 @@ class RunFolder:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
-                    raise InstarError(f"another process already runs the {name} of {self.path}") from None
+                    raise InstarError(
+                        f"the {name} of {self.path} is already running in a different process"
+                    ) from None
                 time.sleep(0.05)

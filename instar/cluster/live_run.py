@@ -1,33 +1,41 @@
-"""A run in progress: its cluster, store and keys, and the functions that start its roles."""
+"""A run in progress: starts and stops its roles, and gives access to its store and keys."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
-from instar.backends.resolve import RunSecrets
-from instar.cluster.base import Cluster, RoleHandle, RoleOptions
+from instar.async_utils import gather_or_cancel
+from instar.backends.resolve import RunSecrets, extract_secrets, resolve_run
+from instar.cluster.base import Cluster, ListenAddress, RoleHandle, RoleOptions
 from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV
-from instar.cluster.control import RoleController
+from instar.cluster.control import RoleController, serve_control_socket
 from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.layout import (
     RunFolder,
     engine_names,
     engine_process_config,
     engine_python,
+    public_settings,
     teacher_config,
     teacher_names,
 )
-from instar.cluster.supervisor import LEASE_ENV
+from instar.cluster.supervisor import LEASE_ENV, Supervisor
 from instar.cluster.tasks import cancel_tasks
 from instar.config import CloudEngineConfig, RunConfig
 from instar.engines.base import Engine, EngineStatus
 from instar.engines.factory import connect_engines
-from instar.errors import EngineUnavailable, InstarError
-from instar.store.base import Store
+from instar.errors import ConfigError, EngineUnavailable, InstarError
+from instar.gateway.auth import resolve_admin_key
+from instar.rewards.factory import create_background_scorers
+from instar.store.base import Run, Store
+from instar.store.factory import open_store
 
 REWARDS = "rewards"
 Phase = Literal["starting", "evaluating before", "training", "evaluating after", "stopping", "done"]
@@ -45,29 +53,24 @@ class LiveRun:
     secrets: RunSecrets = field(repr=False)
     engine: Engine | None = None
     connected_urls: list[str] = field(default_factory=list[str])
-    """The URLs of the engines when ``engine`` was connected."""
+    """The URLs of the engines to which ``engine`` is connected."""
     phase: Phase = "starting"
     started: float = field(default_factory=time.monotonic)
-    stopped_by_user: bool = False
+    is_stopped_by_user: bool = False
     watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
-    """Tasks that observe the run; they are cancelled before its cluster and store are closed."""
+    """Tasks that observe the run and are cancelled before the cluster and the store are closed."""
 
     @property
     def run_id(self) -> str:
         return self.config.name
 
-    def urls(self, role: str) -> list[str]:
-        """The current URLs of the role's processes."""
-        return [handle.url for handle in self.cluster.roles.values() if handle.role == role]
-
     @property
     def engine_urls(self) -> list[str]:
-        return self.urls("engine")
+        return [handle.url for handle in self.cluster.roles.values() if handle.role == "engine"]
 
     @property
     def gateway_url(self) -> str:
-        (url,) = self.urls("gateway")
-        return url
+        return self.cluster.roles["gateway"].url
 
     @property
     def env(self) -> dict[str, str]:
@@ -82,14 +85,106 @@ class LiveRun:
 
     @property
     def judge_key_variables(self) -> set[str]:
-        """The environment variables that hold keys of judges. The rewards role needs these variables; agents
-        must not see them."""
+        """The environment variables with the keys of judges, which agents must not see."""
         names = (getattr(section, "api_key_env", None) for section in self.config.reward)
         return {name for name in names if name}
 
 
+@asynccontextmanager
+async def serve_run(
+    config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
+) -> AsyncGenerator[LiveRun]:
+    """Start the engines and the gateway, yield the run when they answer, and finally stop all roles. ``live``
+    must be True if clients outside of the run open sessions, so that these sessions are scored."""
+    config, notes = resolve_run(config, os.environ)
+    for note in notes:
+        log(note)
+    needs_rewards = create_background_scorers(config).are_needed(live=live)
+    config, keys = extract_secrets(config, os.environ)
+    folder = RunFolder(config.run_dir.resolve())
+    config = config.model_copy(update={"dir": folder.path})
+    _check_folder(folder, resume)
+    async with AsyncExitStack() as resources:
+        resources.callback(os.close, folder.lock("supervisor", wait=2.0))
+        store = open_store(config)
+        resources.push_async_callback(store.close)
+        if not resume and await store.run(config.name) is not None:  # several folders may share a store
+            raise ConfigError(
+                f"name: the store already has a run named {config.name!r}. Continue the run with --resume "
+                "from its folder, or choose a different name."
+            )
+        folder.create(config)
+        await _register_run(config, store)
+        cluster = await _create_cluster(config, folder, store, log)
+        resources.push_async_callback(cluster.close)
+        control = RoleController(cluster, store, config.name)
+        await resources.enter_async_context(serve_control_socket(control, folder.control_socket))
+        run = LiveRun(
+            config=config,
+            folder=folder,
+            cluster=cluster,
+            control=control,
+            store=store,
+            engine_token=secrets.token_urlsafe(24),
+            admin_key=resolve_admin_key(
+                os.environ, ADMIN_KEY_ENV, cluster.describe_listen_host(config.gateway.host)
+            ),
+            secrets=keys,
+        )
+        resources.push_async_callback(_stop_watchers, run)
+        engines = [
+            _start_with_secrets(run, "engine", name, engine_python(engine_process_config(config, index)))
+            for index, name in enumerate(engine_names(config))
+        ]
+        listen = (config.gateway.host, config.gateway.port)
+        await gather_or_cancel([*engines, start_role(run, "gateway", env=run.env, listen=listen)])
+        await _wait_until_up(run, "engine", "gateway")
+        if needs_rewards:
+            withheld = keys.withheld - run.judge_key_variables
+            await start_role(run, REWARDS, env=run.env, exclude_env=withheld)
+        yield run
+    run.phase = "done"
+
+
+def _check_folder(folder: RunFolder, resume: bool) -> None:
+    exists = folder.config_file.is_file()
+    if exists and not resume:
+        raise ConfigError(
+            f"The run folder {folder.path} already exists. Continue the run with --resume, or choose a "
+            "different name."
+        )
+    if resume and not exists:
+        raise ConfigError(f"--resume: there is no run in {folder.path}")
+
+
+async def _create_cluster(
+    config: RunConfig, folder: RunFolder, store: Store, log: Callable[[str], None]
+) -> Cluster:
+    if config.cluster.type == "ray":
+        from instar.cluster.ray.cluster import RayCluster
+
+        return await RayCluster.connect(config, folder, EndpointDirectory(store, config.name), log=log)
+    return Supervisor(folder, log=log)
+
+
+async def _register_run(config: RunConfig, store: Store) -> None:
+    existing = await store.run(config.name)
+    created_at = existing.created_at if existing else 0
+    await store.put_run(Run(config.name, config.name, public_settings(config), created_at=created_at))
+    # The stored endpoints are from an earlier process. A finished rollout among them must not end this run.
+    for endpoint in await store.endpoints(config.name):
+        await store.remove_endpoint(config.name, endpoint.role, endpoint.name)
+
+
+async def _stop_watchers(run: LiveRun) -> None:
+    run.phase = "stopping"
+    await cancel_tasks(run.watchers)
+    if run.engine is not None:
+        await run.engine.close()
+
+
 async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
-    """Start a role in place of any earlier role of that name, register its address and return it."""
+    """Start a role, register its address in the store and return its handle."""
     lease = await run.store.take_lease(run.run_id, options.get("name") or role)
     options["env"] = {**options.get("env", {}), LEASE_ENV: str(lease)}
     handle = await run.cluster.start(role, *arguments, **options)
@@ -99,13 +194,7 @@ async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack
 
 
 async def start_trainer(run: LiveRun) -> None:
-    await start_role(
-        run,
-        "trainer",
-        python=run.config.backend.python,
-        env={**run.env, **run.secrets.env},
-        exclude_env=run.secrets.withheld,
-    )
+    await _start_with_secrets(run, "trainer", "trainer", run.config.backend.python, listen=None)
 
 
 async def start_rollout(run: LiveRun, *arguments: str) -> None:
@@ -113,55 +202,34 @@ async def start_rollout(run: LiveRun, *arguments: str) -> None:
     await start_role(run, "rollout", *arguments, env=run.env, exclude_env=withheld)
 
 
-async def start_rewards(run: LiveRun) -> None:
-    await start_role(run, REWARDS, env=run.env, exclude_env=run.secrets.withheld - run.judge_key_variables)
-
-
-async def start_engines_and_gateway(run: LiveRun) -> None:
-    gateway = run.config.gateway
-    await run_together(
-        *(
-            _start_engine(run, "engine", name, engine_python(engine_process_config(run.config, index)))
-            for index, name in enumerate(engine_names(run.config))
-        ),
-        start_role(run, "gateway", env=run.env, listen=(gateway.host, gateway.port)),
-    )
-    await _wait_until_up(run, "engine", "gateway")
-
-
 async def start_teacher(run: LiveRun) -> None:
     """Start the teacher's processes if the teacher is an engine."""
     for index, name in enumerate(teacher_names(run.config)):
-        await _start_engine(run, "teacher", name, _teacher_python(run.config, index))
+        teacher = engine_process_config(teacher_config(run.config), index)
+        is_cloud = isinstance(teacher.engine, CloudEngineConfig)
+        await _start_with_secrets(
+            run, "teacher", name, run.config.backend.python if is_cloud else engine_python(teacher)
+        )
     await _wait_until_up(run, "teacher")
 
 
-def _teacher_python(config: RunConfig, index: int) -> str | None:
-    teacher = engine_process_config(teacher_config(config), index)
-    return config.backend.python if isinstance(teacher.engine, CloudEngineConfig) else engine_python(teacher)
-
-
-async def _start_engine(run: LiveRun, role: str, name: str, python: str | None) -> None:
-    await start_role(
+async def _start_with_secrets(
+    run: LiveRun,
+    role: str,
+    name: str,
+    python: str | None,
+    listen: ListenAddress | None = ("127.0.0.1", 0),
+) -> RoleHandle:
+    """Start a role that needs the keys of cloud services."""
+    return await start_role(
         run,
         role,
         name=name,
         python=python,
         env={**run.env, **run.secrets.env},
         exclude_env=run.secrets.withheld,
-        listen=("127.0.0.1", 0),
+        listen=listen,
     )
-
-
-async def run_together(*coroutines: Coroutine[Any, Any, object]) -> None:
-    """Wait for all coroutines. The first error cancels the other coroutines."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> None:
@@ -189,15 +257,8 @@ async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> N
                 await asyncio.sleep(0.1)
 
 
-async def stop_watchers(run: LiveRun) -> None:
-    run.phase = "stopping"
-    await cancel_tasks(run.watchers)
-    if run.engine is not None:
-        await run.engine.close()
-
-
 async def engine_status(run: LiveRun) -> EngineStatus | None:
-    """Return the combined status of the engines, or None if there are no engines or they do not answer."""
+    """Return the combined status of the engines, or None if no engine exists or answers."""
     urls = run.engine_urls
     if not urls:
         return None

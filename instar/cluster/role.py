@@ -2,7 +2,7 @@
 
 The supervisor starts this process. A role reads its part of the config from the run's folder, announces
 itself in the store, stops gracefully on SIGTERM, drains on SIGUSR1, and exits immediately when its supervisor
-is gone. Keys are passed in the environment, never on the command line.
+exits. Keys are passed in the environment, never on the command line.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m instar.cluster.role")
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--name", help="the name of this process among those of the role")
-    parser.add_argument("--lifeline", type=int, required=True, help="a pipe that ends with the supervisor")
+    parser.add_argument("--name", help="the name of this process, unique within the role")
+    parser.add_argument("--lifeline", type=int, required=True, help="a pipe that closes with the supervisor")
     parser.add_argument("--fd", type=int, help="the socket to listen on")
     parser.add_argument("--evaluate", metavar="LABEL")
     arguments = parser.parse_args()
     configure_logging()
-    _exit_with_supervisor(arguments.lifeline)
+    threading.Thread(target=_watch_lifeline, args=(arguments.lifeline,), daemon=True).start()
     folder = RunFolder(arguments.run_dir)
     try:
         lock = folder.lock(arguments.name or arguments.role)
         code = _run(arguments.role, folder, arguments)
         os.close(lock)
     except (EngineUnavailable, StoreFull):
-        # These errors may be temporary; exit code 1 makes the supervisor start the role again.
+        # These errors may be temporary. Exit code 1 makes the supervisor restart the role.
         traceback.print_exc()
         code = 1
     except InstarError as error:
         traceback.print_exc()
-        # Not through the logger: the supervisor reports the last line of the log as the cause of the failure.
+        # Not through the logger, because the supervisor reports the last line of the log as the cause.
         sys.stderr.write(str(error).replace("\n", " ") + "\n")
         sys.stderr.flush()
         code = EXIT_FATAL
@@ -75,20 +75,16 @@ def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
             loop.add_signal_handler(number, context.stop.set)
         loop.add_signal_handler(DRAIN_SIGNAL, context.drain.set)
         await run_role(context)
-        # The supervisor knows whether the run itself sent the signal.
+        # The supervisor knows if the run itself sent the signal.
         return EXIT_STOPPED if context.stop.is_set() or context.drain.is_set() else 0
 
     return uvloop.run(run())
 
 
-def _exit_with_supervisor(lifeline: int) -> None:
-    """Exit when the pipe from the supervisor closes, because nothing would watch or stop the role."""
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="lifeline").start()
+def _watch_lifeline(lifeline: int) -> None:
+    """Exit when the pipe from the supervisor closes, because nothing would stop the role afterwards."""
+    os.read(lifeline, 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,44 @@
-"""A training run from its start to its end."""
+"""A training run from its start to its end: checks, evaluations, training, and the remaining scores."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+from instar.async_utils import gather_or_cancel
 from instar.backends.factory import check_run
+from instar.cluster.context import HEARTBEAT_SECONDS
 from instar.cluster.data import import_data, pin_data
-from instar.cluster.layout import RunFolder
-from instar.cluster.live_run import LiveRun, start_teacher
-from instar.cluster.phases import finish_scoring, run_phases
-from instar.cluster.preflight import check_same_backend, check_teacher, check_trainable
-from instar.cluster.serving import serve_run
-from instar.config import RunConfig
-from instar.errors import InstarError
+from instar.cluster.layout import RunFolder, engine_names
+from instar.cluster.live_run import (
+    REWARDS,
+    LiveRun,
+    serve_run,
+    start_rollout,
+    start_teacher,
+    start_trainer,
+)
+from instar.cluster.tasks import cancel_tasks
+from instar.config import (
+    CloudConfig,
+    CloudEngineConfig,
+    DataConfig,
+    EngineReferenceConfig,
+    RunConfig,
+    UpstreamEngineConfig,
+)
+from instar.errors import ConfigError, InstarError
+from instar.rewards.runner import IDLE_STATUS
 from instar.store.base import Run
+from instar.trainer.monitor import read_metrics
+
+MAX_SCORING_SECONDS = 120.0
+"""Maximum time that a finished run waits for scores that no step needs."""
 
 
 async def train(
@@ -27,21 +48,23 @@ async def train(
     on_started: Callable[[LiveRun], Any] | None = None,
     log: Callable[[str], None] = print,
 ) -> LiveRun:
-    """Train until the run is finished and return it. ``on_started`` is called when engines and gateway
-    answer.
+    """Train until the run is finished, and return the run. ``on_started`` is called when the engines and the
+    gateway answer.
 
-    Raises the first error if the run fails. On Ctrl-C the run drains, saves a checkpoint and returns with
-    ``stopped_by_user`` set.
+    Raises the first error if the run fails. After Ctrl-C, the run finishes the current step, saves a
+    checkpoint and returns with ``is_stopped_by_user`` set.
     """
-    check_trainable(config)
+    _check_trainable(config)
     config, notes = check_run(config, os.environ)
     for note in notes:
         log(note)
-    check_teacher(config)
-    if resume:
-        check_same_backend(config)
+    _check_teacher(config)
     folder = RunFolder(config.run_dir.resolve())
-    previous_data = folder.read_config().data if resume and folder.config_file.is_file() else ()
+    previous_data: Sequence[DataConfig] = ()
+    if resume and folder.config_file.is_file():
+        previous = folder.read_config()
+        _check_same_backend(config, previous)
+        previous_data = previous.data
     config = await pin_data(config, previous_data)
     async with serve_run(config, resume=resume, live=False, log=log) as run:
         if on_started is not None:
@@ -52,18 +75,153 @@ async def train(
             stop = _handle_interrupts(run)
             await run_phases(run, stop)
             await finish_scoring(run, stop)
-            run.stopped_by_user = stop.is_set()
-        except Exception as error:  # any error ends the run, and must be recorded in the store
+            run.is_stopped_by_user = stop.is_set()
+        except Exception as error:  # any error makes the run fail, and is recorded in the store
             await record_failure(run, error)
-            if isinstance(error, OSError):  # a failure of the machine, not a bug: shown without a traceback
+            if isinstance(error, OSError):  # the cause is the machine, so users see no traceback
                 raise InstarError(str(error)) from error
             raise
-        await _finish(run, "stopped" if run.stopped_by_user else "finished")
+        await _finish(run, "stopped" if run.is_stopped_by_user else "finished")
         return run
 
 
+def _check_trainable(config: RunConfig) -> None:
+    if config.rollout is None:
+        if any(section.is_live for section in config.data):
+            raise ConfigError(
+                "rollout: this section is missing; add the tasks and the agent to train on, or train only on "
+                "exported data (data: dataset:NAME)"
+            )
+        if config.eval is not None:
+            raise ConfigError("rollout: this section is missing; an evaluation needs its agent")
+    if not engine_names(config):
+        raise ConfigError(
+            "engine.type: the model of an upstream cannot be trained; use an engine such as local"
+        )
+
+
+def _check_teacher(config: RunConfig) -> None:
+    section = config.trainer.reference
+    if not isinstance(section, EngineReferenceConfig) or section.weight == 0:
+        return
+    if isinstance(section.engine, UpstreamEngineConfig):
+        raise ConfigError(
+            "trainer.reference.engine.type: an upstream does not compute the logprobs of a prompt; set "
+            "trainer.reference.type to completions if the provider's API computes them"
+        )
+    if isinstance(section.engine, CloudEngineConfig) and not isinstance(config.backend, CloudConfig):
+        raise ConfigError(
+            "trainer.reference.engine.type: cloud requires that the backend is a training service, but "
+            f"backend.type is {config.backend.type!r}; use local"
+        )
+
+
+def _check_same_backend(config: RunConfig, previous: RunConfig) -> None:
+    """Raise ConfigError if the backend differs from the one that saved the state of the resumed run, because
+    backends cannot load each other's state. `auto` may have resolved to a different backend."""
+    if previous.backend.type != config.backend.type:
+        raise ConfigError(
+            f"backend.type: this run was trained by {previous.backend.type}, and now resolves to "
+            f"{config.backend.type}; set backend.type to {previous.backend.type}, or choose a different name"
+        )
+
+
+async def run_phases(run: LiveRun, stop: asyncio.Event) -> None:
+    plan = run.config.eval
+    should_evaluate = plan is not None and plan.at_start and not _is_evaluated(run, "before")
+    if should_evaluate and (await run.store.progress(run.run_id)).head_version == 0:
+        run.phase = "evaluating before"
+        await evaluate(run, "before", stop)
+    if not stop.is_set():
+        run.phase = "training"
+        await run_training(run, stop)
+    if plan and plan.at_end and not stop.is_set():
+        run.phase = "evaluating after"
+        await evaluate(run, "after", stop)
+
+
+async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
+    """Train until the trainer exits, then stop the rollout if it is still running."""
+    cluster = run.cluster
+    starts = [start_trainer(run)]
+    if run.config.trains_live:
+        starts.append(start_rollout(run))
+    await gather_or_cancel(starts)
+    exited = asyncio.create_task(run.control.wait_for_exit("trainer"))
+    try:
+        if await _is_interrupted(run, exited, stop):
+            cluster.signal("trainer")
+        if (code := await exited) != 0:
+            raise InstarError(
+                f"the trainer exited with code {code} while it was stopping, so its last steps may not be "
+                f"saved\n(log: {cluster.roles['trainer'].log})\n{await cluster.tail('trainer')}"
+            )
+    finally:
+        run.control.retire("trainer")
+        run.control.retire("rollout")
+        await cluster.stop("rollout")
+
+
+async def evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
+    await start_rollout(run, f"--evaluate={label}")
+    exited = asyncio.create_task(run.control.wait_for_exit("rollout"))
+    if await _is_interrupted(run, exited, stop):
+        await run.cluster.stop("rollout")
+    await exited
+    run.control.retire("rollout")
+
+
+async def _is_interrupted(run: LiveRun, exited: asyncio.Task[int], stop: asyncio.Event) -> bool:
+    """Wait until the role exits or ``stop`` is set. If ``stop`` is set first, release all held roles and
+    return True."""
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({exited, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        await cancel_tasks([exited])
+        raise
+    finally:
+        await cancel_tasks([stopped])
+    if exited.done():
+        return False
+    run.control.release_all()
+    return True
+
+
+async def finish_scoring(run: LiveRun, stop: asyncio.Event) -> None:
+    """Wait up to MAX_SCORING_SECONDS until the remaining sessions are scored."""
+    if REWARDS not in run.cluster.roles or stop.is_set():
+        return
+    deadline = time.monotonic() + MAX_SCORING_SECONDS
+    # After this pause, the state that the rewards role announced is newer than the end of the last session.
+    await _pause(3 * HEARTBEAT_SECONDS, stop)
+    while time.monotonic() < deadline and not stop.is_set():
+        run.cluster.raise_failure()
+        states = [e.doing for e in await run.store.endpoints(run.run_id) if e.role == REWARDS]
+        if not states or states[0].startswith(IDLE_STATUS) or run.cluster.roles[REWARDS].exit_code.done():
+            return
+        await _pause(HEARTBEAT_SECONDS, stop)
+    run.cluster.log("some sessions have no score yet; resume the run with --resume to score them")
+
+
+async def _pause(seconds: float, stop: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
+
+
+def _is_evaluated(run: LiveRun, label: str) -> bool:
+    """Return True if a resumed run has already completed this evaluation in every mode."""
+    assert run.config.eval is not None
+    modes = {
+        record["mode"]
+        for record in read_metrics(run.folder.path)
+        if record["kind"] == "eval" and record["label"] == label
+    }
+    return modes >= set(run.config.eval.modes)
+
+
 def _handle_interrupts(run: LiveRun) -> asyncio.Event:
-    """Return an event that the first Ctrl-C sets to make the run drain and save. The second kills the run."""
+    """Return an event that is set by the first Ctrl-C. The second Ctrl-C kills the run."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -72,7 +230,9 @@ def _handle_interrupts(run: LiveRun) -> asyncio.Event:
             for role in run.cluster.roles:
                 run.cluster.kill(role)
             os._exit(130)
-        run.cluster.log("stopping: the current step is finished and saved first (Ctrl-C again stops at once)")
+        run.cluster.log(
+            "stopping after the current step is finished and saved (press Ctrl-C again to stop immediately)"
+        )
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,11 +241,12 @@ def _handle_interrupts(run: LiveRun) -> asyncio.Event:
 
 
 async def record_failure(run: LiveRun, error: Exception) -> None:
-    """Write the failure to the store. If writing fails too, only log that; the first error is reported."""
+    """Write the failure to the store. An error during the write is only logged, so that the caller can raise
+    the first error."""
     try:
         await _finish(run, "failed", str(error) or type(error).__name__)
     except (InstarError, OSError) as store_error:
-        run.cluster.log(f"the failure of the run could not be recorded: {store_error}")
+        run.cluster.log(f"cannot record in the store that the run failed: {store_error}")
 
 
 async def _finish(run: LiveRun, status: str, reason: str | None = None) -> None:

@@ -1,7 +1,7 @@
-"""A cluster on this machine: each role is a child process, restarted when it dies.
+"""A cluster on this machine, in which each role is a child process.
 
-The supervisor owns the sockets that roles listen on and passes them to the roles, so an address outlives the
-process behind it.
+The supervisor opens the sockets that the roles listen on and passes them to the roles, so that an address
+stays valid when a process is restarted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from instar.cluster.base import (
     RESTART_BACKOFF,
     RESTART_RESET_SECONDS,
     Cluster,
-    ListenAddress,
     RoleHandle,
     RoleOptions,
     describe_exit,
@@ -36,11 +35,10 @@ from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
 
 ROLE_URL_ENV = "INSTAR_ROLE_URL"
-"""The variable with the URL at which other roles reach this role."""
 LEASE_ENV = "INSTAR_LEASE"
-"""The variable with the lease under which a role writes to the store."""
+"""Variable with the lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""The variable with the host's name, which precedes the path of a log file if there are several hosts."""
+"""Variable with the host's name, which precedes the path of a log file if there are several hosts."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -55,35 +53,32 @@ def open_listener(host: str, port: int) -> socket.socket:
     return server
 
 
-def listener_url(server: socket.socket) -> str:
-    """Return the URL of a socket as seen from this machine."""
-    host, port = server.getsockname()[:2]
+def listener_url(server: socket.socket, host: str = "") -> str:
+    """Return the URL of the socket on ``host``, or by default on this machine."""
+    bound_host, port = server.getsockname()[:2]
+    host = host or bound_host
     if ipaddress.ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def log_location(host: str, path: Path) -> str:
-    """Return the location of a log file as shown to users."""
     return f"{host}:{path}" if host else str(path)
 
 
 @dataclass(eq=False)
 class ChildProcess(RoleHandle):
-    """A role that runs as a process on this machine."""
-
     argv: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     fds: Sequence[int] = ()
     server: socket.socket | None = None
     process: asyncio.subprocess.Process | None = None
     is_restarting: bool = False
-    """True while the process is being stopped for a restart."""
     stop_signal: int = signal.SIGTERM
     """The last signal that told the role to exit."""
 
     def request_stop(self, number: int) -> None:
-        """Tell the role to exit for good. A process that is being started gets the signal once it runs."""
+        """Mark the role as stopping. A process that is being started gets the signal as soon as it runs."""
         self.is_stopping, self.is_restarting, self.stop_signal = True, False, number
 
     def send(self, number: int) -> None:
@@ -91,29 +86,20 @@ class ChildProcess(RoleHandle):
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process and every process that it started."""
         if self.process and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Supervisor(Cluster):
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        log: Callable[[str], None],
-        url: Callable[[socket.socket], str] = listener_url,
-        host: str = "",
-    ) -> None:
-        """Create a cluster on the machine ``host``. ``url`` returns the public URL of a socket."""
+    def __init__(self, folder: RunFolder, *, log: Callable[[str], None], host: str = "") -> None:
+        """Create a cluster on this machine, whose address for other machines is ``host``."""
         super().__init__(log=log)
         self.folder = folder
-        self._url = url
         self._host = host
         self._children: dict[str, ChildProcess] = {}
-        # Nothing is ever written to this pipe. Only this process holds the write end, so a role that reads
-        # end-of-file knows that this process is gone, however it exited.
+        # Nothing is ever written to this pipe. Only this process has the write end, so a role that reads
+        # end-of-file knows that this process has exited.
         self._lifeline, self._alive = os.pipe()
 
     @property
@@ -136,8 +122,9 @@ class Supervisor(Cluster):
         ]
         own_env: dict[str, str] = {}
         if address := options.get("listen"):
-            child.server = self._listen(name, address)
-            child.url = own_env[ROLE_URL_ENV] = self._url(child.server)
+            previous = self._children.get(name)
+            child.server = previous.server if previous and previous.server else open_listener(*address)
+            child.url = own_env[ROLE_URL_ENV] = listener_url(child.server, self._host)
             argv.append(f"--fd={child.server.fileno()}")
             child.fds = [self._lifeline, child.server.fileno()]
         inherited = {k: v for k, v in os.environ.items() if k not in options.get("exclude_env", ())}
@@ -145,11 +132,6 @@ class Supervisor(Cluster):
         self._children[name] = child
         await self._run(child)
         return child
-
-    def _listen(self, name: str, address: ListenAddress) -> socket.socket:
-        """Return the socket of the previous process with this name, or a new one."""
-        previous = self._children.get(name)
-        return previous.server if previous and previous.server else open_listener(*address)
 
     async def _run(self, child: ChildProcess) -> None:
         try:
@@ -170,7 +152,7 @@ class Supervisor(Cluster):
                 stdout=log,
                 stderr=log,
                 pass_fds=tuple(child.fds),
-                start_new_session=True,  # only the supervisor gets Ctrl-C from the terminal
+                start_new_session=True,  # Ctrl-C in the terminal must reach only the supervisor
             )
         child.is_restarting = False
         if child.is_stopping:
@@ -179,20 +161,20 @@ class Supervisor(Cluster):
     async def _watch(self, child: ChildProcess) -> None:
         while True:
             assert child.process is not None
-            began = time.monotonic()
+            started_at = time.monotonic()
             code = await child.process.wait()
             if not child.is_restarting:
                 if child.is_stopping or (code == 0 and child.role not in LONG_RUNNING_ROLES):
                     child.exit_code.set_result(_normalize_exit_code(code))
                     return
-                if time.monotonic() - began > RESTART_RESET_SECONDS:
+                if time.monotonic() - started_at > RESTART_RESET_SECONDS:
                     child.restarts = 0
                 if code == EXIT_FATAL or child.restarts >= len(RESTART_BACKOFF):
                     self._give_up(child, code)
                     return
                 pause = RESTART_BACKOFF[child.restarts]
                 child.restarts += 1
-                self.log(f"{child.name} ended with {describe_exit(code)}; starting it again")
+                self.log(f"{child.name} exited ({describe_exit(code)}); restarting it")
                 await asyncio.sleep(pause)
                 if child.is_stopping:
                     child.exit_code.set_result(_normalize_exit_code(code))
@@ -209,7 +191,7 @@ class Supervisor(Cluster):
         if code == EXIT_FATAL:
             cause = f"{child.name}: {self._tail(child.name, 1)}\n(log: {child.log})"
         else:
-            symptom = f"{describe_exit(code)}, and again after each restart"
+            symptom = f"exited ({describe_exit(code)}), and again after each restart"
             cause = f"{child.name}: {symptom}\n(log: {child.log})\n{self._tail(child.name)}"
         self.fail(InstarError(cause))
 
@@ -234,7 +216,7 @@ class Supervisor(Cluster):
         child.is_restarting = True
         child.send(signal.SIGTERM)
         deadline = time.monotonic() + timeout
-        # The watcher starts the new process, even if it is currently pausing before a restart.
+        # The watcher starts the new process, also if it is currently waiting before a restart.
         while child.process is previous and not child.exit_code.done():
             if time.monotonic() > deadline:
                 child.kill()
@@ -245,9 +227,7 @@ class Supervisor(Cluster):
 
     def _tail(self, name: str, lines: int = 12) -> str:
         path = self.folder.log(name)
-        if not path.is_file():
-            return ""
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.is_file() else ""
 
     async def close(self) -> None:
         await super().close()
@@ -259,6 +239,6 @@ class Supervisor(Cluster):
 
 
 def _normalize_exit_code(code: int) -> int:
-    """Return the exit code of a role that was told to exit. Roles handle signals while they work, so a signal
-    can only kill a role before or after its work, which counts as success."""
+    """Return 0 if a role that was told to exit was killed by that signal. Roles handle the signals while they
+    work, so the signal can only kill a role before or after its work."""
     return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

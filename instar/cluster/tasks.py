@@ -1,4 +1,4 @@
-"""Runs coroutines together such that an exception in any of them is raised or logged, never lost."""
+"""Runs coroutines in the background such that their exceptions are raised or logged, never lost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
     """Run coroutines while the body runs, then cancel and await them.
 
-    An exception in one of the coroutines cancels the body and is raised here. It is raised without an
-    exception group, because the exit code of a role depends on the type of the error.
+    An exception in a coroutine cancels the body and is raised here, without an exception group, because the
+    exit code of a role depends on the type of the error.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -29,7 +29,7 @@ async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGen
     except BaseExceptionGroup as group_error:
         first, *others = group_error.exceptions
         for error in others:
-            logger.error("another error followed %r", first, exc_info=error)
+            logger.error("a second error followed %r", first, exc_info=error)
         raise first from first.__cause__
 
 
@@ -37,17 +37,16 @@ async def run_until_first(*awaitables: Awaitable[object]) -> None:
     """Wait until the first awaitable is done, cancel and await the others, and raise its error, if any."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         await cancel_tasks(tasks)
         raise
-    first = next((task for task in ended if _error(task)), None) or next(iter(ended))
+    first = next((task for task in done if _error(task)), None) or next(iter(done))
     await cancel_tasks(task for task in tasks if task is not first)
     first.result()
 
 
 async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks, wait until they are done, and log the errors of tasks that failed."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
@@ -57,7 +56,6 @@ async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def log_error(task: asyncio.Future[Any]) -> None:
-    """Log the exception of a finished task, if it failed."""
     if error := _error(task):
         logger.error("a background task failed", exc_info=error)
 

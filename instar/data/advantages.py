@@ -1,16 +1,15 @@
 """Computes advantages from the rewards of a group.
 
-A reward of None (of a failed or unscored session) is left out of every mean, and its advantage is None: the
-session is not trained on.
+A failed or unscored session has the reward None, which is excluded from every mean. Its advantage is None,
+and the session is not trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from instar.config import AdvantageConfig
@@ -25,9 +24,6 @@ SIGNAL_THRESHOLD = 1e-8
 """The size up to which advantages are considered rounding errors."""
 MAX_SAMPLING_WEIGHT = 2.0
 """The largest importance weight of a token that was not sampled from the full softmax."""
-
-
-# --- estimators ---------------------------------------------------------------------------------
 
 
 def grpo(rewards: Rewards) -> Advantages:
@@ -45,7 +41,7 @@ def grpo_no_std(rewards: Rewards) -> Advantages:
 
 
 def rloo(rewards: Rewards) -> Advantages:
-    """Return r - mean of the rewards of the other sessions, or 0 if there are no others."""
+    """Return r - mean of the rewards of the other sessions, or 0 if there is no other session."""
     known = _known_rewards(rewards)
     count, total = len(known), float(known.sum())
     if count < 2:
@@ -53,73 +49,52 @@ def rloo(rewards: Rewards) -> Advantages:
     return [None if r is None else float(r - (total - r) / (count - 1)) for r in rewards]
 
 
-class RunningBaseline(msgspec.Struct):
-    """An estimator for groups of one: r - a moving mean over sessions. Its state is part of checkpoints."""
-
-    decay: float
-    mean: float | None = None
-    """The moving mean. None until the first rewards, which use their own mean as the baseline."""
-
-    def __call__(self, rewards: Rewards) -> Advantages:
-        """Return advantages relative to the mean before this group, then update the mean."""
-        known = _known_rewards(rewards)
-        if not len(known):
-            return [None] * len(rewards)
-        baseline = float(known.mean()) if self.mean is None else self.mean
-        self.mean = baseline
-        for reward in known:
-            self.mean = self.decay * self.mean + (1 - self.decay) * float(reward)
-        return [None if r is None else r - baseline for r in rewards]
-
-    def to_json(self) -> Json:
-        return {"mean": self.mean}
-
-    def load_json(self, state: Json) -> None:
-        self.mean = state.get("mean")
+ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
+    "grpo": grpo,
+    "grpo_no_std": grpo_no_std,
+    "rloo": rloo,
+    "reward": list,
+}
 
 
 class AdvantageEstimator:
-    """The configured estimator, and the state that it keeps between groups."""
-
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
-        self.baseline = RunningBaseline(config.decay)
+        self.baseline: float | None = None
+        """The moving mean of the estimator `running`, or None before the first rewards."""
 
     def __call__(self, rewards: Rewards) -> Advantages:
-        weight = self.config.weight
-        return [None if value is None else weight * value for value in self._estimate(rewards)]
+        estimate = ESTIMATORS.get(self.config.estimator, self._subtract_baseline)
+        return [None if value is None else self.config.weight * value for value in estimate(rewards)]
 
-    def _estimate(self, rewards: Rewards) -> Advantages:
-        match self.config.estimator:
-            case "grpo":
-                return grpo(rewards)
-            case "grpo_no_std":
-                return grpo_no_std(rewards)
-            case "rloo":
-                return rloo(rewards)
-            case "running":
-                return self.baseline(rewards)
-            case "reward":
-                return list(rewards)
+    def _subtract_baseline(self, rewards: Rewards) -> Advantages:
+        """Return r - the moving mean before this group, then update the mean. The first group uses its own
+        mean."""
+        known = _known_rewards(rewards)
+        if not len(known):
+            return [None] * len(rewards)
+        baseline = self.baseline = float(known.mean()) if self.baseline is None else self.baseline
+        for reward in known:
+            self.baseline = self.config.decay * self.baseline + (1 - self.config.decay) * float(reward)
+        return [None if r is None else r - baseline for r in rewards]
 
     def to_json(self) -> Json:
-        return self.baseline.to_json() if self.config.estimator == "running" else {}
+        """Return the state that is part of checkpoints."""
+        return {"mean": self.baseline} if self.config.estimator == "running" else {}
 
     def load_json(self, state: Json) -> None:
         if self.config.estimator == "running":
-            self.baseline.load_json(state)
+            self.baseline = state.get("mean")
 
 
 def has_signal(advantages: Advantages) -> bool:
-    """Return True if any advantage differs from 0. If all rewards are equal, none does."""
+    """Return True if any advantage differs from 0, which is not the case if all rewards are equal."""
     return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
 
 
 def _known_rewards(rewards: Rewards) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.array([r for r in rewards if r is not None], dtype=np.float64)
 
-
-# --- scaling --------------------------------------------------------------------------------------
 
 Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "none"]
 
@@ -129,13 +104,13 @@ def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
     without trained tokens in this step do not count."""
     tokens = _trained_tokens_by_session(samples)
     common_divisor = compute_divisor(samples, mode)
-
-    def sample_divisor(sample: Sample) -> float:
-        return tokens[sample.session_id] * len(tokens) if mode == "session_tokens" else common_divisor
-
-    return [
-        replace(sample, advantages=(sample.advantages / sample_divisor(sample)).astype(np.float32))
+    divisors = (
+        tokens[sample.session_id] * len(tokens) if mode == "session_tokens" else common_divisor
         for sample in samples
+    )
+    return [
+        replace(sample, advantages=(sample.advantages / divisor).astype(np.float32))
+        for sample, divisor in zip(samples, divisors, strict=True)
     ]
 
 
@@ -160,10 +135,9 @@ def _trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
 def compute_token_scales(
     samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
 ) -> list[Floats]:
-    """Return one array per sample: the scaled value of an advantage of 1 on each trained token. Terms that
-    are added to the advantages later are multiplied by these scales. With ``should_reweight``, the scales
-    include the weights of `reweight_truncated_sampling`.
-    """
+    """Return for each sample the scaled value of an advantage of 1 on each trained token. Terms that are
+    added to the advantages later are multiplied by these scales. If ``should_reweight``, the scales include
+    the weights of `reweight_truncated_sampling`."""
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
     if should_reweight:
         ones = [reweight_truncated_sampling(sample) for sample in ones]
@@ -171,9 +145,9 @@ def compute_token_scales(
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:
-    """Return the sample with the advantages of tokens that were not drawn from the full softmax multiplied by
-    p_full / p_sampled, capped. The losses use ``logprobs``, which are from the full softmax. Tokens without
-    logprobs are left unchanged."""
+    """Return the sample with its advantages multiplied by p_full / p_sampled, capped, because the losses use
+    logprobs of the full softmax, but tokens may be sampled from a truncated one. Tokens without logprobs are
+    not changed."""
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0

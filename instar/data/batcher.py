@@ -1,17 +1,18 @@
 """Builds the batch of a training step from finished groups.
 
-A step consumes ``groups_per_step`` finished groups, lowest index first. Each sample is either trained, or
-dropped with the step for one of these reasons: all rewards of the group are equal and there is no reference
-to learn from (``zero_signal``), the session has no reward (``no_reward``, ``failed``) or no trainable token
-(``no_tokens``), the sample is too old (``stale``; with `trainer.stale: mask`, all its tokens are too old) or
-longer than the model's context, as exported data may be (``too_long``), the session was run again
-(``superseded``), or the session was tagged as untrainable (``untrainable``). A session that ends after its
-group was consumed is dropped with the step that consumed the group (``late``). Two kinds of groups are
-dropped outside of steps: groups whose samples are all too old (``stale``), and groups that the rollout
-abandoned. The same rows in the store always make the same batch.
+A step consumes ``groups_per_step`` finished groups, lowest index first. Each sample of these groups is either
+trained, or dropped for one of the following reasons:
 
-If `data` lists exported data, its groups take a share of each step. Other policies sampled these groups, so
-staleness does not apply to them; each group is claimed once per epoch.
+- ``zero_signal``: all rewards of the group are equal, and there is no reference to learn from.
+- ``no_reward``, ``failed``, ``no_tokens``: the session has no reward, failed, or has no trainable token.
+- ``stale``: the sample, or with `trainer.stale: mask` each of its tokens, is too stale.
+- ``too_long``: the sample of exported data is longer than the model's context.
+- ``superseded``, ``untrainable``: the session was run again, or a person tagged it as untrainable.
+- ``late``: the session ended after its group was consumed. It is dropped with the step of the group.
+
+Groups whose samples are all stale, and groups that the rollout dropped, are dropped outside of steps. If
+`data` lists exported data, its groups take a share of each step and are claimed once per epoch; staleness
+does not apply to them. The same rows in the store always result in the same batch.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from instar.data.advantages import (
     normalize,
     reweight_truncated_sampling,
 )
-from instar.data.claims import ClaimBuilder
-from instar.data.consumed import ConsumedGroups
+from instar.data.claims import ClaimBuilder, ConsumedGroups
 from instar.data.group_loader import GroupLoader, LoadedGroup, LoadedSession
 from instar.data.linearize import with_advantage
 from instar.data.mixture import DataMixture
@@ -51,18 +51,17 @@ class StepBatch:
     samples: list[Sample]
     """The samples to train, with normalized advantages."""
     scales: list[Floats]
-    """For each sample, the value of an advantage of 1 on each token after this step's scaling."""
+    """The scaled value of an advantage of 1 on each token, for each sample."""
     divisor: float
-    """The divisor of sums over all tokens of the step; 1 if each session has its own divisor."""
+    """The divisor of sums over all tokens of the step, or 1 if each session has its own divisor."""
     claims: list[Claim]
-    """Claims of every group that the step consumes, both for trained samples and for dropped ones."""
+    """The claims of all samples of the step's groups, trained or dropped."""
     drops: list[Claim]
-    """Claims that drop samples outside of this step, or with an earlier step."""
+    """Claims that drop samples outside of steps, or with an earlier step."""
     session_starts: list[float]
-    """For each live sample, the time at which its session started."""
+    """The time at which the session of each live sample started."""
     is_full: bool
-    """True if the batch has as many live groups as a step waits for. When exported data is used up, its share
-    stays empty."""
+    """True if the batch has the number of live groups that a step waits for."""
     report: Json
 
 
@@ -80,19 +79,12 @@ class Batcher:
         limit = 4 * (config.max_staleness + 1) * config.trainer.groups_per_step
         self._consumed = ConsumedGroups(store, run_id, limit)
 
-    def baseline_state(self) -> Json:
-        """Return the state of the running baseline, for the checkpoint."""
-        return self.estimator.to_json()
-
-    def load_baseline(self, state: Json) -> None:
-        self.estimator.load_json(state)
-
     def reset(self) -> None:
-        """Forget which groups were consumed. Called after steps were released in the store."""
+        """Forget which groups were consumed. This must be called after steps were released in the store."""
         self._loaded = {}
         self._consumed.reset()
         self.mixture.reset()
-        self.load_baseline({})
+        self.estimator.load_json({})
 
     async def next_batch(
         self,
@@ -107,15 +99,15 @@ class Batcher:
     ) -> StepBatch | None:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
 
-        ``step_by_version`` is the argument of `Staleness`. If ``is_finished`` returns True, no more groups
-        will arrive, and the remaining groups make the batch. Return None if no group is left, ``stop`` was
+        ``step_by_version`` is described in `Staleness`. If ``is_finished`` returns True, no more groups will
+        arrive, and the batch consists of the remaining groups. Returns None if no group is left, ``stop`` is
         set, or ``timeout`` seconds have passed.
         """
         staleness = Staleness(version, step_by_version)
         deadline = None if timeout is None else time.monotonic() + timeout
         drops = await self._drop_outside_of_steps(epoch)
         while True:
-            # Called before the store is read, so that everything that was finished by then is in the store.
+            # This call precedes the read of the store, so that the read includes all groups if it is True.
             is_last = is_finished is not None and is_finished()
             fresh, stale = await self._load_ready(step, epoch, staleness)
             drops += stale
@@ -124,7 +116,7 @@ class Batcher:
                 if groups or self.mixture.has_live_data:
                     return await self._assemble(groups, drops, step, epoch, staleness)
             if drops:
-                # Written immediately, because the rollout waits for the capacity that the drops free.
+                # Written immediately, because the rollout waits until it may replace the dropped groups.
                 await self.store.drop_samples(drops)
                 drops = []
             is_late = deadline is not None and time.monotonic() >= deadline
@@ -135,15 +127,13 @@ class Batcher:
     async def preview(
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
     ) -> StepBatch:
-        """Return the batch that ``step`` would get now, with fewer groups if not enough are finished. Nothing
-        is written, and the batcher cannot be used afterwards."""
+        """Return the batch that ``step`` would get now, with fewer groups if too few are finished. The store
+        is not changed. The batcher must not be used afterwards."""
         staleness = Staleness(version, step_by_version)
         drops = await self._drop_outside_of_steps(epoch)
         fresh, stale = await self._load_ready(step, epoch, staleness)
         groups = [*fresh, *await self._load_exported(step)]
         return await self._assemble(groups, [*drops, *stale], step, epoch, staleness)
-
-    # --- loading groups ----------------------------------------------------------------------------
 
     def _has_live_groups(self, step: int, live: Sequence[LoadedGroup]) -> bool:
         return len(live) >= self.mixture.count_live_groups(step)
@@ -156,8 +146,8 @@ class Batcher:
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
-        """Return the first finished groups that no step has consumed, as many as the step takes, and claims
-        that drop the preceding groups that are too old."""
+        """Return the first finished groups that no step has consumed, as many as the step needs, and claims
+        that drop older groups whose samples are too stale."""
         needed = self.mixture.count_live_groups(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
@@ -182,7 +172,7 @@ class Batcher:
         return fresh, drops
 
     async def _drop_outside_of_steps(self, epoch: int) -> list[Claim]:
-        """Return claims that drop late sessions, and groups that the rollout closed as dropped."""
+        """Return claims that drop late sessions and groups that the rollout dropped."""
         drops = await self._consumed.drop_late_sessions(epoch)
         builder = ClaimBuilder(self.run_id, epoch)
         groups = await self.store.groups(
@@ -193,12 +183,10 @@ class Batcher:
             self._consumed.add(loaded, None)
         return drops
 
-    # --- building the batch ------------------------------------------------------------------------
-
     async def _assemble(
         self, groups: Sequence[LoadedGroup], drops: list[Claim], step: int, epoch: int, staleness: Staleness
     ) -> StepBatch:
-        # Tags are read now, because a tag may have been added after its group was loaded.
+        # Tags are read now, because a person may have added a tag after the group was loaded.
         groups = await self.loader.exclude_untrainable(groups)
         samples: list[Sample] = []
         claims: list[Claim] = []
@@ -210,7 +198,9 @@ class Batcher:
             advantages = self._estimate_advantages(group.sessions)
             for session in group.untrainable:
                 claims += builder.drop_loaded(session, UNTRAINABLE, None)
-            if group.sessions and (self._uses_reference or _has_any_signal(group.sessions, advantages)):
+            call_rewards = [value for session in group.sessions for value in session.call_rewards.values()]
+            is_useful = self._uses_reference or has_signal(advantages) or any(call_rewards)
+            if group.sessions and is_useful:
                 selected, selected_claims = self._select_samples(group, advantages, builder)
                 samples += selected
                 claims += selected_claims
@@ -220,7 +210,7 @@ class Batcher:
             if group.epoch is None:
                 self._consumed.add(group, step)
         claims = [replace(claim, step=step) for claim in claims]
-        # If the trainer recomputes logprobs, its importance weights include the sampling distribution.
+        # If the trainer recomputes logprobs, its importance weights already include this correction.
         should_reweight = self.config.trainer.off_policy.proximal == "behavior"
         mode = self.config.trainer.advantage.normalize
         live = [group for group in groups if group.epoch is None]
@@ -249,8 +239,8 @@ class Batcher:
         )
 
     def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
-        """Return the advantages of a group's sessions. The advantage of a session without a reward is 0 if
-        single calls were rewarded, or if rewards have no weight."""
+        """Return the advantages of a group's sessions. A session without a reward has the advantage 0 if
+        single calls have rewards, or if rewards have no weight."""
         ignores_rewards = self._uses_reference and self.config.trainer.advantage.weight == 0
         estimated = self.estimator([session.reward for session in sessions])
         return [
@@ -263,7 +253,7 @@ class Batcher:
     def _select_samples(
         self, group: LoadedGroup, advantages: Advantages, builder: ClaimBuilder
     ) -> tuple[list[Sample], list[Claim]]:
-        """Return the samples of a group to train on, and claims for everything in the group."""
+        """Return the samples of a group to train on, and claims for all samples of the group."""
         samples: list[Sample] = []
         claims: list[Claim] = []
         for session, advantage in zip(group.sessions, advantages, strict=True):
@@ -284,8 +274,8 @@ class Batcher:
         return samples, claims
 
     def _without_stale_tokens(self, sample: Sample, staleness: Staleness | None) -> Sample | None:
-        """Return the sample without tokens that are too old, or None if it must be dropped. Exported data has
-        no staleness and is returned unchanged."""
+        """Return the sample without tokens that are too stale, or None if the sample must be dropped.
+        Exported data has no staleness and is returned unchanged."""
         limit = self.config.max_staleness
         if staleness is None or staleness.of_sample(sample) <= limit:
             return sample
@@ -294,9 +284,3 @@ class Batcher:
         is_fresh = staleness.of_tokens(sample.versions) <= limit
         masked = replace(sample, mask=np.where(is_fresh, sample.mask, np.float32(0)))
         return masked if masked.trained_tokens else None
-
-
-def _has_any_signal(sessions: Sequence[LoadedSession], advantages: Advantages) -> bool:
-    return has_signal(advantages) or any(
-        value != 0 for session in sessions for value in session.call_rewards.values()
-    )

@@ -1,12 +1,14 @@
-"""Claims: the record of what a training step does with each sample, trained or dropped with a reason."""
+"""Claims record what training does with each sample: a step trains it, or it is dropped for a reason."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from instar.data.advantages import Advantages
-from instar.data.group_loader import LoadedGroup, LoadedSession
+from instar.data.group_loader import ENDED_STATUSES, LoadedGroup, LoadedSession
 from instar.data.staleness import Staleness
+from instar.store.base import Store
 from instar.types import Claim, ClaimOutcome, Sample, Session
 
 
@@ -15,7 +17,7 @@ class ClaimBuilder:
     run_id: str
     epoch: int
     staleness: Staleness | None = None
-    """The staleness of tokens; None for exported data, to which staleness does not apply."""
+    """The staleness of tokens, or None for exported data."""
 
     def train(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
@@ -37,7 +39,7 @@ class ClaimBuilder:
         return replace(claim, outcome=ClaimOutcome.DROPPED, reason=reason)
 
     def drop_loaded(self, session: LoadedSession, reason: str, advantage: float | None) -> list[Claim]:
-        """Return claims that drop a session: one per sample, or one for the session if it has no samples."""
+        """Return claims that drop a session: one per sample, or one for a session without samples."""
         if reason in ("zero_signal", "no_reward") and session.reward is None:
             reason = "failed" if session.is_failed else "no_reward"
         if session.samples:
@@ -53,16 +55,17 @@ class ClaimBuilder:
     def drop_group(
         self, group: LoadedGroup, reason: str, advantages: Advantages | None = None
     ) -> list[Claim]:
-        """Return claims that drop everything in a group, except its untrainable sessions."""
-        claims: list[Claim] = []
-        for session, advantage in zip(
-            group.sessions, advantages or [None] * len(group.sessions), strict=True
-        ):
-            claims += self.drop_loaded(session, reason, advantage)
+        """Return claims that drop everything in a group except its untrainable sessions."""
+        values = advantages or [None] * len(group.sessions)
+        claims = [
+            claim
+            for session, advantage in zip(group.sessions, values, strict=True)
+            for claim in self.drop_loaded(session, reason, advantage)
+        ]
         claims += self.drop_superseded(group)
         if claims or group.untrainable:
             return claims
-        # A group without sessions needs a claim, too; otherwise every step would load it again.
+        # A group without sessions needs a claim, too, because every step would otherwise load it again.
         group_id = group.group.group_id
         return [self._drop(f"{group_id}/0", "", group_id, "no_sessions")]
 
@@ -70,12 +73,55 @@ class ClaimBuilder:
         return [self.drop_session(session, "superseded") for session in group.superseded]
 
     def _drop(self, sample_key: str, session_id: str, group_id: str | None, reason: str) -> Claim:
-        return Claim(
-            run_id=self.run_id,
-            epoch=self.epoch,
-            sample_key=sample_key,
-            session_id=session_id,
-            group_id=group_id,
-            outcome=ClaimOutcome.DROPPED,
-            reason=reason,
-        )
+        dropped = ClaimOutcome.DROPPED
+        return Claim(self.run_id, self.epoch, sample_key, session_id, group_id, dropped, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumedGroup:
+    step: int | None
+    """The step that consumed the group, or None if the group was dropped outside of steps."""
+    session_ids: set[str]
+    """The sessions that have claims."""
+
+
+class ConsumedGroups:
+    """The last ``limit`` groups that were consumed. Sessions of these groups that end later are late."""
+
+    def __init__(self, store: Store, run_id: str, limit: int) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._limit = limit
+        self._groups: OrderedDict[str, ConsumedGroup] | None = None
+
+    def reset(self) -> None:
+        self._groups = None
+
+    def add(self, group: LoadedGroup, step: int | None) -> None:
+        assert self._groups is not None, "late sessions are dropped before a group is consumed"
+        self._groups[group.group.group_id] = ConsumedGroup(step, group.session_ids)
+        while len(self._groups) > self._limit:
+            self._groups.popitem(last=False)
+
+    async def drop_late_sessions(self, epoch: int) -> list[Claim]:
+        """Return claims that drop the sessions that ended after their group was consumed. A claim contains
+        the group's step. When the step is released, the claim is released, too, and the group can be claimed
+        again."""
+        groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
+        builder = ClaimBuilder(self._run_id, epoch)
+        drops: list[Claim] = []
+        sessions = await self._store.sessions_by_group(list(groups))
+        for group_id, consumed in groups.items():
+            for session in sessions[group_id]:
+                if session.status in ENDED_STATUSES and session.session_id not in consumed.session_ids:
+                    consumed.session_ids.add(session.session_id)
+                    drops.append(replace(builder.drop_session(session, "late"), step=consumed.step))
+        return drops
+
+    async def _load(self, epoch: int) -> OrderedDict[str, ConsumedGroup]:
+        groups: OrderedDict[str, ConsumedGroup] = OrderedDict()
+        for claim in await self._store.recent_claims(self._run_id, epoch, self._limit):
+            assert claim.group_id is not None
+            consumed = groups.setdefault(claim.group_id, ConsumedGroup(claim.step, set()))
+            consumed.session_ids.add(claim.session_id)
+        return groups

@@ -15,13 +15,16 @@ class RewardCombiner:
         self.counts_agent_rewards = any(section.type == "agent" for section in config.reward)
 
     def is_excluded(self, scores: Sequence[Score]) -> bool:
-        """Return True if a scorer gave up on the session, and sessions without that score are excluded."""
-        return self.excludes_fallback and any(
-            score.state is ScoreState.FALLBACK for score in latest_scores(scores)
-        )
+        """Return True if a scorer gave up on the session, and there is no fallback reward."""
+        if not self.excludes_fallback:
+            return False
+        # Several versions of a scorer may have scored the session.
+        ordered = sorted(scores, key=lambda score: score.created_at)
+        latest = {score.scorer.partition("@")[0]: score for score in ordered}
+        return any(score.state is ScoreState.FALLBACK for score in latest.values())
 
     def __call__(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> float | None:
-        """Return the session's combined reward, or None if it has none or is excluded."""
+        """Return the session's combined reward, or None if the session has no reward or is excluded."""
         if self.is_excluded(scores):
             return None
         return combine_rewards(self.config, [r for r in self._counted(rewards) if r.call_id is None])
@@ -38,50 +41,38 @@ class RewardCombiner:
         return {call_id: value for call_id, value in combined.items() if value is not None}
 
     def _counted(self, rewards: Sequence[Reward]) -> list[Reward]:
-        """Return the rewards that count. The agent's own rewards count only if `reward` lists the agent."""
+        """Return the rewards that count. The agent's own rewards count only if `reward` contains the
+        agent."""
         return [r for r in rewards if self.counts_agent_rewards or r.source is not RewardSource.AGENT]
 
 
 def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
-    """Return the combination of rewards of one session or call, which are in the order of their creation."""
-    rewards = _without_outdated_fallbacks(rewards)
+    """Return the combination of the rewards of a session or call. ``rewards`` are in the order of
+    creation."""
+    # A fallback does not count if its scorer also returned a score, earlier or later.
+    scored = {reward.scorer for reward in rewards if reward.source is not RewardSource.FALLBACK}
+    rewards = [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]
     for name, minimum in config.veto.items():
-        values = [reward.value for reward in rewards if _is_by(reward, name)]
+        values = [reward.value for reward in rewards if _is_from(reward, name)]
         if values and values[-1] < minimum:
             return config.veto_value
-    return _preferred(config.prefer, rewards) if config.how == "prefer" else _sum(config.weights, rewards)
+    if config.how == "prefer":
+        preferred = ([r.value for r in rewards if _is_from(r, name)] for name in config.prefer)
+        return next((values[-1] for values in preferred if values), None)
+    return _compute_weighted_sum(config.weights, rewards)
 
 
-def _without_outdated_fallbacks(rewards: Sequence[Reward]) -> list[Reward]:
-    """Return the rewards without fallbacks of scorers that also returned a score, earlier or later."""
-    scored = {reward.scorer for reward in rewards if reward.source is not RewardSource.FALLBACK}
-    return [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]
-
-
-def latest_scores(scores: Sequence[Score]) -> list[Score]:
-    """Return the last score of each scorer. Several versions of a scorer may have scored the session."""
-    by_name = {score.scorer.partition("@")[0]: score for score in sorted(scores, key=lambda s: s.created_at)}
-    return list(by_name.values())
-
-
-def _preferred(names: Sequence[str], rewards: Sequence[Reward]) -> float | None:
-    for name in names:
-        values = [reward.value for reward in rewards if _is_by(reward, name)]
-        if values:
-            return values[-1]
-    return None
-
-
-def _sum(weights: dict[str, float], rewards: Sequence[Reward]) -> float | None:
-    """Return the sum over the last reward of each scorer, weighted by its name or else by its source."""
-    last = {(reward.source, reward.scorer): reward for reward in rewards}
+def _compute_weighted_sum(weights: dict[str, float], rewards: Sequence[Reward]) -> float | None:
+    """Return the sum of the last reward of each scorer, weighted by the scorer's name or else by its
+    source."""
+    last_rewards = {(reward.source, reward.scorer): reward for reward in rewards}
     weighted = [
         weights.get(reward.scorer, weights.get(reward.source.value, 0.0)) * reward.value
-        for reward in last.values()
+        for reward in last_rewards.values()
         if reward.scorer in weights or reward.source.value in weights
     ]
     return sum(weighted) if weighted else None
 
 
-def _is_by(reward: Reward, name: str) -> bool:
+def _is_from(reward: Reward, name: str) -> bool:
     return name in (reward.scorer, reward.source.value)

@@ -1,7 +1,7 @@
 """Corrections by people, as samples for the cross-entropy loss.
 
-The sample of a correction is the exact prompt of a call followed by the corrected reply. A step takes the
-oldest corrections that no step has claimed; like every sample, each is trained once.
+The sample of a correction is the exact prompt of a call followed by the corrected reply. A step claims the
+oldest unclaimed corrections, and each correction is trained once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """The samples, whose advantages are the weight of each token in the step."""
+    """The samples. Their advantages are the weight of each token in the step."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 
 async def load_corrections(
     store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
 ) -> CorrectionBatch:
-    """Return the corrections of a step, without claiming them."""
+    """Return the corrections for a step, without claiming them."""
     section = config.corrections
     if section.weight == 0:
         return CorrectionBatch()
@@ -35,14 +35,14 @@ async def load_corrections(
     claims: list[Claim] = []
     for feedback in await store.corrections(run_id, epoch, section.per_step):
         call = await store.call(feedback.call_id) if feedback.call_id is not None else None
-        sample = None if call is None else _sample(feedback, call, section.weight)
-        claims.append(_claim(feedback, run_id, step, epoch, section.weight if sample else None))
+        sample = None if call is None else _make_sample(feedback, call, section.weight)
+        claims.append(_make_claim(feedback, run_id, step, epoch, section.weight if sample else None))
         if sample is not None:
             samples.append(sample)
     return CorrectionBatch(normalize(samples, config.advantage.normalize), claims)
 
 
-def _sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
+def _make_sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
     reply = feedback.correction_ids
     if reply is None or not len(reply) or not len(call.prompt_ids):
         return None
@@ -61,7 +61,7 @@ def _sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:
     )
 
 
-def _claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: float | None) -> Claim:
+def _make_claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: float | None) -> Claim:
     return Claim(
         run_id=run_id,
         epoch=epoch,

@@ -16,8 +16,6 @@ ENDED_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class LoadedSession:
-    """The final session of a slot."""
-
     session: Session
     samples: list[Sample]
     reward: float | None
@@ -35,9 +33,8 @@ class LoadedGroup:
     sessions: list[LoadedSession]
     superseded: list[Session]
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
-    """Sessions tagged as untrainable."""
     epoch: int | None = None
-    """For exported data, the number of earlier passes over the data; None for the run's own groups."""
+    """The number of earlier passes over exported data, or None for the run's own groups."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -49,10 +46,10 @@ class LoadedGroup:
         return {session.session_id for session in (*final, *self.superseded)}
 
     def exclude(self, session_ids: Set[str]) -> LoadedGroup:
-        """Return the group with the sessions ``session_ids`` listed as untrainable."""
-        kept = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
+        """Return the group with the sessions in ``session_ids`` moved to ``untrainable``."""
+        trainable = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
         excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
-        return replace(self, sessions=kept, untrainable=excluded)
+        return replace(self, sessions=trainable, untrainable=excluded)
 
 
 class GroupLoader:
@@ -64,8 +61,8 @@ class GroupLoader:
     async def load(self, groups: Sequence[Group]) -> list[LoadedGroup]:
         sessions = await self.store.sessions_by_group([group.group_id for group in groups])
         ended = [[s for s in sessions[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
-        final = [select_final_sessions(of_group) for of_group in ended]
-        loaded = await self._load_sessions([session for of_group in final for session in of_group])
+        final = [select_final_sessions(sessions_of_group) for sessions_of_group in ended]
+        loaded = await self._load_sessions([session for chosen in final for session in chosen])
         result: list[LoadedGroup] = []
         for group, all_ended, chosen in zip(groups, ended, final, strict=True):
             chosen_ids = {session.session_id for session in chosen}
@@ -112,7 +109,7 @@ class GroupLoader:
 
 
 def select_final_sessions(ended: Sequence[Session]) -> list[Session]:
-    """Return the last attempt at each slot."""
+    """Return the last attempt of each slot."""
     final: dict[int, Session] = {}
     for session in ended:
         previous = final.get(session.slot)

@@ -1,8 +1,8 @@
 """Turns a session's call graph into flat samples, one for each root-to-leaf walk.
 
-A call extends another call if its prompt is the other's prompt + the other's sampled tokens + new tokens. Any
-other call starts a new walk. Walks that share calls repeat their tokens, but a sampled token is trained only
-in the first of these walks, so it counts once however the session branched::
+A call extends another call if its prompt consists of the other call's prompt and sampled tokens, followed by
+new tokens. Any other call starts a new walk. Walks that share calls repeat the tokens of these calls, but a
+sampled token is trained only in the first of these walks::
 
     a ── b ── c      sample 0: a b c, all trained
           └── d      sample 1: a b d, only d trained
@@ -20,14 +20,14 @@ from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Se
 
 
 def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: bool = True) -> list[Sample]:
-    """Return the session's samples in the order in which their last calls were recorded; advantages are zero.
+    """Return the session's samples in the order in which their last calls were recorded. Advantages are zero.
 
-    Walks without tokens to train are omitted. The other walks keep their numbers, so that a sample's key
-    depends only on the session's graph. With ``requires_logprobs``, raises StoreError if a trainable token
-    has no logprob.
+    Walks without tokens to train are omitted, but are counted in the keys of the samples, so that a sample's
+    key depends only on the session's graph. With ``requires_logprobs``, raises StoreError if a trainable
+    token has no logprob.
     """
     by_id = {call.call_id: call for call in calls}
-    parents = {call.call_id: _parent(call, by_id) for call in calls}
+    parents = {call.call_id: _find_parent(call, by_id) for call in calls}
     extended = {parent.call_id for parent in parents.values() if parent}
     prefix = f"{session.group_id}/{session.slot}" if session.group_id else session.session_id
     trained: set[str] = set()
@@ -45,21 +45,22 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
 
 
 def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
-    """Return the sample with ``value`` on every trained token, plus the value in ``per_call`` of its call."""
+    """Return the sample with the advantage ``value``, plus the value of its call in ``per_call``, on every
+    trained token."""
     advantages = np.full(len(sample), value, dtype=np.float32)
     for span in sample.spans:
         advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)
     return replace(sample, advantages=advantages * sample.mask)
 
 
-def _parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
-    # A call whose tokens were not kept (one by a provider, or one with a secret) has no parent.
+def _find_parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
+    # A call whose tokens were not stored (by a provider, or with a secret) has no parent.
     if call.link is not Link.EXTENDS or not len(call.prompt_ids):
         return None
     parent = by_id.get(call.parent_id or "")
     if parent is None:
         raise StoreError(
-            f"call {call.call_id} extends call {call.parent_id}, which its session {call.session_id} lacks"
+            f"call {call.call_id} extends call {call.parent_id}, which is not in session {call.session_id}"
         )
     prefix = parent.sequence
     if len(call.prompt_ids) < len(prefix) or not np.array_equal(call.prompt_ids[: len(prefix)], prefix):

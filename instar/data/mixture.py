@@ -14,12 +14,12 @@ from instar.types import Channel, Group, GroupStatus
 class ExportedGroup:
     group: Group
     epoch: int
-    """The number of earlier passes over the data; the group is claimed in this epoch."""
+    """The number of earlier passes over the data. The group is claimed in this epoch."""
 
 
 class DataMixture:
-    """The sources of exported data. Every source contributes groups to a step according to its share, in
-    order and for as many epochs as configured. A step contains a group at most once."""
+    """The sources of exported data. Each source contributes groups to a step according to its share, in order
+    and for the configured number of epochs. A step contains a group at most once."""
 
     def __init__(self, store: Store, run_id: str, config: RunConfig) -> None:
         self.store = store
@@ -39,7 +39,7 @@ class DataMixture:
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
-        """Return the exported groups of a step, all of which no step has claimed yet."""
+        """Return the exported groups for a step. No step has claimed them."""
         before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
         picked: list[ExportedGroup] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):
@@ -47,27 +47,24 @@ class DataMixture:
                 picked += await self._pick(section, last - first)
         return picked
 
-    async def _pick(self, section: DataConfig, places: int) -> list[ExportedGroup]:
+    async def _pick(self, section: DataConfig, count: int) -> list[ExportedGroup]:
         label = section.label
         if not await self._unclaimed(label, None):
             return []
         picked: list[ExportedGroup] = []
         epoch = self._first_epoch.get(label, 0)
-        last = self._epochs(section)
-        while len(picked) < places and (last is None or epoch < last):
-            taken_ids = {exported.group.group_id for exported in picked}
-            left = await self._unclaimed(label, epoch)
-            fresh = [group for group in left if group.group_id not in taken_ids]
+        max_epochs = section.epochs or (None if self.has_live_data else 1)
+        while len(picked) < count and (max_epochs is None or epoch < max_epochs):
+            picked_ids = {exported.group.group_id for exported in picked}
+            remaining = await self._unclaimed(label, epoch)
+            fresh = [group for group in remaining if group.group_id not in picked_ids]
             if picked and not fresh:
                 break  # all groups of the source are in this step
-            picked += [ExportedGroup(group, epoch) for group in fresh[: places - len(picked)]]
-            if not left:
+            picked += [ExportedGroup(group, epoch) for group in fresh[: count - len(picked)]]
+            if not remaining:
                 self._first_epoch[label] = epoch + 1
             epoch += 1
         return picked
-
-    def _epochs(self, section: DataConfig) -> int | None:
-        return section.epochs or (None if self.has_live_data else 1)
 
     async def _unclaimed(self, label: str, epoch: int | None) -> list[Group]:
         groups = await self.store.groups(

@@ -3,7 +3,7 @@
 A token has three logprobs. The *behavior* logprob is from the distribution that the token was drawn from,
 which may be an older version, or the same weights in an engine with slightly different numerics. The
 *proximal* logprob is from the trained policy at the start of the step. The third is the new logprob, which
-the loss changes. Each token has its own, so a reply sampled across an update needs no special handling.
+the loss changes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from instar.config import OffPolicyConfig
 from instar.errors import BackendError
 from instar.types import Floats, Json, Sample
 
-Doubles = NDArray[np.float64]
-
 DEFAULT_TRUNCATE = 2.0
 """The largest importance weight if the config does not set one."""
-MAX_LOGPROB_GAP = 60.0
+MAX_LOGPROB_DIFFERENCE = 60.0
 """The limit to which differences of logprobs are clipped, because larger ratios carry no information."""
 
 
 def get_behavior_logprobs(sample: Sample) -> Floats:
-    """Return the logprobs of the distribution that the tokens were drawn from."""
     return sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs
 
 
@@ -39,29 +36,31 @@ def decouple(
 ) -> tuple[list[Sample], list[Floats], Json]:
     """Apply decoupled PPO, and return the samples, their scales and metrics.
 
-    The loss's ratio is relative to the proximal logprobs, which replace the samples' logprobs. The advantages
-    are multiplied by the truncated importance weight from behavior to proximal. So are the ``scales``, for
-    terms that are added to the advantages later. Tokens beyond ``drop_above`` are not trained, but still
-    count in the step's divisor, so that the weight of the other tokens does not change.
+    The ratio in the loss is relative to the proximal logprobs, which replace the samples' logprobs. The
+    advantages are multiplied by the truncated importance weight from behavior to proximal. The ``scales`` are
+    multiplied, too, for terms that are added to the advantages later. Tokens beyond ``drop_above`` are not
+    trained, but count in the step's divisor, so that the weight of the other tokens does not change.
     """
     corrected: list[Sample] = []
     weighted: list[Floats] = []
     truncated = dropped = 0
-    largest = DEFAULT_TRUNCATE if config.truncate is None else config.truncate
+    max_weight = DEFAULT_TRUNCATE if config.truncate is None else config.truncate
     for sample, scale, logprobs in zip(samples, scales, proximal, strict=True):
         _require_logprobs(sample, logprobs)
         trained = sample.mask > 0
         ratio = np.ones(len(sample))
-        ratio[trained] = _ratio(logprobs[trained], get_behavior_logprobs(sample)[trained])
-        kept = _kept(ratio, config.drop_above)
-        weight = (np.minimum(ratio, largest) * kept).astype(np.float32)
-        truncated += int((trained & kept & (ratio > largest)).sum())
-        dropped += int((~kept).sum())
+        ratio[trained] = _likelihood_ratio(logprobs[trained], get_behavior_logprobs(sample)[trained])
+        is_kept = np.ones(len(ratio), bool)
+        if config.drop_above is not None:
+            is_kept = (ratio <= config.drop_above) & (ratio >= 1.0 / config.drop_above)
+        weight = (np.minimum(ratio, max_weight) * is_kept).astype(np.float32)
+        truncated += int((trained & is_kept & (ratio > max_weight)).sum())
+        dropped += int((~is_kept).sum())
         weighted.append(scale * weight)
         corrected.append(
             replace(
                 sample,
-                mask=sample.mask * kept,
+                mask=sample.mask * is_kept,
                 logprobs=np.where(trained, logprobs, sample.logprobs).astype(np.float32),
                 advantages=sample.advantages * weight,
             )
@@ -74,7 +73,7 @@ def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) ->
     """Return statistics of the likelihood ratio between the trained policy and the behavior policy. ``ess``
     is the effective sample size as a share of the tokens."""
     parts = [
-        _ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
+        _likelihood_ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
         for sample, new in zip(samples, logprobs, strict=True)
     ]
     ratio = np.concatenate([np.empty(0), *parts])
@@ -89,20 +88,14 @@ def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) ->
     }
 
 
-def _ratio(numerator: Floats, denominator: Floats) -> Doubles:
-    gap = numerator.astype(np.float64) - denominator.astype(np.float64)
-    return np.exp(np.clip(gap, -MAX_LOGPROB_GAP, MAX_LOGPROB_GAP))
-
-
-def _kept(ratio: Doubles, drop_above: float | None) -> NDArray[np.bool_]:
-    if drop_above is None:
-        return np.ones(len(ratio), bool)
-    return (ratio <= drop_above) & (ratio >= 1.0 / drop_above)
+def _likelihood_ratio(numerator: Floats, denominator: Floats) -> NDArray[np.float64]:
+    difference = numerator.astype(np.float64) - denominator.astype(np.float64)
+    return np.exp(np.clip(difference, -MAX_LOGPROB_DIFFERENCE, MAX_LOGPROB_DIFFERENCE))
 
 
 def _require_logprobs(sample: Sample, logprobs: Floats) -> None:
     missing = np.flatnonzero((sample.mask > 0) & ~np.isfinite(logprobs))
     if len(missing):
         raise BackendError(
-            f"sample {sample.sample_key}: no logprob from the backend for the token trained at {missing[0]}"
+            f"sample {sample.sample_key}: the backend returned no logprob for the trained token {missing[0]}"
         )

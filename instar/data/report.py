@@ -12,11 +12,10 @@ from instar.data.staleness import Staleness
 from instar.types import Claim, ClaimOutcome, Ids, Json, Sample
 
 NGRAM_LENGTH = 4
-"""The length in tokens of the n-grams whose repetition is measured."""
 
 
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
-    """Return reward statistics, separately for exported data, which says nothing about the policy."""
+    """Return statistics of the rewards. Exported data is separate, because the policy did not sample it."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
     data = {"data_reward_mean": _mean_reward(exported), "data_sessions": len(exported)} if exported else {}
@@ -58,17 +57,15 @@ def report_batch(
 
 
 def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
-    """Return the length and repetition of sampled outputs, given by group and session, and the share of
-    sessions whose output is identical to that of another session in the group. If these values rise with the
-    reward, the policy is learning something other than the task."""
+    """Return the length and repetition of the outputs, and the share of sessions with the same output as
+    another session of the group. ``groups`` lists the samples by group and session. If these values rise with
+    the reward, the policy is learning something other than the task."""
     outputs = [[_sampled_tokens(session) for session in group if session] for group in groups]
     flat = [output for group in outputs for output in group]
     if not flat:
         return {}
-    identical = 0
-    for group in outputs:
-        counts = Counter(output.tobytes() for output in group)
-        identical += sum(count for count in counts.values() if count > 1)
+    counts = [Counter(output.tobytes() for output in group) for group in outputs]
+    identical = sum(count for counter in counts for count in counter.values() if count > 1)
     return {
         "output_tokens_mean": float(np.mean([len(output) for output in flat])),
         "output_repetition": float(np.mean([_repetition(output) for output in flat])),
@@ -87,7 +84,7 @@ def _sampled_tokens(samples: Sequence[Sample]) -> Ids:
 
 
 def _repetition(tokens: Ids) -> float:
-    """Return the share of n-grams that already occurred earlier in the tokens."""
+    """Return the share of n-grams that occur earlier in the tokens."""
     count = len(tokens) - NGRAM_LENGTH + 1
     if count < 1:
         return 0.0
@@ -96,13 +93,11 @@ def _repetition(tokens: Ids) -> float:
 
 
 def report_session_ages(starts: Sequence[float], now: float) -> Json:
-    seconds = [now - start for start in starts]
-    if not seconds:
-        return {}
-    return {"age_seconds_mean": sum(seconds) / len(seconds), "age_seconds_max": max(seconds)}
+    ages = [now - start for start in starts]
+    return {"age_seconds_mean": sum(ages) / len(ages), "age_seconds_max": max(ages)} if ages else {}
 
 
 def histogram(values: Iterable[int] | Ids) -> dict[str, int]:
-    """Return how often each value occurs, lowest value first. The keys are strings, as JSON requires."""
+    """Return the number of occurrences of each value, lowest value first, with strings as keys for JSON."""
     counts = Counter(int(value) for value in values)
     return {str(value): counts[value] for value in sorted(counts)}

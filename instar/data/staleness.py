@@ -1,4 +1,4 @@
-"""Staleness of tokens: the training steps between the policy that sampled them and the current one."""
+"""The staleness of tokens: the number of training steps since the policy that sampled them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from instar.types import Ids, Sample
 class Staleness:
     """Computes staleness relative to ``version``.
 
-    Versions are not numbered like steps. A step that a crash undid is trained again and gets a new version,
-    but tokens of the old version do not become staler. ``step_by_version`` maps versions to the steps that
-    made them; a version that is missing there has the same number as its step.
+    ``step_by_version`` maps versions to the steps that trained them. A version that is missing has the same
+    number as its step. After a crash, a repeated step has a new version, but tokens of its first version are
+    not staler.
     """
 
     def __init__(self, version: int, step_by_version: Mapping[int, int] | None = None) -> None:
@@ -24,7 +24,7 @@ class Staleness:
         self._by_version = np.maximum(0, steps[version] - steps)
 
     def of_tokens(self, versions: Ids) -> Ids:
-        """Return the staleness of each token. The values for tokens that were not sampled are meaningless."""
+        """Return the staleness of each token. The values of tokens that were not sampled have no meaning."""
         return self._by_version.take(versions, mode="clip")
 
     def of_sample(self, sample: Sample) -> int:

@@ -1,4 +1,4 @@
-"""API keys: stored as hashes and compared in constant time. Imports only the standard library."""
+"""Hashes API keys and compares them in constant time. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def hash_key(key: str) -> str:
 
 
 def find_key_hash(key: str, hashes: Iterable[str]) -> str | None:
-    """Return the hash of ``key`` if it is among ``hashes``, or else None."""
-    # Every hash is compared, so that the time taken reveals nothing.
-    hashed = hash_key(key)
-    matches = [known for known in hashes if hmac.compare_digest(known, hashed)]
+    """Return the hash of ``key`` if ``hashes`` contains it, else None."""
+    # All hashes are compared, so that the duration does not reveal which hash matches.
+    key_hash = hash_key(key)
+    matches = [known for known in hashes if hmac.compare_digest(known, key_hash)]
     return matches[0] if matches else None
 
 
 def has_bearer_token(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
-    """Return True if the ASGI headers authorize with ``Bearer token``."""
+    """Return True if the ASGI headers contain ``token`` as a bearer token."""
     authorization = dict(headers).get(b"authorization", b"")
     return hmac.compare_digest(authorization, f"Bearer {token}".encode())

@@ -1,9 +1,10 @@
-"""An HTTP client for requests whose response is read as a whole. ``plain.py`` has a client that streams."""
+"""An HTTP client that reads complete responses. The client in ``plain.py`` streams responses."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Mapping
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 import aiohttp
 from yarl import URL
@@ -12,7 +13,7 @@ from instar.http.retry import parse_retry_after
 
 
 class NoResponse(Exception):
-    """Raised when the server could not be reached, did not answer in time, or broke off its response."""
+    """Raised if the server could not be reached, did not answer in time, or sent an incomplete response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,21 @@ class HttpResponse:
         return 200 <= self.status < 300
 
     def excerpt(self, size: int = 300) -> str:
-        """Return the beginning of the body as text, for an error message."""
+        """Return the first ``size`` bytes of the body as text, for an error message."""
         return self.body[:size].decode(errors="replace").strip()
 
 
+class RequestOptions(TypedDict, total=False):
+    headers: Mapping[str, str] | None
+    timeout: float | None
+    max_bytes: int | None
+
+
 class HttpClient:
-    """An HTTP client with an aiohttp session, which opens with the first request.
+    """An HTTP client with an aiohttp session, which is opened by the first request.
 
     ``secret`` is replaced with ``***`` in the text of every error. ``keep_alive`` is the number of seconds
-    for which an idle connection is kept; 0 closes each connection after its response.
+    for which an idle connection stays open. If it is 0, each connection is closed after its response.
     """
 
     def __init__(
@@ -62,27 +69,25 @@ class HttpClient:
         method: str,
         url: str | URL,
         body: bytes | AsyncIterable[bytes] | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        max_bytes: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> HttpResponse:
         """Send a request and return its response. Redirects are not followed.
 
         Raises NoResponse if no response arrives within ``timeout`` seconds, or if the response is longer than
         ``max_bytes``.
         """
+        timeout = options.get("timeout")
         seconds = self._timeout if timeout is None else timeout
         try:
             async with self._open_session().request(
                 method,
                 url,
                 data=body,
-                headers=headers,
+                headers=options.get("headers"),
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=max(0.001, seconds), sock_connect=self._connect_timeout),
             ) as response:
-                content = await _read_at_most(response, max_bytes)
+                content = await _read_at_most(response, options.get("max_bytes"))
         except TimeoutError as error:
             raise NoResponse(f"no response within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -94,19 +99,11 @@ class HttpClient:
             parse_retry_after(response.headers.get("Retry-After")),
         )
 
-    async def post(
-        self,
-        url: str | URL,
-        body: bytes,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        max_bytes: int | None = None,
-    ) -> HttpResponse:
-        return await self.request("POST", url, body, headers=headers, timeout=timeout, max_bytes=max_bytes)
+    async def post(self, url: str | URL, body: bytes, **options: Unpack[RequestOptions]) -> HttpResponse:
+        return await self.request("POST", url, body, **options)
 
     def redact(self, text: str) -> str:
-        """Return the text without the secret: servers may quote the key that they refuse."""
+        """Return the text without the secret, because servers may quote a key that they reject."""
         return text.replace(self._secret, "***") if self._secret else text
 
     async def close(self) -> None:
@@ -116,11 +113,9 @@ class HttpClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The callers bound how many requests are in flight, so the connector does not.
-            connector = (
-                aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keep_alive)
-                if self._keep_alive
-                else aiohttp.TCPConnector(limit=0, force_close=True)
+            # The connector has no limit, because the callers limit the number of concurrent requests.
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=self._keep_alive or None, force_close=not self._keep_alive
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,

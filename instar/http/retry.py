@@ -1,4 +1,4 @@
-"""When to try a failed call again: exponential backoff with jitter, and the ``Retry-After`` header."""
+"""Retries of failed calls: exponential backoff with jitter, and the ``Retry-After`` header."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_MAX_DOUBLINGS = 32
+MAX_DOUBLINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The delays between attempts. The first is ``first_delay``; each failure doubles the delay, up to
-    ``max_delay``. Delays are multiplied by a random factor from ``jitter``, so that many clients do not retry
-    at the same moment."""
+    """Delays between attempts, in seconds. The delay starts at ``first_delay`` and doubles up to
+    ``max_delay``. It is multiplied by a random factor from ``jitter``, so that many clients do not retry at
+    the same time."""
 
     first_delay: float = 0.25
     max_delay: float = 8.0
     jitter: tuple[float, float] = (0.5, 1.0)
 
     def delay(self, failures: int, *, at_least: float = 0.0, rng: random.Random | None = None) -> float:
-        """Return the seconds to wait after ``failures`` earlier failures (0 for the first one)."""
-        doubled = self.first_delay * 2 ** min(failures, _MAX_DOUBLINGS)
+        """Return the seconds to wait after a failure that follows ``failures`` earlier failures."""
+        doubled = self.first_delay * 2 ** min(failures, MAX_DOUBLINGS)
         return max(at_least, min(self.max_delay, doubled) * (rng or random).uniform(*self.jitter))
 
     async def run(
@@ -39,9 +39,9 @@ class RetryPolicy:
         retry_on: type[Exception] | tuple[type[Exception], ...],
         seconds: float,
     ) -> T:
-        """Await ``attempt()`` until it succeeds, and return its result. The last error is raised when the
-        next attempt would begin after ``seconds``. If an error has an attribute ``retry_after``, the delay is
-        at least that long."""
+        """Call ``attempt`` until it succeeds, and return its result. The last error is raised if the next
+        attempt would begin after ``seconds``. The attribute ``retry_after`` of an error is the minimum
+        delay."""
         deadline = time.monotonic() + seconds
         for failures in count():
             try:
@@ -51,11 +51,11 @@ class RetryPolicy:
                 if time.monotonic() + delay > deadline:
                     raise
             await asyncio.sleep(delay)
-        raise AssertionError("unreachable: the loop has no end")
+        raise AssertionError("count() never ends")
 
 
 def parse_retry_after(header: str | None) -> float | None:
-    """Return the seconds that a ``Retry-After`` header asks for, given as a number or as an HTTP date."""
+    """Return the seconds until the time in a ``Retry-After`` header, which is a number or an HTTP date."""
     if not header:
         return None
     try:

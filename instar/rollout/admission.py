@@ -1,8 +1,8 @@
 """Limits how far generation may run ahead of training.
 
-A step consumes ``groups_per_step`` groups, of which exported data may take a share. A group that starts while
-at most ``max_staleness`` steps' worth of other groups is ahead of it is trained on at most ``max_staleness``
-versions later. If ``max_staleness`` is 0, generation and training alternate strictly.
+A step consumes ``groups_per_step`` groups, some of which may be exported data. A group may start if the
+groups before it fill at most ``max_staleness`` more steps, so that it is trained on at most ``max_staleness``
+versions later. If ``max_staleness`` is 0, generation and training alternate.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from instar.store.base import Progress, Store
 from instar.types import Channel, GroupStatus, StepState
 
 EPOCH = 0
-"""Training claims every group once, so all claims are in this epoch."""
-MAX_AGE_SECONDS = 0.25
-"""Seconds after which the state is read again even if the counts in the store have not changed."""
+"""The epoch of all claims, because training claims every group once."""
+MAX_STATE_AGE_SECONDS = 0.25
+"""Time after which the state is read again even if the counts in the store have not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
     next_group_index: int
     startable_groups: int
-    """The number of groups that may start now."""
     is_finished: bool
-    """True if all steps of the run are trained."""
     progress: Progress
 
 
@@ -37,34 +35,34 @@ class Admission:
         self.steps = config.trainer.steps
         self.count_groups = config.count_live_groups
         self.steps_ahead = config.max_staleness + 1
-        self._last: AdmissionState | None = None
-        self._last_read = 0.0
+        self._state: AdmissionState | None = None
+        self._read_at = 0.0
 
     async def read_state(self) -> AdmissionState:
-        """Return the current state. This call is cheap while nothing changes."""
+        """Return the current state, which is only computed again after a change or MAX_STATE_AGE_SECONDS."""
         progress = await self.store.progress(self.run_id)
-        is_old = time.monotonic() - self._last_read > MAX_AGE_SECONDS
-        if self._last is None or self._last.progress != progress or is_old:
-            self._last = await self._compute(progress)
-            self._last_read = time.monotonic()
-        return self._last
+        is_old = time.monotonic() - self._read_at > MAX_STATE_AGE_SECONDS
+        if self._state is None or self._state.progress != progress or is_old:
+            self._state = await self._compute(progress)
+            self._read_at = time.monotonic()
+        return self._state
 
     async def _compute(self, progress: Progress) -> AdmissionState:
-        # These reads are not atomic. A change between them makes the number of startable groups too small,
-        # never too large, until the next read.
+        # The reads are not atomic. Until the next read, a change between them can only make the number of
+        # startable groups too small.
         waiting = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=EPOCH
         )
         steps = await self.store.steps(self.run_id)
-        done = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
+        trained = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
         started = progress.next_group_index
         # Groups that are neither running, nor waiting, nor in a step were dropped and must be replaced.
         in_steps = self.count_groups(len(steps))
         dropped = max(0, started - progress.groups_open - len(waiting) - in_steps)
-        needed = self.count_groups(min(done + self.steps_ahead, self.steps)) + dropped
+        needed = self.count_groups(min(trained + self.steps_ahead, self.steps)) + dropped
         return AdmissionState(
             next_group_index=started,
             startable_groups=max(0, needed - started),
-            is_finished=done >= self.steps,
+            is_finished=trained >= self.steps,
             progress=progress,
         )

@@ -1,4 +1,4 @@
-"""The two kinds of agent: an async Python function, and a program."""
+"""The two kinds of agents: an async Python function and a program."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from instar.rollout.base import Agent, AgentResult, AgentSession
 from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
-OUTPUT_TAIL_BYTES = 64 * 1024
-"""The number of bytes that are read from the end of a program's output, where its reward may be."""
+STDOUT_TAIL_BYTES = 64 * 1024
+"""The number of bytes at the end of a program's output that are searched for a reward."""
 STDERR_TAIL_BYTES = 800
 SECRET_VARIABLES = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL_KEYS"})
-"""Variables that hold keys of the run itself and that agents must not see."""
+"""Variables with keys of the run itself, which agents must not see."""
 
 
 def create_agent(config: AgentConfig) -> Agent:
@@ -31,13 +31,17 @@ def create_agent(config: AgentConfig) -> Agent:
 
 
 class FunctionAgent(Agent):
-    """An agent that calls ``function(task.data, session, **args)``. The function returns None, a reward, or
-    (turns, reward). If the function has an ``aclose`` method, it is awaited at the end of the run."""
+    """An agent that calls ``function(task.data, session, **args)``. The function returns None, a reward, or a
+    tuple of the number of turns and the reward. Its method ``aclose``, if any, is awaited when the run
+    ends."""
 
     def __init__(self, config: FunctionAgentConfig) -> None:
         function = registry.load_object(config.function)
-        if not _is_async(function):
-            raise ConfigError(f"agent.function: {config.function} is not an async function")
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 — an object with an async __call__
+        )
+        if not is_async:
+            raise ConfigError(f"rollout.agent.function: {config.function} must be an async function")
         self.name = config.function
         self.function: Callable[..., Awaitable[Any]] = function
         self.args = config.args
@@ -46,7 +50,7 @@ class FunctionAgent(Agent):
         try:
             returned = await self.function(task.data, session, **self.args)
         except SystemExit as error:
-            raise AgentError(f"{self.name} called exit({error.code!r})") from error
+            raise AgentError(f"the agent {self.name} called exit({error.code!r})") from error
         match returned:
             case None:
                 return AgentResult()
@@ -56,8 +60,8 @@ class FunctionAgent(Agent):
                 return AgentResult(reward=None if reward is None else float(reward), turns=turns)
             case _:
                 raise AgentError(
-                    f"{self.name} returned {returned!r:.200}; "
-                    "an agent returns None, a reward, or (turns, reward)"
+                    f"the agent {self.name} must return None, a reward or a tuple (turns, reward), not "
+                    f"{returned!r:.200}"
                 )
 
     async def close(self) -> None:
@@ -65,15 +69,9 @@ class FunctionAgent(Agent):
             await aclose()
 
 
-def _is_async(function: object) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 — an object with an async __call__
-    )
-
-
 class CommandAgent(Agent):
-    """An agent that runs a program. A guard process ensures that neither the program nor its children outlive
-    the session or the rollout. The last line of the output may be JSON with a reward: ``{"reward": 1.0}``."""
+    """An agent that runs a program. A guard process ensures that the program and its children exit with the
+    session. The last line of the output may be JSON with a reward: ``{"reward": 1.0}``."""
 
     def __init__(self, config: CommandAgentConfig) -> None:
         self.config = config
@@ -88,14 +86,14 @@ class CommandAgent(Agent):
             "INSTAR_TASK": msgspec.json.encode(task.data).decode(),
             "INSTAR_SESSION_ID": session.session_id,
         }
-        # Files instead of pipes, because a pipe closes only when every process that inherited it has exited.
+        # Files instead of pipes, because a pipe only closes when every process that inherited it has exited.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             code = await self._execute(command, env, out, err)
             if code != 0:
-                exit_text = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-                stderr = _read_tail(err, STDERR_TAIL_BYTES).strip() or "no stderr"
-                raise AgentError(f"{command[0]!r} {exit_text}: {stderr}")
-            return AgentResult(reward=_parse_reward(_read_tail(out, OUTPUT_TAIL_BYTES)))
+                exit_text = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+                stderr = _read_tail(err, STDERR_TAIL_BYTES).strip() or "no output on stderr"
+                raise AgentError(f"the agent's program {command[0]!r} {exit_text}: {stderr}")
+            return AgentResult(reward=_parse_reward(_read_tail(out, STDOUT_TAIL_BYTES)))
 
     async def _execute(self, command: list[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> int:
         try:
@@ -106,10 +104,11 @@ class CommandAgent(Agent):
                 stdin=asyncio.subprocess.PIPE,  # the guard exits when this pipe closes
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # the guard must survive if the rollout's group is killed
+                start_new_session=True,  # the guard must survive if the rollout's process group is killed
             )
         except OSError as error:
-            raise AgentError(f"cannot start {command[0]!r}: {error.strerror or error}") from error
+            reason = error.strerror or error
+            raise AgentError(f"cannot start the agent's program {command[0]!r}: {reason}") from error
         assert process.stdin is not None
         try:
             return await process.wait()
@@ -119,15 +118,15 @@ class CommandAgent(Agent):
 
 
 def fill_template(part: str, data: Json) -> str:
-    """Return ``part`` with each ``{field}`` replaced with that field of the task; other braces are kept."""
+    """Return ``part`` with each ``{field}`` replaced with that field of the task. Other braces are kept."""
 
-    def field_text(match: re.Match[str]) -> str:
+    def replace_field(match: re.Match[str]) -> str:
         if match[1] not in data:
             return match[0]
         value = data[match[1]]
         return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
-    return re.sub(r"\{(\w+)\}", field_text, part)
+    return re.sub(r"\{(\w+)\}", replace_field, part)
 
 
 def _read_tail(file: IO[bytes], size: int) -> str:
@@ -141,10 +140,10 @@ def _parse_reward(output: str) -> float | None:
     if not lines or not lines[-1].lstrip().startswith("{"):
         return None
     try:
-        last = msgspec.json.decode(lines[-1])
+        last_line = msgspec.json.decode(lines[-1])
     except msgspec.DecodeError:
-        return None  # the last line is other output that happens to begin with a brace
-    reward = cast(Json, last).get("reward")
+        return None  # the line is other output that begins with a brace
+    reward = cast(Json, last_line).get("reward")
     if reward is not None and not isinstance(reward, int | float):
-        raise AgentError(f"the program's reward is not a number: {lines[-1]:.200}")
+        raise AgentError(f"the reward that the agent's program printed must be a number: {lines[-1]:.200}")
     return None if reward is None else float(reward)

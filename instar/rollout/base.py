@@ -11,7 +11,7 @@ from instar.types import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """The URL of the model for an agent, and the key that assigns its calls to one session."""
+    """The URL of the model for an agent, and the key that assigns the agent's calls to a session."""
 
     session_id: str
     base_url: str
@@ -30,7 +30,7 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Attempt the task once and return the result. Raises AgentError, or the transport's own errors."""
+        """Attempt the task once and return the result. Raises AgentError, or errors of the transport."""
 
-    async def close(self) -> None:  # noqa: B027 — most agents hold nothing
+    async def close(self) -> None:  # noqa: B027 — optional
         """Release resources."""

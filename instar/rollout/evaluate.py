@@ -1,4 +1,4 @@
-"""Evaluates held-out tasks: each task is attempted once on the `val` channel, in every configured mode."""
+"""Evaluates held-out tasks. Each task is attempted once on the `val` channel in every configured mode."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from instar.async_utils import gather_or_cancel
 from instar.config import EvalMode, FunctionAgentConfig, RunConfig
 from instar.errors import ConfigError
 from instar.rewards.base import describe_error
 from instar.rollout.agents import create_agent
 from instar.rollout.base import Agent
-from instar.rollout.slots import RolloutServices, RolloutSlot, SlotRunner, gather_or_cancel
+from instar.rollout.slots import RolloutServices, RolloutSlot, SlotRunner, abandon_open_sessions
 from instar.rollout.tasks import TaskSet
 from instar.types import Channel, Group, GroupStatus, Json, Reward, Score, SessionStatus
 
@@ -29,8 +30,8 @@ ReportProgress = Callable[[int, int], None]
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
 """Returns the combined reward of a session, or None."""
 POLL_SECONDS = 0.1
-SCORING_GRACE = 60.0
-"""Seconds added to the longest time that a scorer may take, before the unscored tasks are given up."""
+SCORING_GRACE_SECONDS = 60.0
+"""Time that is added to the longest duration of a scorer, before tasks without a score count as failed."""
 
 
 class Evaluator:
@@ -44,10 +45,10 @@ class Evaluator:
         combine: CombineRewards,
     ) -> None:
         if config.eval is None or config.rollout is None:
-            raise ConfigError("eval: needs held-out tasks (eval.tasks) and an agent (rollout.agent)")
+            raise ConfigError("eval: held-out tasks (eval.tasks) and an agent (rollout.agent) are required")
         self.config = config
         self.eval = config.eval
-        # A failed session counts as 0 here, regardless of the settings for training.
+        # A failed session counts as 0 in an evaluation, regardless of the settings for training.
         self.rollout = config.rollout.model_copy(update={"group_policy": "keep", "failed_reward": None})
         self.run_id = config.name
         self.services = services
@@ -59,11 +60,11 @@ class Evaluator:
         self.doing = "evaluating"
 
     async def evaluate_all(self, label: str) -> list[Json]:
-        """Evaluate all modes one after another and return their metrics."""
+        """Evaluate all modes, one after the other, and return their metrics."""
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
 
     async def last_evaluated_version(self) -> int:
-        """Return the newest version that was evaluated completely in all modes during training, or 0."""
+        """Return the newest version that was evaluated completely in all modes, or 0 if there is none."""
         groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.READY)
         task_counts = Counter(group.group_id.rpartition("/")[0] for group in groups)
         modes: dict[int, set[str]] = {}
@@ -74,20 +75,20 @@ class Evaluator:
         return max((version for version in modes if modes[version] >= set(self.eval.modes)), default=0)
 
     async def try_evaluate_all(self, label: str) -> None:
-        """Run `evaluate_all`, but only report a failure: training continues without these metrics."""
+        """Evaluate all modes. Failures other than ConfigError are only logged, so that training continues."""
         try:
             await self.evaluate_all(label)
         except ConfigError:
             raise
-        except Exception as error:  # any failure of an evaluation is tolerated
+        except Exception as error:  # any other failure of an evaluation is tolerated
             text = f"the evaluation {label!r} failed: {describe_error(error)}"
             logger.warning(text, exc_info=True)
             if self.record is not None:
                 self.record("warning", 0, {"text": text})
 
     async def evaluate(self, mode: str, label: str, progress: ReportProgress | None = None) -> Json:
-        """Attempt every task once and return the metrics. Tasks that an interrupted evaluation with the same
-        label, mode and version finished are kept."""
+        """Attempt every task once and return the metrics. If an evaluation with the same label, mode and
+        version was interrupted, the tasks that it finished are not repeated."""
         start_time = time.monotonic()
         services = replace(self.services, agent=self._agent_for(self.eval.modes[mode]))
         version = (await self.store.progress(self.run_id)).head_version
@@ -123,41 +124,39 @@ class Evaluator:
         return metrics
 
     def _agent_for(self, mode: EvalMode) -> Agent:
-        """Return the run's agent, or a new instance if the mode has different arguments."""
+        """Return the run's agent, or a new agent if the mode has arguments of its own."""
         config = self.rollout.agent
         if not mode.agent_args:
             return self.services.agent
         if not isinstance(config, FunctionAgentConfig):
-            raise ConfigError("eval.modes: agent_args is only allowed for an agent of type function")
+            raise ConfigError("eval.modes: agent_args is only allowed if rollout.agent.type is function")
         return create_agent(config.model_copy(update={"args": {**config.args, **mode.agent_args}}))
 
     async def _open_groups(self, name: str) -> list[Group]:
-        """Return one group of size 1 per task. Groups of tasks that were evaluated before are closed."""
+        """Return one group of size 1 for each task. Groups of tasks that are already evaluated are closed."""
         existing = {group.group_id: group for group in await self.store.groups(self.run_id, Channel.VAL)}
         first_index = max((group.index for group in existing.values()), default=-1) + 1
         ids = [f"{self.run_id}/val/{name}/{index:06d}" for index in range(len(self.tasks))]
-        new = {
+        new_groups = {
             group_id: Group(group_id, self.run_id, Channel.VAL, first_index + index, 1, self.tasks[index])
             for index, group_id in enumerate(ids)
             if group_id not in existing
         }
-        await gather_or_cancel(self.store.open_group(group) for group in new.values())
-        return [existing.get(group_id) or new[group_id] for group_id in ids]
+        await gather_or_cancel(self.store.open_group(group) for group in new_groups.values())
+        return [existing.get(group_id) or new_groups[group_id] for group_id in ids]
 
     async def _run_group(self, slots: SlotRunner, group: Group, index: int) -> None:
-        earlier = [row.session for row in await self.store.sessions(group_id=group.group_id)]
-        for session in earlier:
-            if session.status is SessionStatus.OPEN:
-                await self.store.end_session(session.session_id, SessionStatus.ABANDONED, "interrupted")
+        earlier = await abandon_open_sessions(self.store, group, "interrupted")
         attempt = 1 + max((session.attempt for session in earlier), default=-1)
         await slots.run(RolloutSlot(group, 0, attempt, seed_index=index))
         status = GroupStatus.SCORING if self.scoring.has_background_scorers else GroupStatus.READY
         await self.store.close_group(group.group_id, status)
 
     async def _wait_for_scores(self, group_ids: set[str]) -> None:
-        """Wait until the groups are scored, or until nothing was scored for longer than a scorer may take."""
+        """Wait until the groups are scored, or until no session was scored for longer than a scorer may
+        take."""
         settings = self.config.scoring
-        max_wait = SCORING_GRACE + (settings.retries + 1) * settings.deadline
+        max_wait = SCORING_GRACE_SECONDS + (settings.retries + 1) * settings.deadline
         last_counts: dict[str, dict[str, int]] = {}
         last_change = time.monotonic()
         while True:
@@ -168,7 +167,9 @@ class Evaluator:
             if (counts := await self.store.score_counts(self.run_id)) != last_counts:
                 last_counts, last_change = counts, time.monotonic()
             elif time.monotonic() - last_change > max_wait:
-                logger.warning("%d tasks have no score: nothing was scored for %.0f s", remaining, max_wait)
+                logger.warning(
+                    "%d tasks have no score, and no session was scored for %.0f s", remaining, max_wait
+                )
                 return
             await asyncio.sleep(POLL_SECONDS)
 

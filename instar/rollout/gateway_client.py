@@ -21,53 +21,32 @@ from instar.gateway.base import (
 from instar.http.client import HttpClient, NoResponse
 from instar.http.retry import RetryPolicy
 from instar.rollout.base import AgentSession
-from instar.types import Channel, Reward, RewardSource, Score
+from instar.types import Reward, RewardSource, Score
 
 T = TypeVar("T")
 
 TRANSIENT_STATUSES = (429, 502, 503, 504)
-REQUEST_TIMEOUT = 30.0
+REQUEST_TIMEOUT_SECONDS = 30.0
 
 
 class GatewayClient:
-    """A client that opens and ends sessions. While the gateway is unavailable, for example during a restart,
-    requests are retried for ``max_wait`` seconds; then EngineUnavailable is raised."""
+    """A client that opens and ends sessions. If the gateway is unavailable, for example during a restart,
+    requests are retried for ``max_wait`` seconds before EngineUnavailable is raised."""
 
     def __init__(self, url: str, admin_key: str, *, max_wait: float = 120.0) -> None:
         self.set_url(url)
         self.max_wait = max_wait
         headers = {"Authorization": f"Bearer {admin_key}", "Content-Type": "application/json"}
-        self._http = HttpClient(headers=headers, timeout=REQUEST_TIMEOUT)
+        self._http = HttpClient(headers=headers, timeout=REQUEST_TIMEOUT_SECONDS)
 
     def set_url(self, url: str) -> None:
-        """Send all later requests to the gateway at ``url``."""
         self.url = url.rstrip("/")
 
-    async def open_session(
-        self,
-        *,
-        channel: Channel,
-        task_id: str | None = None,
-        group_id: str | None = None,
-        slot: int = 0,
-        attempt: int = 0,
-        seed: int | None = None,
-        sampling: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> AgentSession:
-        """Open a session and return it. If the response is lost, it stays open until its group closes."""
-        body = OpenSession(
-            channel=channel,
-            task_id=task_id,
-            group_id=group_id,
-            slot=slot,
-            attempt=attempt,
-            seed=seed,
-            sampling=dict(sampling or {}),
-            metadata=dict(metadata or {}),
-        )
-        opened = await self._post("/sessions", body, OpenedSession)
-        return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=body.metadata)
+    async def open_session(self, request: OpenSession) -> AgentSession:
+        """Open a session and return it. If the response is lost, the session stays open until its group
+        closes."""
+        opened = await self._post("/sessions", request, OpenedSession)
+        return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=request.metadata)
 
     async def complete_session(
         self,
@@ -76,7 +55,8 @@ class GatewayClient:
         metadata: Mapping[str, Any] | None = None,
         scores: Sequence[Score] = (),
     ) -> EndedSession:
-        """End the session as completed and return it. A session that has already ended is not changed."""
+        """End the session as completed and return its state. A session that has already ended is not
+        changed."""
         body = CompleteSession(
             metadata=dict(metadata or {}),
             rewards=[to_reward_body(reward) for reward in rewards],
@@ -85,7 +65,7 @@ class GatewayClient:
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail_session(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
-        """End the session as failed, with ``reward`` as its fallback reward, and return it."""
+        """End the session as failed, with ``reward`` as its fallback reward, and return its state."""
         rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)
         return await self._post(f"/sessions/{session_id}/fail", body, EndedSession)
@@ -104,11 +84,12 @@ class GatewayClient:
         try:
             response = await self._http.post(self.url + path, data)
         except NoResponse as error:
-            raise EngineUnavailable(f"the gateway at {self.url} did not answer: {error}") from error
+            raise EngineUnavailable(f"the gateway at {self.url} did not answer {path}: {error}") from error
         if response.status in TRANSIENT_STATUSES:
-            raise EngineUnavailable(f"the gateway at {self.url} answered {response.status} to {path}")
-        if response.status >= 400:
-            raise InstarError(
-                f"the gateway rejected {path} with status {response.status}: {response.excerpt(500)}"
+            raise EngineUnavailable(
+                f"the gateway at {self.url} answered {path} with status {response.status}"
             )
+        if response.status >= 400:
+            excerpt = response.excerpt(500)
+            raise InstarError(f"the gateway rejected {path} with status {response.status}: {excerpt}")
         return response.body

@@ -1,4 +1,4 @@
-"""Runs groups of sessions for the trainer, as far ahead as admission allows."""
+"""Runs groups of sessions for the trainer, as far ahead of the training as admission allows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import contextlib
 import logging
 import random
 from functools import lru_cache
-from typing import Protocol
 
+from instar.async_utils import gather_or_cancel
 from instar.config import RunConfig
 from instar.errors import AgentError, ConfigError
 from instar.rollout.admission import Admission, AdmissionState
-from instar.rollout.slots import RolloutServices, RolloutSlot, SlotResult, SlotRunner, gather_or_cancel
+from instar.rollout.evaluate import Evaluator
+from instar.rollout.slots import RolloutServices, RolloutSlot, SlotResult, SlotRunner, abandon_open_sessions
 from instar.rollout.tasks import TaskSet
 from instar.types import Channel, Group, GroupStatus, Session, SessionStatus, Task
 
@@ -20,28 +21,13 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
-"""Number of consecutive groups without any usable session after which the run stops."""
-
-
-class PeriodicEvaluator(Protocol):
-    """Evaluates the policy during training."""
-
-    @property
-    def doing(self) -> str: ...
-
-    async def last_evaluated_version(self) -> int:
-        """Return the last evaluated version; 0 if there is none."""
-        ...
-
-    async def try_evaluate_all(self, label: str) -> None:
-        """Evaluate the current policy. Raises only errors that must stop the training."""
-        ...
+"""Number of consecutive groups without any usable session after which the run fails."""
 
 
 class RolloutRunner:
     def __init__(self, config: RunConfig, tasks: TaskSet, services: RolloutServices) -> None:
         if config.rollout is None:
-            raise ConfigError("rollout: missing; a run needs this section to generate sessions")
+            raise ConfigError("rollout: this section is missing; a run needs it to generate sessions")
         self.config = config
         self.rollout = config.rollout
         self.run_id = config.name
@@ -51,50 +37,46 @@ class RolloutRunner:
         self.scoring = services.scoring
         self.counters = self.slots.counters
         self.admission = Admission(config, self.store, self.run_id)
-        self.evaluator: PeriodicEvaluator | None = None
+        self.evaluator: Evaluator | None = None
         self.groups_done = 0
-        self._order = lru_cache(maxsize=2)(self._shuffle_tasks)
-        self._failed_groups = 0
-        """Number of consecutive groups without any usable session."""
+        self._shuffled_indices = lru_cache(maxsize=2)(self._shuffle_indices)
+        self._consecutive_failed_groups = 0
         self._last_evaluated: int | None = None
-        """The last evaluated version; None until it is read from the store."""
-        self._evaluating = False
-        self._draining = False
+        """The newest evaluated version, or None before it is read from the store."""
+        self._is_evaluating = False
+        self._is_draining = False
         self._unfinished_slots = 0
         self._slot_done = asyncio.Event()
-        """Set when a slot has finished, so that another group may start."""
+        """Set when a slot has finished, because the next group may then start."""
         self._running: set[asyncio.Task[None]] = set()
 
     @property
     def doing(self) -> str:
-        """The role's status text."""
-        if self._evaluating and self.evaluator is not None:
+        if self._is_evaluating and self.evaluator is not None:
             return self.evaluator.doing
         counters = self.counters
         numbers = {"failed": counters.failed, "without a reward": counters.unscored}
         problems = ", ".join(f"{number} {label}" for label, number in numbers.items() if number)
         failed = f", {problems} ({counters.last_failure[:80]})" if problems else ""
         if not self._running:
-            return f"{'drained' if self._draining else 'waiting for the trainer'}{failed}"
+            return f"{'drained' if self._is_draining else 'waiting for the trainer'}{failed}"
         running = f"{counters.running} sessions of {len(self._running)} groups"
         return f"{running}, {counters.completed} done{failed}"
-
-    def epoch_of(self, index: int) -> int:
-        """Return how often all tasks were used before the group with index ``index``."""
-        return index // len(self.tasks)
 
     async def run(self) -> None:
         """Run groups until all steps are trained, or until `drain` is called and all started groups finish.
 
-        On cancellation, stop immediately: open sessions are abandoned, and a later run repeats them.
+        On cancellation, open sessions are abandoned, and a later run repeats them.
         """
         try:
             await self._resume()
             while True:
-                self._collect()
+                for task in [task for task in self._running if task.done()]:
+                    self._running.discard(task)
+                    task.result()
                 state = await self.admission.read_state()
-                if self._draining or state.is_finished:
-                    self._draining = True
+                if self._is_draining or state.is_finished:
+                    self._is_draining = True
                     if not self._running:
                         return
                 else:
@@ -109,24 +91,20 @@ class RolloutRunner:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     def drain(self) -> None:
-        """Start no more groups; `run` returns when the started groups have finished."""
-        self._draining = True
-
-    def _collect(self) -> None:
-        for task in [task for task in self._running if task.done()]:
-            self._running.discard(task)
-            task.result()
+        """Start no more groups. `run` returns when the started groups have finished."""
+        self._is_draining = True
 
     async def _wait(self) -> None:
-        """Wait until a slot has finished, but not for long, because training also makes groups startable."""
+        """Wait until a slot has finished, or for POLL_SECONDS, because training also makes groups
+        startable."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await self._slot_done.wait()
         self._slot_done.clear()
 
     async def _evaluate_if_due(self, state: AdmissionState) -> None:
-        """Evaluate the current version if an evaluation is due. No group starts during the evaluation, so
-        that rollout and evaluation do not slow each other down."""
+        """Evaluate the current version if an evaluation is due. No group starts during the evaluation,
+        because rollout and evaluation would slow each other down."""
         every = self.config.eval.every if self.config.eval else None
         version = state.progress.head_version
         if self.evaluator is None or every is None:
@@ -135,20 +113,18 @@ class RolloutRunner:
             self._last_evaluated = await self.evaluator.last_evaluated_version()
         if version // every > self._last_evaluated // every:
             self._last_evaluated = version
-            self._evaluating = True
+            self._is_evaluating = True
             try:
                 await self.evaluator.try_evaluate_all(f"v{version}")
             finally:
-                self._evaluating = False
-
-    # --- groups ----------------------------------------------------------------------------------
+                self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return the task of group number ``index``. Every epoch uses all tasks in a different order."""
-        epoch, place = divmod(index, len(self.tasks))
-        return self.tasks[self._order(epoch)[place]]
+        """Return the task of the group ``index``. Every epoch uses all tasks in a different order."""
+        epoch, position = divmod(index, len(self.tasks))
+        return self.tasks[self._shuffled_indices(epoch)[position]]
 
-    def _shuffle_tasks(self, epoch: int) -> list[int]:
+    def _shuffle_indices(self, epoch: int) -> list[int]:
         order = list(range(len(self.tasks)))
         if self.rollout.shuffle:
             random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
@@ -172,11 +148,12 @@ class RolloutRunner:
         self._running.add(task)
 
     async def _run_group(self, group: Group, slots: list[RolloutSlot], has_failed: bool) -> None:
-        """Run the slots and close the group. ``has_failed``: a slot failed before this process started."""
+        """Run the slots and close the group. ``has_failed`` is True if a slot failed in an earlier
+        process."""
         results = await gather_or_cancel(self._run_slot(slot) for slot in slots)
         self._check_progress(results)
         has_failed = has_failed or any(result.status is SessionStatus.FAILED for result in results)
-        await self._abandon_open(group, "superseded")
+        await abandon_open_sessions(self.store, group, "superseded")
         if has_failed and self.rollout.group_policy == "drop":
             await self.store.close_group(group.group_id, GroupStatus.DROPPED, "session_failed")
         else:
@@ -187,18 +164,18 @@ class RolloutRunner:
         self.groups_done += 1
 
     def _check_progress(self, results: list[SlotResult]) -> None:
-        """Raise AgentError after too many failed groups. An agent that never works is misconfigured, and with
-        `drop` the run would never finish."""
+        """Raise AgentError after MAX_FAILED_GROUPS failed groups, because the agent is probably
+        misconfigured. With the group policy `drop`, the run would never finish."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
             return
         if results and all(result.is_lost for result in results):
-            self._failed_groups += 1
+            self._consecutive_failed_groups += 1
         else:
-            self._failed_groups = 0
-        if self._failed_groups >= MAX_FAILED_GROUPS:
+            self._consecutive_failed_groups = 0
+        if self._consecutive_failed_groups >= MAX_FAILED_GROUPS:
             raise AgentError(
-                f"rollout.agent: every session of the last {MAX_FAILED_GROUPS} groups failed or got "
-                f"no reward; the last one: {self.counters.last_failure}"
+                f"rollout.agent: every session of the last {MAX_FAILED_GROUPS} groups failed or got no "
+                f"reward; the last failure was: {self.counters.last_failure}"
             )
 
     async def _run_slot(self, slot: RolloutSlot) -> SlotResult:
@@ -208,17 +185,15 @@ class RolloutRunner:
             self._unfinished_slots -= 1
             self._slot_done.set()
 
-    # --- after a crash ---------------------------------------------------------------------------
-
     async def _resume(self) -> None:
         """Continue the groups that an earlier process left open: abandon their open sessions, and run the
         slots without a final session."""
         if not self.scoring.has_background_scorers:
             for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.SCORING):
-                # The scorers that the group waited for are no longer configured.
+                # The scorers for which the group waited are no longer configured.
                 await self.store.close_group(group.group_id, GroupStatus.READY)
         for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.OPEN):
-            sessions = await self._abandon_open(group, "interrupted")
+            sessions = await abandon_open_sessions(self.store, group, "interrupted")
             slots: list[RolloutSlot] = []
             has_failed = False
             for number in range(group.size):
@@ -226,8 +201,12 @@ class RolloutRunner:
                 slot = self._unfinished_slot(group, number, attempts)
                 if slot is not None:
                     slots.append(slot)
-                elif self._final_session(attempts).status is SessionStatus.FAILED:
-                    has_failed = True
+                else:
+                    ended = [
+                        s for s in attempts if s.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
+                    ]
+                    final = max(ended, key=lambda session: session.attempt)
+                    has_failed = has_failed or final.status is SessionStatus.FAILED
             logger.info("resuming %s: %d of %d sessions to run", group.group_id, len(slots), group.size)
             self._launch(group, slots, has_failed)
 
@@ -241,15 +220,3 @@ class RolloutRunner:
         if failures and not can_refill:
             return None
         return RolloutSlot(group, number, next_attempt, failures)
-
-    def _final_session(self, attempts: list[Session]) -> Session:
-        ended = (SessionStatus.COMPLETED, SessionStatus.FAILED)
-        return max((s for s in attempts if s.status in ended), key=lambda session: session.attempt)
-
-    async def _abandon_open(self, group: Group, reason: str) -> list[Session]:
-        """End the group's open sessions as abandoned, and return all its sessions in their previous state."""
-        rows = await self.store.sessions(group_id=group.group_id)
-        for row in rows:
-            if row.session.status is SessionStatus.OPEN:
-                await self.store.end_session(row.session.session_id, SessionStatus.ABANDONED, reason)
-        return [row.session for row in rows]

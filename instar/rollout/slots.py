@@ -1,8 +1,7 @@
 """Runs one slot of a group: an agent's session from its start to its end, with retries and refills.
 
 A transient error (a lost connection, 429, 503) abandons the session and starts a new one. Any other error of
-the agent fails the session, with the error as the reason. An error of the control API itself is not the
-agent's fault: it is raised and stops the rollout.
+the agent fails the session. An error of the control API stops the rollout.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import sys
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,20 +19,21 @@ import aiohttp
 from instar.async_utils import run_with_deadline
 from instar.config import RolloutConfig, SamplingConfig
 from instar.errors import AgentError, AgentTimeout, EngineUnavailable
+from instar.gateway.base import OpenSession
 from instar.http.retry import RetryPolicy
 from instar.rewards.base import RolloutScoring, ScoringResult, Transcript, describe_error
 from instar.rollout.base import Agent, AgentResult, AgentSession
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.base import Store
-from instar.types import Group, SessionStatus
+from instar.types import Group, Session, SessionStatus
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY = RetryPolicy(first_delay=0.5)
 TRANSIENT_STATUSES = (429, 502, 503)
-CANCEL_GRACE = 5.0
-"""The time in seconds that a cancelled agent has to stop."""
+CANCEL_GRACE_SECONDS = 5.0
+"""The time that a cancelled agent has to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RolloutSlot:
     attempt: int = 0
     """The number of the next attempt."""
     refills: int = 0
-    """The number of sessions that have already replaced failed sessions."""
+    """The number of sessions that have replaced failed sessions."""
     seed_index: int | None = None
     """The number from which the seed is derived. Default: the group's index."""
 
@@ -53,7 +53,7 @@ class SlotResult:
     session_id: str
     status: SessionStatus
     reason: str | None = None
-    """Why the session failed, or why a scorer gave up on it."""
+    """The reason for which the session failed, or for which a scorer did not score it."""
     reward: float | None = None
 
     @property
@@ -70,14 +70,12 @@ class RolloutCounters:
     failed: int = 0
     abandoned: int = 0
     unscored: int = 0
-    """The number of completed sessions on which a scorer gave up."""
+    """The number of completed sessions that a scorer did not score."""
     last_failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutServices:
-    """The parts of the run that a rollout uses."""
-
     store: Store
     gateway: GatewayClient
     agent: Agent
@@ -85,7 +83,7 @@ class RolloutServices:
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a number in 0..2**31-1 that is always the same for the same names and numbers."""
+    """Return a number in 0..2**31-1 that depends only on ``parts``."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -110,29 +108,27 @@ class SlotRunner:
         self.limit = asyncio.Semaphore(config.concurrency)
 
     async def run(self, slot: RolloutSlot) -> SlotResult:
-        """Run sessions until one is final, and return its result."""
+        """Run sessions until one is final, and return the result of that session."""
         attempt, refills, retries = slot.attempt, slot.refills, 0
+        has_refills = self.config.group_policy == "refill"
         while True:
             async with self.limit:
                 result = await self._attempt(slot, attempt, refills, is_last=retries >= self.config.retries)
             if result.status is SessionStatus.ABANDONED:
                 await asyncio.sleep(RETRY.delay(retries))
                 retries += 1
-            elif result.status is SessionStatus.FAILED and self._can_refill(refills):
+            elif result.status is SessionStatus.FAILED and has_refills and refills < self.config.refills:
                 refills += 1
             else:
                 return result
             attempt += 1
 
-    def _can_refill(self, refills: int) -> bool:
-        return self.config.group_policy == "refill" and refills < self.config.refills
-
     async def _attempt(self, slot: RolloutSlot, attempt: int, refill: int, *, is_last: bool) -> SlotResult:
         group = slot.group
         seed_index = group.index if slot.seed_index is None else slot.seed_index
-        # A retry after a transient error repeats the same draw; a refill is a new draw.
+        # A retry after a transient error uses the same seed; a refill uses a new seed.
         refill_part = (f"refill-{refill}",) if refill else ()
-        session = await self.gateway.open_session(
+        request = OpenSession(
             channel=group.channel,
             task_id=group.task.task_id,
             group_id=group.group_id,
@@ -141,6 +137,7 @@ class SlotRunner:
             seed=derive_seed(self.seed, group.channel, seed_index, slot.number, *refill_part),
             sampling=self.sampling,
         )
+        session = await self.gateway.open_session(request)
         self.counters.running += 1
         try:
             return await self._run_session(slot, session, is_last=is_last)
@@ -154,7 +151,7 @@ class SlotRunner:
         task = slot.group.task
         try:
             result = await run_with_timeout(self.config.timeout, self.agent.run(task, session), "the agent")
-        except Exception as error:  # noqa: BLE001 — an agent is user code and may raise anything
+        except Exception as error:  # noqa: BLE001 — an agent is user code and may raise any exception
             if is_transient(error) and not is_last:
                 return await self._abandon(session.session_id, f"transient: {describe_error(error)}")
             return await self._fail(session.session_id, describe_error(error))
@@ -166,10 +163,10 @@ class SlotRunner:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
         ended = await self.gateway.complete_session(session_id, scoring.rewards, metadata, scoring.scores)
         if ended.status is not SessionStatus.COMPLETED:
-            return self._count_failure(session_id, "ended by the agent itself")
+            return self._count_failure(session_id, "the agent itself ended the session")
         if not ended.changed:
-            # The session had already ended. Either the agent completed it itself, or the response to the
-            # first request was lost; in that case recording the scores again changes nothing.
+            # The session had already ended. Either the agent completed the session itself, or the response
+            # to an earlier request was lost; in that case recording the scores again changes nothing.
             await self.store.record_scores(scoring.scores, scoring.rewards)
         self.counters.completed += 1
         reason = None if scoring.failure_reason is None else f"reward: {scoring.failure_reason}"
@@ -190,40 +187,27 @@ class SlotRunner:
         return SlotResult(session_id, SessionStatus.FAILED, reason, self.config.failed_reward)
 
     async def _abandon(self, session_id: str, reason: str) -> SlotResult:
-        # Written directly to the store, because the gateway may be what is unavailable.
+        # Written directly to the store, because the gateway may be unavailable.
         await self.store.end_session(session_id, SessionStatus.ABANDONED, reason)
         self.counters.abandoned += 1
         return SlotResult(session_id, SessionStatus.ABANDONED, reason)
 
 
 async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-    """Return the coroutine's result. Raises AgentTimeout; if it ignores cancellation, it is abandoned."""
+    """Return the coroutine's result. Raises AgentTimeout after ``seconds``."""
     return await run_with_deadline(
         seconds,
         coroutine,
-        grace=CANCEL_GRACE,
-        on_timeout=AgentTimeout(f"{name} ran past its deadline of {seconds:g} s"),
+        grace=CANCEL_GRACE_SECONDS,
+        on_timeout=AgentTimeout(f"{name} did not finish within {seconds:g} s"),
         on_cancel=AgentError(f"{name} cancelled itself"),
     )
 
 
-async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order. The first error cancels the other coroutines and is raised unchanged."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def is_transient(error: BaseException) -> bool:
-    """Return True if a retry may succeed: a connection was lost, there were too many requests, or a server is
-    not ready.
-
-    The causes of the error count, too, because SDKs raise their own errors from those of the transport.
-    """
+    """Return True if a retry may succeed, because a connection was lost, there were too many requests or a
+    server was not ready. The causes of the error are checked, too, because SDKs wrap errors of the
+    transport."""
     httpx = sys.modules.get("httpx")
     connection_errors: tuple[type[BaseException], ...] = (
         ConnectionError,
@@ -231,17 +215,21 @@ def is_transient(error: BaseException) -> bool:
         EngineUnavailable,
         *((httpx.TransportError,) if httpx else ()),
     )
-    for cause in _iterate_causes(error):
+    visited: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
         status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
         if isinstance(cause, connection_errors) or status in TRANSIENT_STATUSES:
             return True
+        cause = cause.__cause__
     return False
 
 
-def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
-    visited: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in visited:
-        visited.add(id(current))
-        yield current
-        current = current.__cause__
+async def abandon_open_sessions(store: Store, group: Group, reason: str) -> list[Session]:
+    """End the group's open sessions as abandoned, and return all its sessions in their previous state."""
+    sessions = [row.session for row in await store.sessions(group_id=group.group_id)]
+    for session in sessions:
+        if session.status is SessionStatus.OPEN:
+            await store.end_session(session.session_id, SessionStatus.ABANDONED, reason)
+    return sessions

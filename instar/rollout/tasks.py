@@ -1,27 +1,33 @@
-"""Task sets from JSON lines or from a Python function. The built-in task sets are in `tasksets/`."""
+"""Task sets from JSON lines or from a Python function, and helpers for the built-in sets in `tasksets/`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gzip
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
 
 from instar import registry
 from instar.config import JsonlTasksConfig, PythonTasksConfig, TasksConfig
 from instar.errors import ConfigError
-from instar.rollout.tasksets.jsonl import read_json_lines
 from instar.types import Json, Task
 
 TextScorer = Callable[[Task, str], float]
 """Returns the score of a session's final text."""
+INSTALL_COMMAND = "pip install 'instar[tasks]'"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
     tasks: Sequence[Task]
     scorer: TextScorer | None = None
-    """The task set's own scorer, if it has one."""
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -31,44 +37,97 @@ class TaskSet:
 
 
 def load_tasks(config: TasksConfig) -> TaskSet:
-    """Load or generate the tasks and return them. Raises ConfigError for no tasks or a repeated id."""
+    """Load or generate the configured tasks. Raises ConfigError if there are none or an id is repeated."""
     taskset: TaskSet = registry.resolve_section("tasks", config)(config)
     if not taskset.tasks:
-        raise ConfigError(f"tasks ({config.type}): the task set is empty")
+        raise ConfigError(f"tasks: the task set of type {config.type} is empty")
     task_ids: set[str] = set()
     for task in taskset.tasks:
         if task.task_id in task_ids:
-            raise ConfigError(f"tasks ({config.type}): two tasks have the id {task.task_id!r}")
+            raise ConfigError(
+                f"tasks: two tasks of the set of type {config.type} have the id {task.task_id!r}"
+            )
         task_ids.add(task.task_id)
     return taskset
 
 
 def jsonl_tasks(config: JsonlTasksConfig) -> TaskSet:
-    lines = islice(read_json_lines(config.path), config.limit)
-    return TaskSet([_jsonl_task(config, number, record) for number, record in lines])
-
-
-def _jsonl_task(config: JsonlTasksConfig, number: int, record: Json) -> Task:
-    if config.id_field is None:
-        return Task(f"line-{number}", record)
-    if config.id_field not in record:
-        raise ConfigError(f"{config.path}, line {number}: no field {config.id_field!r} (tasks.id_field)")
-    return Task(str(record[config.id_field]), record)
+    tasks: list[Task] = []
+    for number, record in read_json_lines(config.path, limit=config.limit):
+        if config.id_field is None:
+            tasks.append(Task(f"line-{number}", record))
+        elif config.id_field in record:
+            tasks.append(Task(str(record[config.id_field]), record))
+        else:
+            raise ConfigError(
+                f"tasks.id_field: {config.path}, line {number}: the task has no field {config.id_field!r}"
+            )
+    return TaskSet(tasks)
 
 
 def python_tasks(config: PythonTasksConfig) -> TaskSet:
-    """Return one task per dict of the function. A task's id is the field ``task_id``, or else its index."""
+    """Return one task for each dict of the function. A task's id is the field ``task_id``, or its index."""
     result: object = registry.load_object(config.function)(**config.args)
     if not isinstance(result, Iterable):
         raise ConfigError(
-            f"tasks.function: {config.function} returned {type(result).__name__}, not an iterable"
+            f"tasks.function: {config.function} must return an iterable of dicts, not {type(result).__name__}"
         )
     tasks: list[Task] = []
     for number, data in enumerate(cast(Iterable[object], result)):
         if not isinstance(data, dict):
             raise ConfigError(
-                f"tasks.function: item {number} of {config.function} is {type(data).__name__}, not a dict"
+                f"tasks.function: {config.function}: item {number} must be a dict, not {type(data).__name__}"
             )
         record = cast(Json, data)
         tasks.append(Task(str(record.get("task_id", number)), record))
     return TaskSet(tasks)
+
+
+def read_json_lines(path: Path, *, start: int = 0, limit: int | None = None) -> Iterator[tuple[int, Json]]:
+    """Yield up to ``limit`` objects of a file with one JSON object per line, after skipping ``start``
+    objects. Each is yielded with its line number, starting at 1. The file may be compressed with gzip."""
+    stop = None if limit is None else start + limit
+    open_file = gzip.open if path.suffix == ".gz" else open
+    try:
+        with open_file(path, "rb") as file:
+            lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+            for number, line in islice(lines, start, stop):
+                yield number, _parse_object(line, f"{path}, line {number}")
+    except (OSError, EOFError, zlib.error) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"tasks.path: cannot read {path}: {reason}") from error
+
+
+def _parse_object(line: bytes, location: str) -> Json:
+    try:
+        data = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{location}: the line is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{location}: a task must be a JSON object, not {type(data).__name__}")
+    return cast(Json, data)
+
+
+def to_json(record: Json) -> Json:
+    """Return the record with values such as dates or sets converted to JSON types."""
+    return msgspec.json.decode(msgspec.json.encode(record, enc_hook=str))
+
+
+def import_package(module: str, tasks: str, install: str = INSTALL_COMMAND) -> Any:
+    """Return the module. Raises ConfigError with the command ``install`` if a package is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise _missing_package(error.name or module, tasks, install) from error
+
+
+def find_package_folder(module: str, tasks: str, install: str = INSTALL_COMMAND) -> Path:
+    """Return the folder of a package without importing the package."""
+    spec = find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise _missing_package(module, tasks, install)
+    return Path(spec.submodule_search_locations[0])
+
+
+def _missing_package(module: str, tasks: str, install: str) -> ConfigError:
+    return ConfigError(f"tasks.type: {tasks} requires the package {module}; install it with: {install}")

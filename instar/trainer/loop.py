@@ -249,7 +249,7 @@ class Trainer:
 
     async def _save_and_commit(self, step: int) -> int:
         self.doing = f"step {step}: saving"
-        state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.baseline_state())
+        state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.estimator.to_json())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
         # This one row makes the checkpoint valid, also for the preceding steps.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
@@ -339,7 +339,7 @@ class Trainer:
             state = await load_checkpoint(checkpoint_path(self.config.run_dir, saved[-1].step), self.backend)
             self.step = self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
-            self.batcher.load_baseline(state.baseline)
+            self.batcher.estimator.load_json(state.baseline)
             logger.info("resuming after step %s", state.step)
         else:
             await self.backend.start()

@@ -117,7 +117,7 @@ def test_train_with_json_prints_figures_in_last_line(folder: Path) -> None:
     assert "held-out tasks, after, sampled" in completed.stderr
     again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert again.returncode == 1
-    assert "Continue it with --resume" in again.stderr
+    assert "Continue the run with --resume" in again.stderr
 
 
 def test_serve_answers_at_printed_url_until_interrupted(folder: Path) -> None:

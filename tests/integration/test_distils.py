@@ -47,7 +47,7 @@ def test_distillation_with_killed_teacher_matches_undisturbed_run(models: Path, 
     assert killed.wait_until(lambda: killed.is_ready() and bool(killed.query("SELECT 1 FROM steps")))
     assert killed.kill_role("teacher")
     killed.finish()
-    assert "teacher ended with signal SIGKILL; starting it again" in killed.output.read_text()
+    assert "teacher exited (signal SIGKILL); restarting it" in killed.output.read_text()
     assert killed.fingerprint() == undisturbed.fingerprint()
     steps = read_steps(undisturbed.run_dir)
     assert all(
@@ -81,7 +81,7 @@ def test_teacher_with_cloud_engine_is_rejected(models: Path, tmp_path: Path) -> 
     run.start()
     assert run.wait(90) != 0
     output = run.output.read_text()
-    assert "trainer.reference.engine.type: cloud needs a backend that is a training service" in output
+    assert "trainer.reference.engine.type: cloud requires that the backend is a training service" in output
 
 
 def test_step_metrics_contain_reference_kl(models: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from instar.backends.local.backend import LocalBackend
 from instar.config import LocalBackendConfig, LocalEngineConfig, RunConfig
 from instar.data.linearize import linearize
 from instar.engines.local.engine import LocalEngine
+from instar.gateway.base import OpenSession
 from instar.rollout.base import AgentSession
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
@@ -74,7 +75,7 @@ class ExactnessHarness:
         """Open a session, some with other sampling; the logprobs are those of the full softmax anyway."""
         sampling = {"temperature": 0.7, "top_p": 0.9} if rng.random() < 0.1 else {}
         return await self.client.open_session(
-            channel=Channel.TRAIN, seed=rng.getrandbits(60), sampling=sampling
+            OpenSession(channel=Channel.TRAIN, seed=rng.getrandbits(60), sampling=sampling)
         )
 
     def find_emission(self, call: Call) -> Emission:

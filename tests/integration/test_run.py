@@ -72,7 +72,7 @@ def test_killed_engine_restarts_with_head_policy(model: Path, tmp_path: Path) ->
     assert run.wait_until(lambda: count_committed_steps(run) >= 2)
     assert run.kill_role("engine")
     run.finish()
-    assert "engine ended with signal SIGKILL; starting it again" in run.output.read_text()
+    assert "engine exited (signal SIGKILL); restarting it" in run.output.read_text()
     run.assert_consistent()
     stale = run.query("SELECT COUNT(*) FROM claims WHERE reason = 'stale'")
     assert stale == [(0,)], "what was sampled after came from the head, not from the base model"

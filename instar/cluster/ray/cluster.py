@@ -1,14 +1,13 @@
 """The roles of a run as actors of a Ray cluster.
 
-Each actor runs one role (`instar.cluster.ray.host`) and restarts it when it dies. This module handles the
-loss of an actor or its node: the role is started on another node under a new lease, and its new address is
-written to the store. The actors belong to this process and exit with it.
+Each actor runs one role (`instar.cluster.ray.host`) and restarts it when it dies. If an actor or its node is
+lost, this module starts the role on a different node under a new lease, and writes the new address of the
+role to the store. The actors belong to this process and exit with it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -18,13 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+import msgspec
+
+from instar.async_utils import run_in_daemon_thread
 from instar.cluster.base import RESTART_BACKOFF, RESTART_RESET_SECONDS, Cluster, RoleHandle, RoleOptions
 from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.layout import RunFolder
-from instar.cluster.ray.connect import LOCAL_CLUSTER, connect, resolve_address, run_in_thread
-from instar.cluster.ray.environment import forwarded_env
-from instar.cluster.ray.host import PlacedRole, RoleHost, RoleReport, RoleSpec
-from instar.cluster.ray.metrics import MetricsMirror
+from instar.cluster.ray.connect import LOCAL_CLUSTER, connect, resolve_address
+from instar.cluster.ray.host import MetricsMirror, PlacedRole, RoleHost, RoleReport, RoleSpec, forwarded_env
 from instar.cluster.ray.placement import (
     ClusterNode,
     check_capacity,
@@ -37,26 +37,25 @@ from instar.config import RayClusterConfig, RunConfig, SqliteStoreConfig
 from instar.errors import ConfigError, InstarError
 from instar.gateway.auth import is_loopback
 
-REPORT_EVERY = 0.5
+REPORT_INTERVAL_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
-"""Timeout for an actor to answer one call, in seconds."""
+"""Timeout for an actor to answer one call."""
 HEAD_SECONDS = 30.0
-PLACE_SECONDS = 60.0
-"""Timeout for an actor to be placed and to start its role, in seconds."""
-PLACE_TRIES = 5
+"""Timeout for the head of the Ray cluster to answer."""
+PLACEMENT_SECONDS = 60.0
+"""Timeout for an actor to be placed and to start its role."""
+MAX_PLACEMENT_ATTEMPTS = 5
 SHUTDOWN_SECONDS = 30.0
 EXIT_LOST = -int(signal.SIGKILL)
 """Exit code of a role that was lost with its node."""
 
 
 class ActorLostError(Exception):
-    """Raised if the actor is gone, or has been unreachable for too long."""
+    """Raised if the actor has exited, or has been unreachable for too long."""
 
 
 @dataclass(eq=False)
 class RoleActor(RoleHandle):
-    """A role that runs in an actor on some node."""
-
     spec: RoleSpec | None = None
     handle: Any = None
     host: str = ""
@@ -64,7 +63,7 @@ class RoleActor(RoleHandle):
     shares_folder: bool = False
     moves: int = 0
     generation: int = 1
-    """Number of the current process; reports about earlier processes are ignored."""
+    """Number of the current process. Reports about earlier processes are ignored."""
     placed_at: float = 0.0
 
 
@@ -84,21 +83,21 @@ class RayCluster(Cluster):
         self.folder = folder
         self._section = config.cluster
         self._ray = ray
-        self._alone = resolve_address(config.cluster) == LOCAL_CLUSTER
+        self._is_single_machine = resolve_address(config.cluster) == LOCAL_CLUSTER
         self._directory = directory
         self._actors: dict[str, RoleActor] = {}
-        self._lost: set[str] = set()
-        """Ids of the nodes that are unreachable."""
+        self._unreachable_nodes: set[str] = set()
         self._metrics = MetricsMirror(folder.path)
         self._hosts = folder.path / "hosts.json"
-        self._mark = secrets.token_hex(16)
-        (folder.path / "driver").write_text(self._mark)
+        self._driver_token = secrets.token_hex(16)
+        (folder.path / "driver").write_text(self._driver_token)
 
     @classmethod
     async def connect(
         cls, config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
     ) -> Self:
-        """Connect to the cluster and return it. Raises ConfigError if that fails or the config is unfit."""
+        """Connect to the cluster and return it. Raises ConfigError if the connection or the config is not
+        valid."""
         assert isinstance(config.cluster, RayClusterConfig)
         ray = await connect(resolve_address(config.cluster))
         cluster = cls(ray, config, folder, directory, log=log)
@@ -106,7 +105,7 @@ class RayCluster(Cluster):
             nodes = await cluster.nodes()
             if len(nodes) > 1 and isinstance(config.store, SqliteStoreConfig):
                 raise ConfigError(
-                    f"store.type: given sqlite, which works on one machine only, but the Ray cluster has "
+                    "store.type: sqlite works on one machine only, but the Ray cluster has "
                     f"{len(nodes)} nodes; use postgres"
                 )
             for role in ("engine", "gateway", "trainer", "rollout", "rewards"):
@@ -118,9 +117,9 @@ class RayCluster(Cluster):
         return cluster
 
     async def nodes(self) -> list[ClusterNode]:
-        """Return the nodes that are alive."""
         try:
-            return parse_nodes(await run_in_thread(self._ray.nodes, HEAD_SECONDS))
+            async with asyncio.timeout(HEAD_SECONDS):
+                return parse_nodes(await run_in_daemon_thread(self._ray.nodes))
         except TimeoutError as error:
             raise InstarError(f"the head of the Ray cluster did not answer in {HEAD_SECONDS:g} s") from error
 
@@ -129,60 +128,64 @@ class RayCluster(Cluster):
         return self._actors
 
     def describe_listen_host(self, host: str) -> str:
-        return "the address of its node" if is_loopback(host) and not self._alone else host
+        return "the address of its node" if is_loopback(host) and not self._is_single_machine else host
 
     # --- starting -------------------------------------------------------------------------------
 
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleActor:
         name = options.get("name") or role
-        if (before := self._actors.get(name)) is not None:
-            self._dismiss(before)
+        if (previous := self._actors.get(name)) is not None:
+            self._dismiss(previous)
         exclude_env = frozenset(options.get("exclude_env", ()))
-        order = RoleSpec(
+        spec = RoleSpec(
             role=role,
             name=name,
             arguments=arguments,
             python=options.get("python"),
             config=self.config.model_dump_json(),
             folder=self.folder.path,
-            driver_token=self._mark,
+            driver_token=self._driver_token,
             cwd=Path.cwd(),
             env={**forwarded_env(self.config, os.environ, exclude_env), **options.get("env", {})},
             exclude_env=exclude_env,
             listen=options.get("listen"),
-            is_single_machine=self._alone,
+            is_single_machine=self._is_single_machine,
             driver_timeout=self._section.node_timeout,
         )
-        actor = RoleActor(role, name, spec=order)
-        actor.host = before.host if before else self._host_before(name)
+        actor = RoleActor(role, name, spec=spec)
+        actor.host = previous.host if previous else self._read_hosts().get(name, "")
         self._actors[name] = actor
         await self._place(actor)
         self._start_watcher(actor, self._watch(actor))
         return actor
 
     async def _place(self, actor: RoleActor) -> None:
-        """Let Ray find a node for the actor. If the role is told to exit during the search, it exits. Raises
-        InstarError if there is no node."""
+        """Create the actor on a node with free resources, and start its role. Raises InstarError if there is
+        no such node. If the role is told to exit in the meantime, it exits."""
         reason = ""
-        for _ in range(PLACE_TRIES):
+        for _ in range(MAX_PLACEMENT_ATTEMPTS):
             await self._create(actor)
             assert actor.spec is not None
             try:
-                placed: PlacedRole = await self._ask(actor.handle.start.remote(actor.spec), PLACE_SECONDS)
+                placed: PlacedRole = await self._ask(actor.handle.start.remote(actor.spec), PLACEMENT_SECONDS)
             except InstarError as error:
                 self._dismiss(actor)
-                raise InstarError(f"{actor.name}: {_cause(error)}") from error
+                # Ray adds text to the message; `cause` is the error that the actor raised.
+                raise InstarError(f"{actor.name}: {getattr(error, 'cause', None) or error}") from error
             except (ActorLostError, TimeoutError) as error:
-                reason = str(error) or f"no node had free resources within {PLACE_SECONDS:g} s"
+                reason = str(error) or f"no node had free resources within {PLACEMENT_SECONDS:g} s"
                 self._dismiss(actor)
                 if self._end_if_stopping(actor):
                     return
-                await self._renew_lease(actor)  # the role may have started although the answer was lost
+                await self._renew_lease(actor)  # the role may have started although its answer did not arrive
                 continue
             actor.host, actor.node_id = placed.host, placed.node_id
             actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
             actor.placed_at, actor.generation = time.monotonic(), 1
-            self._note_host(actor)
+            hosts = {**self._read_hosts(), actor.name: actor.host}
+            scratch = self._hosts.with_suffix(".partial")
+            scratch.write_bytes(msgspec.json.encode(hosts))
+            scratch.replace(self._hosts)
             self._end_if_stopping(actor)
             return
         resources = requested_resources(plan_placement(actor.role, self.config, await self.nodes()))
@@ -195,42 +198,36 @@ class RayCluster(Cluster):
             "num_cpus": placement.cpus,
             "num_gpus": placement.gpus,
             "resources": placement.resources,
-            "max_restarts": 0,  # a restarted actor would have no state; a new one is created here
+            "max_restarts": 0,  # a restarted actor would have no state, so a new actor is created
             "max_task_retries": 0,
             "scheduling_strategy": "SPREAD",
         }
-        if (node := self._bound_to(actor, nodes)) is not None:
+        if (node := self._required_node(actor, nodes)) is not None:
             affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = affinity(node.node_id, soft=False)
-        elif unreachable := self._lost & {node.node_id for node in nodes}:
+        elif unreachable := self._unreachable_nodes & {node.node_id for node in nodes}:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(unreachable))})"}
         actor.handle = self._ray.remote(RoleHost).options(**options).remote()
 
-    def _bound_to(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
-        """Return the node that the actor must run on, if any: for the trainer, its previous node, which has
-        its checkpoints; if the store is a file, the node of this process."""
+    def _required_node(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
+        """Return the node that the actor must run on, if any. If the store is a file, it is the node of this
+        process. A trainer must stay on its previous node, which has its checkpoints."""
         if isinstance(self.config.store, SqliteStoreConfig):
-            here = self._ray.get_runtime_context().get_node_id()
-            return next((node for node in nodes if node.node_id == here), None)
+            this_node = self._ray.get_runtime_context().get_node_id()
+            return next((node for node in nodes if node.node_id == this_node), None)
         if actor.role != "trainer" or not actor.host:
             return None
-        previous = [node for node in nodes if node.host == actor.host and node.node_id not in self._lost]
-        return previous[0] if previous else None
+        reachable = (node for node in nodes if node.node_id not in self._unreachable_nodes)
+        return next((node for node in reachable if node.host == actor.host), None)
 
-    def _host_before(self, name: str) -> str:
-        """Return the host of the role in the previous start of this run, or an empty string."""
-        return json.loads(self._hosts.read_text()).get(name, "") if self._hosts.is_file() else ""
-
-    def _note_host(self, actor: RoleActor) -> None:
-        hosts = json.loads(self._hosts.read_text()) if self._hosts.is_file() else {}
-        scratch = self._hosts.with_suffix(".partial")
-        scratch.write_text(json.dumps({**hosts, actor.name: actor.host}))
-        scratch.replace(self._hosts)
+    def _read_hosts(self) -> dict[str, str]:
+        """Return the last host of each role, also from earlier starts of this run."""
+        return msgspec.json.decode(self._hosts.read_bytes()) if self._hosts.is_file() else {}
 
     # --- watching -------------------------------------------------------------------------------
 
     async def _watch(self, actor: RoleActor) -> None:
-        """Watch the actor while it exists. It outlives its role, to keep the socket and to serve the log."""
+        """Watch the actor while it exists. It exists longer than its role, to keep the socket and the log."""
         while actor.handle is not None:
             try:
                 await self._follow(actor)
@@ -248,22 +245,22 @@ class RayCluster(Cluster):
         while actor.handle is not None:
             try:
                 report: RoleReport = await self._ask(actor.handle.report.remote(), timeout)
-                await self._take(actor, report)
+                await self._handle_report(actor, report)
             except TimeoutError as error:
-                silent = time.monotonic() - last_report
-                if silent > self._section.node_timeout:
-                    self._lost.add(actor.node_id)
-                    raise ActorLostError(f"no report from {actor.host} for {silent:.0f} s") from error
+                silent_seconds = time.monotonic() - last_report
+                if silent_seconds > self._section.node_timeout:
+                    self._unreachable_nodes.add(actor.node_id)
+                    raise ActorLostError(f"no report from {actor.host} for {silent_seconds:.0f} s") from error
                 continue
             last_report = time.monotonic()
-            self._lost.discard(actor.node_id)
-            await asyncio.sleep(REPORT_EVERY)
+            self._unreachable_nodes.discard(actor.node_id)
+            await asyncio.sleep(REPORT_INTERVAL_SECONDS)
 
-    async def _take(self, actor: RoleActor, report: RoleReport) -> None:
+    async def _handle_report(self, actor: RoleActor, report: RoleReport) -> None:
         for event in report.events:
             self.log(event)
         actor.restarts = actor.moves + report.restarts
-        handle = actor.handle  # the actor that reported; the role may move during the wait
+        handle = actor.handle  # the actor that sent the report; the role may move during the wait below
         if handle is not None and not actor.shares_folder and actor.role in ("trainer", "rollout"):
             await self._metrics.fetch(
                 actor.host, lambda offset: self._ask(handle.read_metrics.remote(offset), ANSWER_SECONDS)
@@ -280,15 +277,16 @@ class RayCluster(Cluster):
         if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
             actor.moves = 0
         if actor.moves >= len(RESTART_BACKOFF):
-            raise InstarError(f"{actor.name} was lost too often: {reason}\n(log: {actor.log})")
-        self.log(f"{actor.name} is lost ({reason}); starting it again on a node with free resources")
+            raise InstarError(f"{actor.name} was lost {actor.moves + 1} times: {reason}\n(log: {actor.log})")
+        self.log(f"{actor.name} is lost ({reason}); restarting it on a node with free resources")
         await asyncio.sleep(RESTART_BACKOFF[actor.moves])
         actor.moves += 1
         if not self._end_if_stopping(actor):
             await self._replace(actor)
 
     async def _replace(self, actor: RoleActor) -> None:
-        """Create a new actor for the role. A new lease stops the previous actor from writing to the store."""
+        """Create a new actor for the role. A new lease prevents the previous actor from writing to the
+        store."""
         await self._renew_lease(actor)
         await self._place(actor)
         if actor.handle is not None and actor.url:
@@ -300,7 +298,8 @@ class RayCluster(Cluster):
         actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
 
     def _end_if_stopping(self, actor: RoleActor) -> bool:
-        """Return True, and mark the role as exited, if it was told to exit while lost or being placed."""
+        """If the role was told to exit while lost or being placed, mark it as exited. Return True in that
+        case."""
         if actor.is_stopping:
             self._dismiss(actor)
             self._end(actor, EXIT_LOST)
@@ -316,19 +315,19 @@ class RayCluster(Cluster):
             self._ray.kill(handle)
 
     async def _ask(self, answer: Any, seconds: float) -> Any:
-        """Return an actor's answer. Raises ActorLostError if the actor is gone, TimeoutError if it cannot be
-        reached, and any error that the actor itself raised."""
+        """Return an actor's answer. Raises ActorLostError if the actor has exited, TimeoutError if it cannot
+        be reached, and any error that the actor raised."""
         errors = self._ray.exceptions
         try:
             async with asyncio.timeout(seconds):
                 return await answer
         except errors.ActorUnavailableError as error:
-            await asyncio.sleep(REPORT_EVERY)
+            await asyncio.sleep(REPORT_INTERVAL_SECONDS)
             raise TimeoutError from error
         except errors.RayTaskError:
             raise  # raised by the code of the actor
         except errors.RayError as error:
-            raise ActorLostError(_get_first_line(error)) from error
+            raise ActorLostError(str(error).strip().splitlines()[0]) from error
 
     # --- control --------------------------------------------------------------------------------
 
@@ -359,7 +358,9 @@ class RayCluster(Cluster):
                     actor.handle.restart.remote(timeout), timeout + ANSWER_SECONDS
                 )
             except (ActorLostError, TimeoutError) as error:
-                raise InstarError(f"{name} on {actor.host} cannot be reached") from error
+                raise InstarError(
+                    f"{name} cannot be restarted: its node {actor.host} does not answer"
+                ) from error
         if actor.exit_code.done():
             actor.exit_code = asyncio.get_running_loop().create_future()
 
@@ -375,15 +376,7 @@ class RayCluster(Cluster):
     async def close(self) -> None:
         await super().close()
         try:
-            await run_in_thread(self._ray.shutdown, SHUTDOWN_SECONDS)
-        except TimeoutError:  # Ray exits with this process anyway, and the result of the run matters more
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                await run_in_daemon_thread(self._ray.shutdown)
+        except TimeoutError:  # Ray exits with this process, and the result of the run matters more
             self.log(f"Ray did not shut down in {SHUTDOWN_SECONDS:g} s")
-
-
-def _get_first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def _cause(error: BaseException) -> str:
-    """Return the message of the error in the actor, without the text that Ray adds."""
-    return str(getattr(error, "cause", None) or error)

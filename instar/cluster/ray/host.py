@@ -1,25 +1,24 @@
-"""The actor that runs one role on its node, with the same supervisor as on a single machine.
+"""The actor that runs one role on its node, and what it exchanges with the driver.
 
 The driver polls the actor continuously. If the polls stop for too long, the actor kills its role, because the
-driver has then started the role on another node.
+driver has then started the role on a different node.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from instar.cluster.base import ListenAddress
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import HOST_ENV, Supervisor
-from instar.config import RunConfig
+from instar.config import PostgresStoreConfig, RayClusterConfig, RunConfig
 from instar.errors import InstarError
 from instar.gateway.auth import is_loopback
 
@@ -34,13 +33,15 @@ WORKER_VARIABLES = (
 ROLES_USING_RAY = ("engine", "teacher", "trainer")
 """Roles that may use the cluster themselves, to transfer weights."""
 CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Variables that give access to the cluster; processes of agents must not inherit them."""
+"""Variables that give access to the cluster. Processes of agents must not inherit them."""
+ALWAYS_FORWARDED_VARIABLES = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE")
 POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """The role that an actor runs. It holds keys, so the driver passes it only as an argument of a call."""
+    """The role that an actor runs. It contains keys, so the driver passes it only as an argument of a
+    call."""
 
     role: str
     name: str
@@ -55,9 +56,8 @@ class RoleSpec:
     env: Mapping[str, str] = field(repr=False)
     exclude_env: frozenset[str]
     listen: ListenAddress | None
-    """Address to listen on. On several machines, the node's own address replaces a loopback address."""
+    """Address to listen on. If there are several machines, the node's address replaces a loopback address."""
     is_single_machine: bool
-    """True if the cluster consists of this machine only."""
     driver_timeout: float
     """Seconds without a call from the driver after which the role is killed."""
 
@@ -69,20 +69,20 @@ class PlacedRole:
     url: str
     log: str
     shares_folder: bool
-    """True if the run's folder is the driver's own."""
+    """True if the run's folder on the node is the driver's own folder."""
 
 
 @dataclass(frozen=True)
 class RoleReport:
     generation: int
-    """Number of times that the role was told to start."""
+    """Number of the role's current process."""
     restarts: int
     exit_code: int | None
-    """Exit code, if the role has exited and will not be restarted."""
+    """Exit code if the role has exited and is not restarted."""
     failure: str | None
-    """Error that fails the run, if any."""
+    """Error that makes the run fail, if any."""
     events: tuple[str, ...]
-    """Messages for the user since the last report."""
+    """Messages for the user since the previous report."""
 
 
 class RoleHost:
@@ -93,7 +93,7 @@ class RoleHost:
         self._folder = RunFolder(Path())
         self._events: list[str] = []
         self._last_call = time.monotonic()
-        self._ending: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
 
     async def start(self, spec: RoleSpec) -> PlacedRole:
         host = "127.0.0.1" if spec.is_single_machine else node_address()
@@ -101,25 +101,25 @@ class RoleHost:
         if listen is not None and is_loopback(listen[0]):
             listen = (host, listen[1])
         self._last_call = time.monotonic()
-        self._ending = asyncio.create_task(self._kill_without_driver(spec.driver_timeout))
+        self._watchdog = asyncio.create_task(self._kill_without_driver(spec.driver_timeout))
         self._name, self._folder = spec.name, RunFolder(spec.folder)
         shares = self._prepare_folder(spec)
         os.chdir(spec.cwd if spec.cwd.is_dir() else spec.folder)
-        self._supervisor = Supervisor(
-            self._folder, log=self._events.append, url=lambda server: _url(host, server), host=host
-        )
+        self._supervisor = Supervisor(self._folder, log=self._events.append, host=host)
+        ray_context = import_module("ray").get_runtime_context()
+        uses_ray = spec.role in ROLES_USING_RAY
+        ray_env = {"RAY_ADDRESS": str(ray_context.gcs_address)} if uses_ray else {}
+        withheld = (set(WORKER_VARIABLES) - spec.env.keys()) | (set() if uses_ray else {*CLUSTER_VARIABLES})
         role = await self._supervisor.start(
             spec.role,
             *spec.arguments,
             name=spec.name,
             python=spec.python,
-            env={**spec.env, HOST_ENV: host, **_ray_address_env(spec.role)},
-            exclude_env=spec.exclude_env
-            | (set(WORKER_VARIABLES) - spec.env.keys())
-            | _withheld_variables(spec.role),
+            env={**spec.env, HOST_ENV: host, **ray_env},
+            exclude_env=spec.exclude_env | withheld,
             listen=listen,
         )
-        return PlacedRole(host, _node_id(), role.url, role.log, shares)
+        return PlacedRole(host, str(ray_context.get_node_id()), role.url, role.log, shares)
 
     def _prepare_folder(self, spec: RoleSpec) -> bool:
         token_file = spec.folder / "driver"
@@ -132,7 +132,7 @@ class RoleHost:
         return False
 
     async def report(self) -> RoleReport:
-        """Return the state of the role. The driver calls this continuously."""
+        """Return the state of the role. The driver calls this method continuously."""
         self._last_call = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
@@ -185,27 +185,61 @@ class RoleHost:
 
 
 def node_address() -> str:
-    """Return the address of this node in the cluster."""
     return str(import_module("ray.util").get_node_ip_address())
 
 
-def _node_id() -> str:
-    return str(_ray_context().get_node_id())
+def forwarded_env(
+    config: RunConfig, environment: Mapping[str, str], exclude: frozenset[str]
+) -> dict[str, str]:
+    """Return the variables of the driver that a role on a different node may need: those that are always
+    forwarded, those to which settings refer, and those in `cluster.env`."""
+    assert isinstance(config.cluster, RayClusterConfig)
+    names = {
+        *ALWAYS_FORWARDED_VARIABLES,
+        *_variable_names(config.model_dump(mode="json")),
+        *config.cluster.env,
+    }
+    if isinstance(config.store, PostgresStoreConfig) and (
+        password := config.store.password_env_name(environment)
+    ):
+        names.add(password)
+    return {name: environment[name] for name in sorted(names - exclude) if name in environment}
 
 
-def _ray_address_env(role: str) -> dict[str, str]:
-    """Return the variable with the cluster's address if the role uses the cluster, else no variable."""
-    return {"RAY_ADDRESS": str(_ray_context().gcs_address)} if role in ROLES_USING_RAY else {}
+def _variable_names(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of variables in settings such as `api_key_env`."""
+    for key, value in settings.items():
+        if key.endswith("_env") and isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _variable_names(cast(Mapping[str, Any], value))
+        elif isinstance(value, list):
+            for item in cast(list[Any], value):
+                if isinstance(item, Mapping):
+                    yield from _variable_names(cast(Mapping[str, Any], item))
 
 
-def _withheld_variables(role: str) -> frozenset[str]:
-    return frozenset() if role in ROLES_USING_RAY else frozenset(CLUSTER_VARIABLES)
+class MetricsMirror:
+    """Copies the lines that roles on other nodes append to their metrics file into the file of this node."""
 
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "metrics.jsonl"
+        self._lines = set(self._path.read_bytes().splitlines()) if self._path.is_file() else set[bytes]()
+        self._offsets: dict[str, int] = {}
+        """The number of bytes that were copied from the file of each host."""
+        self._locks: dict[str, asyncio.Lock] = {}
 
-def _ray_context() -> Any:
-    return import_module("ray").get_runtime_context()
-
-
-def _url(host: str, server: socket.socket) -> str:
-    port = server.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    async def fetch(self, host: str, read: Callable[[int], Awaitable[bytes]]) -> None:
+        """Append the host's new complete lines. ``read`` returns the content of its file after an offset."""
+        # Two roles on one host write to the same file.
+        async with self._locks.setdefault(host, asyncio.Lock()):
+            offset = self._offsets.get(host, 0)
+            data = await read(offset)
+            complete_lines = data[: data.rfind(b"\n") + 1]
+            # An earlier driver may already have copied some of the lines.
+            new_lines = [line for line in complete_lines.splitlines() if line not in self._lines]
+            if new_lines:
+                with self._path.open("ab") as file:
+                    file.write(b"\n".join(new_lines) + b"\n")
+                self._lines.update(new_lines)
+            self._offsets[host] = offset + len(complete_lines)

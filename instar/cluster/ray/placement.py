@@ -20,8 +20,8 @@ from instar.config import (
 )
 from instar.errors import ConfigError
 
-FINEST = 100
-"""The number of parts of a core or GPU. Fractions are rounded down to hundredths."""
+RESOURCE_PRECISION = 100
+"""Fractions of a core or a GPU are rounded down to a multiple of 1 / RESOURCE_PRECISION."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class ClusterNode:
     node_id: str
     host: str
     resources: Mapping[str, float]
-    """Total resources of the node, free or in use."""
+    """The node's resources, including those in use."""
 
 
 def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
-    """Return the nodes in the result of `ray.nodes` that are alive."""
+    """Return the nodes that are alive, given the result of `ray.nodes`."""
     return [
         ClusterNode(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node.get("Resources") or {}))
         for node in nodes
@@ -42,30 +42,28 @@ def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
 
 
 def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -> PlacementConfig:
-    """Return the configured placement. Default: a core and a GPU, or less if the cluster has few."""
+    """Return the configured placement. Default: a core and a GPU, or a fraction if the cluster has too
+    few."""
     section = config.cluster
     assert isinstance(section, RayClusterConfig)
     if (configured := section.placement.get(role)) is not None:  # pyright: ignore[reportArgumentType] - any role
         return configured
     nodes = list(nodes)
     has_rewards_role = any(section.type != "agent" for section in config.reward)
-    processes = len(engine_names(config)) + len(teacher_names(config)) + 3 + has_rewards_role
+    engine_count, teacher_count = len(engine_names(config)), len(teacher_names(config))
+    process_count = engine_count + teacher_count + 3 + has_rewards_role  # 3: gateway, trainer and rollout
     cores = sum(node.resources.get("CPU", 0.0) for node in nodes)
     share = _gpus(role, config)
     gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
-    requested = _all_gpus(config)
+    requested = engine_count * _gpus("engine", config) + teacher_count * _gpus("teacher", config)
+    requested += _gpus("trainer", config)
     if requested > gpus:
         share = _floor(share * gpus / requested)
-    return PlacementConfig(cpus=min(1.0, _floor(cores / (2 * processes))), gpus=share)
-
-
-def _all_gpus(config: RunConfig) -> float:
-    engines, teachers = len(engine_names(config)), len(teacher_names(config))
-    return engines * _gpus("engine", config) + teachers * _gpus("teacher", config) + _gpus("trainer", config)
+    return PlacementConfig(cpus=min(1.0, _floor(cores / (2 * process_count))), gpus=share)
 
 
 def _gpus(role: str, config: RunConfig) -> float:
-    """Return how many GPUs one process of the role can use."""
+    """Return the number of GPUs that one process of the role can use."""
     if config.model.device == "cpu":
         return 0.0
     if role == "engine":
@@ -82,18 +80,18 @@ def _gpus_of_engine(engine: EngineConfig) -> float:
 
 
 def _floor(share: float) -> float:
-    """Return the share rounded down: to an integer if at least 1, as Ray requires, else to hundredths."""
-    return float(int(share)) if share >= 1 else int(share * FINEST) / FINEST
+    """Return the share rounded down: to an integer if it is at least 1, as Ray requires, else to
+    hundredths."""
+    return float(int(share)) if share >= 1 else int(share * RESOURCE_PRECISION) / RESOURCE_PRECISION
 
 
 def check_capacity(role: str, placement: PlacementConfig, nodes: Iterable[ClusterNode]) -> None:
-    """Raise ConfigError if no node has the resources."""
     requested = requested_resources(placement)
     for node in nodes:
         if all(node.resources.get(name, 0.0) >= amount for name, amount in requested.items()):
             return
     listed = ", ".join(f"{name}: {amount:g}" for name, amount in requested.items())
-    raise ConfigError(f"cluster.placement.{role}: no node of the cluster has {{{listed}}}; reduce it")
+    raise ConfigError(f"cluster.placement.{role}: no node of the cluster has {listed}; request less")
 
 
 def requested_resources(placement: PlacementConfig) -> dict[str, float]:

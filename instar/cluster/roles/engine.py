@@ -37,8 +37,8 @@ async def run_engine(context: RoleContext) -> None:
 
 
 async def run_teacher(context: RoleContext) -> None:
-    """Serve an engine that only scores given tokens. The teacher computes while the trainer waits, so it
-    takes the trainer's place when cores are shared with the engines."""
+    """Serve an engine that only computes logprobs. The trainer waits while the teacher computes, so the
+    teacher shares the cores with the engines as the trainer would."""
     from instar.reference.vocabulary import require_same_vocabulary
 
     config = teacher_config(context.config)
@@ -51,8 +51,8 @@ async def run_teacher(context: RoleContext) -> None:
     await engine.bring_up(context.folder.log(context.name), logger.info)
     if not engine.info.scores:
         raise ConfigError(
-            f"trainer.reference.engine.type: the {engine.info.kind} engine cannot compute the logprobs of "
-            "given tokens, so it cannot be a teacher"
+            f"trainer.reference.engine.type: the {engine.info.kind} engine cannot compute the logprobs of a "
+            "prompt, which a teacher must do; use local or vllm"
         )
     await _serve_engine(context, store, engine, "engine", process_count=len(names))
 
@@ -60,7 +60,7 @@ async def run_teacher(context: RoleContext) -> None:
 async def _serve_engine(
     context: RoleContext, store: Store, engine: Engine, other_role: str, *, process_count: int
 ) -> None:
-    """Serve the engine until the role is stopped, sharing the cores with ``other_role``.
+    """Serve the engine until the role is stopped, and share the cores with ``other_role``.
 
     While one of several processes drains, the others take new requests. If there is only one process, new
     requests wait in its socket until the next process accepts them.
@@ -79,7 +79,7 @@ async def _serve_engine(
     async def drain() -> None:
         await context.drain.wait()
         await context.announce(store, doing())
-        # Clients that have not read the announcement yet may still connect, and are still answered.
+        # Clients that have not read the announcement yet may still connect, and must be answered.
         await asyncio.sleep(HEARTBEAT_SECONDS)
         gate.close()
         await gate.drained.wait()
@@ -91,7 +91,7 @@ async def _serve_engine(
         while True:
             try:
                 status, unavailable = await engine.status(), ""
-            except EngineUnavailable as error:  # the engine recovers, or finally raises a different error
+            except EngineUnavailable as error:  # the engine either recovers or raises a different error
                 unavailable = str(error)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
@@ -109,11 +109,9 @@ async def _serve_engine(
 
 
 def _is_loadable(policy: Policy) -> bool:
-    """Return True if an engine that starts can load the policy itself.
-
-    Otherwise the trainer sends the policy: only the trainer holds the weights, this machine cannot see the
-    folder, or a cloud sampler has expired.
-    """
+    """Return True if an engine can load the policy itself when it starts. Otherwise the trainer sends the
+    policy: only the trainer has the weights, this machine cannot see the folder, or a cloud sampler has
+    expired."""
     artifact = policy.artifact
     if artifact.kind in ("adapter", "weights"):
         return Path(artifact.path).is_dir()

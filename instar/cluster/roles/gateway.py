@@ -34,7 +34,7 @@ async def run_gateway(context: RoleContext) -> None:
                 context.socket(),
                 stop=context.stop,
                 drain=context.drain,
-                # Twice the gateway's limit, so that the gateway itself rejects headers slightly above it.
+                # Twice the gateway's limit, so that the gateway itself rejects slightly longer headers.
                 max_head=2 * limits.max_header,
                 head_timeout=limits.read_timeout,
             ),
@@ -48,7 +48,7 @@ async def run_gateway(context: RoleContext) -> None:
 
 def tune_gc() -> None:
     """Make full garbage collections rare. Sessions in memory consist of many small objects, and every request
-    would wait while the collector visits them."""
+    waits while the collector visits them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 1000)

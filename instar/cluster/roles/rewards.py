@@ -13,7 +13,7 @@ from instar.rewards.factory import create_background_scorers
 from instar.rewards.runner import ScoringRunner
 
 STOP_GRACE_SECONDS = 5.0
-"""Time in seconds that scores in progress have to finish when the role is stopped."""
+"""Time that scores in progress have to finish when the role is stopped."""
 
 
 async def run_rewards(context: RoleContext) -> None:
@@ -48,7 +48,5 @@ async def run_rewards(context: RoleContext) -> None:
 
 
 async def _wait_for_stop(context: RoleContext) -> None:
-    """Wait until the role is stopped and the grace period is over. The next run computes the scores that were
-    interrupted."""
     await context.stop.wait()
-    await asyncio.sleep(STOP_GRACE_SECONDS)
+    await asyncio.sleep(STOP_GRACE_SECONDS)  # the next run repeats the scores that are then interrupted

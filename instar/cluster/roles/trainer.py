@@ -54,7 +54,7 @@ async def run_trainer(context: RoleContext) -> None:
                 monitor.record("warning", 0, {"text": warning})
             sync = await create_sync(config, backend, connected)
             resources.push_async_callback(sync.close)
-            logger.info("weights reach the engines by %s", sync.description)
+            logger.info("the weights reach the engines by %s", sync.description)
             loop = Trainer(
                 TrainingRun(config, context.run_id, context.policy_id),
                 store=store,
@@ -77,7 +77,7 @@ async def run_trainer(context: RoleContext) -> None:
 
 async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
     """Tell the trainer when the rollout has finished and all its groups are scored, so that the trainer stops
-    after the remaining data."""
+    after the remaining groups."""
     while not loop.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):

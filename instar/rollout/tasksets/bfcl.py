@@ -1,7 +1,7 @@
 """The Berkeley function-calling leaderboard, with the data and the checker of the package `bfcl-eval`.
 
-The package pins an older numpy than Instar needs and requires thirty vendor SDKs. Its data and its checker
-need neither, so it is installed without its dependencies.
+The package pins an old version of numpy and requires thirty vendor SDKs. The data and the checker need
+neither, so the package is installed without its dependencies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from itertools import islice
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -18,32 +17,29 @@ import msgspec
 
 from instar.config import BfclTasksConfig
 from instar.rewards.base import Transcript
-from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.jsonl import read_json_lines
-from instar.rollout.tasksets.optional_packages import find_package_folder, import_package
+from instar.rollout.tasks import TaskSet, find_package_folder, import_package, read_json_lines
 from instar.types import Json, Task
 
 INSTALL = "pip install --no-deps bfcl-eval"
 MODEL_NAME = "instar"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""JSON types by the names that the data uses, some of which are Python's."""
+"""JSON types by the names in the dataset, some of which are names of Python types."""
 
 
 def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
-    """Return tasks with `messages` and `tools` in the format of the chat API, and the checker's fields."""
+    """Return tasks with `messages` and `tools` in the format of the chat API, and fields for the checker."""
     folder = find_package_folder("bfcl_eval", "bfcl", INSTALL) / "data"
     file = f"BFCL_v4_{config.category}.json"
     answers = {
         record["id"]: record["ground_truth"]
         for _, record in read_json_lines(folder / "possible_answer" / file)
     }
-    stop = None if config.limit is None else config.start + config.limit
-    records = islice(read_json_lines(folder / file), config.start, stop)
-    return TaskSet([_task(record, answers[record["id"]], config.category) for _, record in records])
+    records = read_json_lines(folder / file, start=config.start, limit=config.limit)
+    return TaskSet([_make_task(record, answers[record["id"]], config.category) for _, record in records])
 
 
 def score(task: Json, transcript: Transcript) -> float:
-    """Return 1 if the checker accepts the calls of the last reply, else 0."""
+    """Return 1 if the checker accepts the tool calls of the last reply, else 0."""
     final = transcript.final
     tool_calls = final.get("tool_calls", []) if final else []
     try:
@@ -62,13 +58,13 @@ def check_calls(task: Json, calls: list[Json]) -> bool:
     return bool(result["valid"])
 
 
-def _task(record: Json, ground_truth: list[Json], category: str) -> Task:
+def _make_task(record: Json, ground_truth: list[Json], category: str) -> Task:
     functions: list[Json] = record["function"]
     return Task(
         record["id"],
         {
             "messages": record["question"][0],
-            "tools": [_tool(function) for function in functions],
+            "tools": [_convert_tool(function) for function in functions],
             "functions": functions,
             "ground_truth": ground_truth,
             "category": category,
@@ -76,27 +72,27 @@ def _task(record: Json, ground_truth: list[Json], category: str) -> Task:
     )
 
 
-def _tool(function: Json) -> Json:
+def _convert_tool(function: Json) -> Json:
     definition = {
         # Tool names must not contain dots; the checker expects underscores instead.
         "name": function["name"].replace(".", "_"),
         "description": function["description"],
-        "parameters": _schema(function["parameters"]),
+        "parameters": _convert_schema(function["parameters"]),
     }
     return {"type": "function", "function": definition}
 
 
-def _schema(value: Any) -> Any:
+def _convert_schema(value: Any) -> Any:
     match value:
         case dict():
             source = cast(Json, value)
-            schema = {key: _schema(inner) for key, inner in source.items()}
+            schema = {key: _convert_schema(inner) for key, inner in source.items()}
             # The value of a property called `type` is a schema, not a string.
             if isinstance(type_name := source.get("type"), str):
                 schema["type"] = JSON_TYPES.get(type_name, type_name)
             return schema
         case list():
-            return [_schema(inner) for inner in cast(list[Any], value)]
+            return [_convert_schema(inner) for inner in cast(list[Any], value)]
         case _:
             return value
 
@@ -104,8 +100,8 @@ def _schema(value: Any) -> Any:
 @lru_cache(1)
 def _load_checker() -> tuple[Callable[..., Json], Any]:
     """Return the package's checker, and its constant for the language Python."""
-    # The checker imports every vendor's SDK for one flag, which says whether a model's tool names contain
-    # underscores instead of dots. A stub replaces that module during the import.
+    # The checker imports the SDKs of all vendors for a single flag: if the tool names of a model contain
+    # underscores instead of dots. A stub replaces the module with the flag during the import.
     import_package("bfcl_eval", "bfcl", INSTALL)
     name = "bfcl_eval.constants.model_config"
     stub = ModuleType(name)

@@ -1,27 +1,22 @@
-"""GSM8K: grade school problems with worked answers that end in `#### 72`.
-
-A task has the two public fields, `question` and `answer`, and `final`, the number after the marker.
-"""
+"""GSM8K: grade school math problems. A task has the fields `question`, `answer`, which ends in a line such as
+`#### 72`, and `final`, the number in that line."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import islice
 
 from instar.config import Gsm8kTasksConfig
 from instar.errors import ConfigError
-from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.jsonl import read_json_lines
-from instar.rollout.tasksets.word_problems import make_problems
+from instar.rollout.tasks import TaskSet, read_json_lines
+from instar.rollout.tasksets.word_problems import NUMBER, make_problems, parse_number
 from instar.types import Json, Task
 
-MARK = "####"
-NUMBER = re.compile(r"-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:\.\d+)?")
+ANSWER_MARK = "####"
 
 
 def gsm8k_tasks(config: Gsm8kTasksConfig) -> TaskSet:
-    return TaskSet(list(islice(_tasks(config), config.limit)), score)
+    return TaskSet(list(islice(_iterate_tasks(config), config.limit)), score)
 
 
 def score(task: Task, text: str) -> float:
@@ -32,14 +27,14 @@ def score(task: Task, text: str) -> float:
 
 def final_number(text: str) -> float | None:
     """Return the first number after the last `####`, or else the last number in the text."""
-    before, mark, after = text.rpartition(MARK)
+    before, mark, after = text.rpartition(ANSWER_MARK)
     if mark and (match := NUMBER.search(after)):
-        return _value(match[0])
+        return parse_number(match[0])
     numbers = NUMBER.findall(before or after)
-    return _value(numbers[-1]) if numbers else None
+    return parse_number(numbers[-1]) if numbers else None
 
 
-def _tasks(config: Gsm8kTasksConfig) -> Iterator[Task]:
+def _iterate_tasks(config: Gsm8kTasksConfig) -> Iterator[Task]:
     if config.synthetic is not None:
         settings = config.synthetic
         for index, problem in enumerate(make_problems(settings.split, settings.size, settings.seed)):
@@ -54,11 +49,7 @@ def _add_final(record: Json, location: str) -> Json:
         case {"question": str(), "answer": str() as answer}:
             pass
         case _:
-            raise ConfigError(f"{location}: a GSM8K problem needs the strings 'question' and 'answer'")
-    if MARK not in answer or not NUMBER.fullmatch(final := answer.rpartition(MARK)[2].strip()):
-        raise ConfigError(f"{location}: the answer does not end in '{MARK}' and a number")
+            raise ConfigError(f"{location}: a GSM8K problem must have the strings 'question' and 'answer'")
+    if ANSWER_MARK not in answer or not NUMBER.fullmatch(final := answer.rpartition(ANSWER_MARK)[2].strip()):
+        raise ConfigError(f"{location}: the answer must end in '{ANSWER_MARK}' and a number")
     return {**record, "final": final.replace(",", "")}
-
-
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))

@@ -5,30 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from instar.config import ReasoningGymTasksConfig
 from instar.config.tasks import ReasoningGymPart
 from instar.errors import ConfigError
 from instar.rewards.base import WorkerTextScorer
-from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.optional_packages import import_package
+from instar.rollout.tasks import TaskSet, import_package, to_json
 from instar.types import Json, Task
 
 
 def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
-    """Return the tasks. The answer is the text after the last ``Answer:``, or else the complete text."""
+    """Return the tasks. A reply's answer is the text after the last ``Answer:``, or the complete text."""
     parts = config.parts or [ReasoningGymPart(dataset=config.dataset or "", args=config.args)]
     order = interleave_by_weight([part.weight for part in parts], config.size)
     sizes = [max(1, order.count(index)) for index in range(len(parts))]
-    datasets = [_dataset(part, size, config.seed) for part, size in zip(parts, sizes, strict=True)]
-    names = _names(parts)
+    datasets = [_create_dataset(part, size, config.seed) for part, size in zip(parts, sizes, strict=True)]
+    names = _name_parts(parts)
     origins: dict[str, tuple[int, int]] = {}
     tasks: list[Task] = []
     counts = [0] * len(parts)
     for part in order:
         entry = datasets[part][counts[part]]
-        task = Task(f"{names[part]}-{counts[part]}", _to_json(entry))
+        task = Task(f"{names[part]}-{counts[part]}", to_json(entry))
         origins[task.task_id] = (part, counts[part])
         tasks.append(task)
         counts[part] += 1
@@ -36,7 +33,7 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
 
 
 class ReasoningGymScorer(WorkerTextScorer):
-    """A scorer that uses the dataset's own verifier."""
+    """A scorer that calls the verifier of the dataset."""
 
     check_name = "reasoning_gym"
 
@@ -68,7 +65,7 @@ class ReasoningGymScorer(WorkerTextScorer):
 
 
 def interleave_by_weight(weights: Sequence[float], size: int) -> list[int]:
-    """Return ``size`` indices into ``weights``, such that every prefix is nearly proportional to them."""
+    """Return ``size`` indices of ``weights`` such that every prefix is nearly proportional to the weights."""
     total = sum(weights)
     counts = [0] * len(weights)
     order: list[int] = []
@@ -79,20 +76,15 @@ def interleave_by_weight(weights: Sequence[float], size: int) -> list[int]:
     return order
 
 
-def _dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
+def _create_dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
     gym = import_package("reasoning_gym", "reasoning_gym", "pip install reasoning-gym")
     try:
         return gym.create_dataset(part.dataset, size=size, seed=seed, **part.args)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"tasks.dataset: reasoning-gym rejects {part.dataset!r}: {error}") from error
+        raise ConfigError(f"tasks.dataset: reasoning-gym cannot create {part.dataset!r}: {error}") from error
 
 
-def _names(parts: Sequence[ReasoningGymPart]) -> list[str]:
+def _name_parts(parts: Sequence[ReasoningGymPart]) -> list[str]:
     """Return unique names for the parts, because a dataset may be listed twice with different settings."""
     names = [part.dataset for part in parts]
     return names if len({*names}) == len(names) else [f"{index}-{name}" for index, name in enumerate(names)]
-
-
-def _to_json(entry: Json) -> Json:
-    """Return the entry as JSON. Its metadata may contain dates, sets or dataclasses."""
-    return msgspec.json.decode(msgspec.json.encode(entry, enc_hook=str))

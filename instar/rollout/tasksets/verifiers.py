@@ -1,5 +1,5 @@
-"""Environments of `verifiers`: a task is a row of the environment's dataset. `instar.agents.verifiers:run`
-runs the environment on it."""
+"""Environments of `verifiers`. A task is a row of the environment's dataset, on which the agent
+`instar.agents.verifiers:run` runs the environment."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import msgspec
 from instar import registry
 from instar.config import VerifiersTasksConfig
 from instar.errors import ConfigError
-from instar.rollout.tasks import TaskSet
-from instar.rollout.tasksets.optional_packages import import_package
+from instar.rollout.tasks import TaskSet, import_package, to_json
 from instar.types import Json, Task
 
 REPLACED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -31,16 +30,12 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
     except ValueError as error:
         raise ConfigError(f"tasks.environment: {config.environment} has no dataset: {error}") from error
     common: Json = {"environment": config.environment, "args": config.args}
-    return TaskSet(
-        [
-            Task(f"{config.split}-{number}", {**common, "input": _to_json(row)})
-            for number, row in enumerate(rows)
-        ]
-    )
+    data = [{**common, "input": to_json(row)} for row in rows]
+    return TaskSet([Task(f"{config.split}-{number}", record) for number, record in enumerate(data)])
 
 
 def load_environment(name: str, args: Json) -> Any:
-    """Return the environment, which all sessions share. Raises ConfigError if it cannot be used."""
+    """Return the environment, which all sessions share. Raises ConfigError if its tasks cannot be run."""
     return _load(name, msgspec.json.encode(args))
 
 
@@ -58,11 +53,11 @@ def _load(name: str, args: bytes) -> Any:
         raise ConfigError(f"tasks.environment: cannot load {name!r}: {error}") from error
     if not isinstance(environment, verifiers.Environment):
         raise ConfigError(
-            f"tasks.environment: {name} returned {type(environment).__name__}, not an environment"
+            f"tasks.environment: {name} must return an environment, not {type(environment).__name__}"
         )
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"tasks.environment: {name} scores complete groups, but sessions are run separately"
+            f"tasks.environment: {name} scores groups of sessions, but Instar scores each session separately"
         )
     return environment
 
@@ -76,7 +71,3 @@ def _preserve_signal_handlers() -> Generator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _to_json(row: Json) -> Json:
-    return msgspec.json.decode(msgspec.json.encode(row, enc_hook=str))

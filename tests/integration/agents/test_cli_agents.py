@@ -13,6 +13,7 @@ import pytest
 
 from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
+from instar.gateway.base import OpenSession
 from instar.models import DEFAULT_MODEL, resolve_model
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
@@ -78,7 +79,7 @@ async def run_agent(
 
 async def open_target(url: str) -> ServerTarget:
     client = GatewayClient(url, ADMIN_KEY)
-    session = await client.open_session(channel=Channel.TRAIN)
+    session = await client.open_session(OpenSession(channel=Channel.TRAIN))
     await client.close()
     return ServerTarget(session.base_url.removesuffix("/v1"), session.api_key)
 

@@ -13,6 +13,7 @@ import pytest
 from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
+from instar.gateway.base import OpenSession
 from instar.models import DEFAULT_MODEL, load_tokenizer, resolve_model
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
@@ -58,7 +59,7 @@ class ClientHarness:
     async def make_session_job(self, variant: str, question: str) -> ClientJob:
         """Return a job in a session that is opened for it."""
         client = GatewayClient(self.url, ADMIN_KEY)
-        session = await client.open_session(channel=Channel.TRAIN)
+        session = await client.open_session(OpenSession(channel=Channel.TRAIN))
         await client.close()
         return ClientJob(session.base_url.removesuffix("/v1"), session.api_key, variant, question, THANKS)
 

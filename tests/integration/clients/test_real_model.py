@@ -15,6 +15,7 @@ import pytest
 
 from instar.config import LocalEngineConfig, ModelConfig, RunConfig
 from instar.engines.local.engine import LocalEngine
+from instar.gateway.base import OpenSession
 from instar.models import DEFAULT_MODEL, resolve_model
 from instar.rollout.base import AgentSession
 from instar.rollout.gateway_client import GatewayClient
@@ -122,7 +123,7 @@ async def messages(session: AgentSession) -> list[ReceivedReply]:
 async def test_real_model_replies_are_streamed_and_recorded_exactly(
     harness: RealModelHarness, converse: Callable[[AgentSession], Awaitable[list[ReceivedReply]]]
 ) -> None:
-    opened = await harness.client.open_session(channel=Channel.TRAIN, seed=3)
+    opened = await harness.client.open_session(OpenSession(channel=Channel.TRAIN, seed=3))
     replies = await converse(opened)
     session = await harness.store.session(opened.session_id)
     assert session is not None

@@ -251,10 +251,10 @@ def test_a_run_survives_its_nodes(cluster: ThreeNodeCluster, run: RayRun) -> Non
 
     assert_consistent(run)
     said = run.output.read_text()
-    assert f"{moved} ended with signal SIGKILL; starting it again" in said
+    assert f"{moved} exited (signal SIGKILL); restarting it" in said
     assert f"{moved} is lost" in said
-    assert "trainer ended with signal SIGKILL; starting it again" in said
-    assert "gateway ended with signal SIGKILL; starting it again" in said
+    assert "trainer exited (signal SIGKILL); restarting it" in said
+    assert "gateway exited (signal SIGKILL); restarting it" in said
     rewards = [json.loads(line)["reward_mean"] for line in read_metrics(run)]
     assert rewards[0] < 0.2
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.3, [round(reward, 2) for reward in rewards]

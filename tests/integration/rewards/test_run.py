@@ -25,7 +25,7 @@ def test_run_is_scored_in_background_despite_killed_process(tmp_path: Path) -> N
     assert run.wait_until(lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
     assert run.kill_role("rewards")
     run.finish()
-    assert "rewards ended with signal SIGKILL; starting it again" in run.output.read_text()
+    assert "rewards exited (signal SIGKILL); restarting it" in run.output.read_text()
     run.assert_consistent()
     assert run.query("SELECT DISTINCT status FROM groups") == [("ready",)]
     assert run.query("SELECT state, attempts, COUNT(*) FROM scores") == [

@@ -152,15 +152,15 @@ def test_doctor_lists_findings(instar: Instar) -> None:
 
 FAILURES = {
     "train without a file": ("train no.yaml", "no.yaml: the file does not exist"),
-    "train without a rollout": ("train run.yaml", "rollout: needed to train"),
-    "train over an older run": ("train existing.yaml", "Continue it with --resume"),
-    "resume of nothing": ("train fresh.yaml --resume", "nothing to resume"),
+    "train without a rollout": ("train run.yaml", "rollout: this section is missing"),
+    "train over an older run": ("train existing.yaml", "Continue the run with --resume"),
+    "resume of nothing": ("train fresh.yaml --resume", "--resume: there is no run in"),
     "serve without a file": ("serve no.yaml", "no.yaml: the file does not exist"),
     "a missing model": ("serve run.yaml --set model.name=./nothing", "model.name: given './nothing'"),
-    "sessions of no run": ("sessions ls .", "is no run folder"),
-    "a session of no run": ("sessions show . sess", "is no run folder"),
+    "sessions of no run": ("sessions ls .", "is not a run folder"),
+    "a session of no run": ("sessions show . sess", "is not a run folder"),
     "a folder of another version": ("sessions ls existing", "trainer.stepz"),
-    "report of no run": ("report .", "is no run folder"),
+    "report of no run": ("report .", "is not a run folder"),
     "show of no file": ("config show no.yaml", "no.yaml: the file does not exist"),
     "unknown channel": ("sessions ls . --channel trian", "given 'trian'; allowed: train, val, live"),
 }
@@ -201,7 +201,7 @@ def test_installed_command_failure_prints_one_line() -> None:
     command = [str(Path(sys.executable).with_name("instar")), "sessions", "ls", "/nowhere"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: /nowhere is no run folder: it has no config.json\n"
+    assert done.stderr == "error: /nowhere is not a run folder: it has no config.json\n"
 
 
 def test_version_option_prints_the_version(instar: Instar) -> None:

@@ -116,7 +116,7 @@ async def test_role_that_does_not_drain_in_time_is_stopped(harness: RunHarness, 
     (row,) = await request
     assert row.state == "stopped"
     assert harness.output()[-1] == "stopped"
-    assert any("has not ended after 1 s of draining" in line for line in harness.log)
+    assert any("is still draining after 1 s" in line for line in harness.log)
 
 
 async def test_stop_request_stops_the_role(harness: RunHarness, script: Script) -> None:
@@ -154,7 +154,7 @@ async def test_role_retired_while_draining_is_not_started_again(harness: RunHarn
     harness.control.retire("rollout")
     await harness.cluster.stop("rollout")
     await harness.cluster.start("rollout", python=script("exit 0"))
-    with pytest.raises(InstarError, match="rollout is not started: its work is done"):
+    with pytest.raises(InstarError, match="rollout cannot be started because it has finished its work"):
         await request
     assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0, (
         "the next process is not held"
@@ -168,7 +168,7 @@ async def test_role_retired_while_stopped_does_not_block_its_successor(
     await start(harness, script)
     await harness.request("stop", "rollout")
     harness.control.retire("rollout")
-    with pytest.raises(InstarError, match="its work is done"):
+    with pytest.raises(InstarError, match="it has finished its work"):
         await harness.request("start", "rollout")
     await harness.cluster.start("rollout", python=script("exit 0"))
     assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0
@@ -217,7 +217,7 @@ async def test_wait_for_exit_raises_the_fatal_error_of_another_role(
     ("do", "name", "message"),
     [
         ("drain", "nobody", "no role 'nobody'; its roles are rollout"),
-        ("start", "rollout", "rollout is running"),
+        ("start", "rollout", "rollout is already running"),
     ],
 )
 async def test_impossible_request_returns_the_reason(

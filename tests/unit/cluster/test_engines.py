@@ -16,9 +16,8 @@ from transformers import LlamaConfig
 from instar.cli.display import roles_table
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names
-from instar.cluster.live_run import LiveRun, engine_status
+from instar.cluster.live_run import LiveRun, engine_status, serve_run
 from instar.cluster.run import train
-from instar.cluster.serving import serve_run
 from instar.cluster.supervisor import ChildProcess
 from instar.config import RolloutConfig, RunConfig
 from instar.engines.remote import RemoteEngine
@@ -109,7 +108,7 @@ async def test_train_with_an_upstream_engine_is_rejected(tmp_path: Path) -> None
     )
     config = RunConfig.model_validate({**config.model_dump(), "engine": upstream, "rollout": rollout})
     assert engine_names(config) == []
-    with pytest.raises(ConfigError, match=r"engine\.type: an upstream"):
+    with pytest.raises(ConfigError, match=r"engine\.type: the model of an upstream"):
         await train(config)
 
 

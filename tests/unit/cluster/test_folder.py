@@ -22,7 +22,7 @@ def make_config(folder: Path) -> RunConfig:
 def test_lock_of_a_held_role_raises(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     lock = folder.lock("trainer")
-    with pytest.raises(InstarError, match="another process already runs the trainer"):
+    with pytest.raises(InstarError, match=r"the trainer of .* is already running"):
         folder.lock("trainer", wait=0.1)
     os.close(lock)
     os.close(folder.lock("trainer", wait=0.1))
@@ -32,14 +32,14 @@ async def test_train_in_an_existing_run_folder_is_rejected(tmp_path: Path) -> No
     config = make_config(tmp_path / "run")
     RunFolder(tmp_path / "run").create(config)
     with pytest.raises(
-        ConfigError, match=r"exists\. Continue it with --resume, or give the run another name"
+        ConfigError, match=r"exists\. Continue the run with --resume, or choose a different name"
     ):
         await train(config)
     assert not config.store_path.exists()
 
 
 async def test_resume_without_a_run_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to resume: there is no run in"):
+    with pytest.raises(ConfigError, match="--resume: there is no run in"):
         await train(make_config(tmp_path / "run"), resume=True)
     assert not (tmp_path / "run").exists()
 
@@ -50,7 +50,7 @@ async def test_resume_of_a_running_run_is_rejected_and_keeps_its_config(tmp_path
     folder.create(config)
     written = folder.config_file.read_bytes()
     lock = folder.lock("supervisor")
-    with pytest.raises(InstarError, match="another process already runs the supervisor"):
+    with pytest.raises(InstarError, match=r"the supervisor of .* is already running"):
         await train(config.model_copy(update={"seed": 7}), resume=True)
     assert folder.config_file.read_bytes() == written, "the config of the running run is kept"
     os.close(lock)

@@ -7,8 +7,7 @@ from pathlib import Path
 import httpx
 
 from instar.cluster.control import Action, ControlRequest
-from instar.cluster.live_run import LiveRun
-from instar.cluster.serving import serve_run
+from instar.cluster.live_run import LiveRun, serve_run
 from tests.unit.cluster.test_engines import make_config, send_chat, wait_until
 
 

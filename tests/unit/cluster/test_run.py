@@ -14,8 +14,7 @@ from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
 from instar.cluster.live_run import LiveRun
-from instar.cluster.phases import evaluate, finish_scoring, run_phases, run_training
-from instar.cluster.run import record_failure
+from instar.cluster.run import evaluate, finish_scoring, record_failure, run_phases, run_training
 from instar.cluster.supervisor import ChildProcess, Supervisor
 from instar.config import RunConfig
 from instar.errors import InstarError, StoreFull
@@ -77,7 +76,7 @@ async def test_stop_while_the_trainer_starts_is_not_a_failure(run: LiveRun) -> N
     await wait_until(lambda: "trainer" in run.cluster.roles)
     stop.set()
     await asyncio.wait_for(training, 20)
-    with pytest.raises(InstarError, match="trainer is not started"):
+    with pytest.raises(InstarError, match="trainer cannot be started"):
         await run.control.handle(ControlRequest("start", "trainer"))
 
 

@@ -256,7 +256,7 @@ async def test_running_baseline_is_restored_after_a_restart(store: Store) -> Non
     first = Batcher(store, RUN, config)
     assert (await take(store, first)).report["zero_signal"] == 1
     restarted = Batcher(store, RUN, config)
-    restarted.load_baseline(first.baseline_state())
+    restarted.estimator.load_json(first.estimator.to_json())
     batch = await take(store, restarted, step=2)
     assert batch.samples[0].advantages.min() == -1.0
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from instar.agents.calculator import calculate
-from instar.demo.agent import EXAMPLES, prompt
+from instar.demo.agent import EXAMPLES, make_prompt
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_calculator_returns_error_for_invalid_arguments(arguments: str) -> None:
 
 
 def test_demo_examples_are_correct() -> None:
-    system, *messages = prompt()
+    system, *messages = make_prompt()
     assert system["role"] == "system"
     turns = [messages[start : start + 4] for start in range(0, len(messages), 4)]
     assert len(turns) == len(EXAMPLES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from instar.data.batcher import Batcher
-from instar.rollout.admission import MAX_AGE_SECONDS, Admission
+from instar.rollout.admission import MAX_STATE_AGE_SECONDS, Admission
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, StepState
@@ -107,7 +107,7 @@ async def test_admission_counts_published_steps_before_commit(store: Store) -> N
     await sides.fill()
     await sides.claim(1)
     await store.advance_step(RUN, 1, StepState.SUBMITTED, version=1)
-    await asyncio.sleep(MAX_AGE_SECONDS)
+    await asyncio.sleep(MAX_STATE_AGE_SECONDS)
     assert await sides.fill(version=1) == 2
     await sides.claim(2, version=1)
     await store.advance_step(RUN, 2, StepState.SUBMITTED, version=2)

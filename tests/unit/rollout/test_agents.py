@@ -54,11 +54,11 @@ async def test_function_agent_rejects_other_results_and_sync_functions() -> None
     bad = FunctionAgent(
         FunctionAgentConfig(type="function", function=f"{HERE}:returns", args={"value": "ok"})
     )
-    with pytest.raises(AgentError, match="returned 'ok'"):
+    with pytest.raises(AgentError, match="not 'ok'"):
         await bad.run(TASK, SESSION)
     with pytest.raises(AgentError, match="enough"):
         await FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:exits")).run(TASK, SESSION)
-    with pytest.raises(ConfigError, match="not an async function"):
+    with pytest.raises(ConfigError, match="must be an async function"):
         FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:not_async"))
 
 
@@ -101,7 +101,7 @@ async def test_command_agent_reward_is_optional(tmp_path: Path, last_line: str, 
 
 
 async def test_command_agent_raises_with_stderr_of_failed_program(tmp_path: Path) -> None:
-    with pytest.raises(AgentError, match=r"exited with 3: .*the disk is on fire"):
+    with pytest.raises(AgentError, match=r"exited with code 3: .*the disk is on fire"):
         await script(tmp_path, "import sys; print('the disk is on fire', file=sys.stderr); sys.exit(3)").run(
             TASK, SESSION
         )
@@ -170,7 +170,7 @@ async def test_command_agent_deadline_kills_grandchildren(tmp_path: Path) -> Non
     pids = tmp_path / "pid"
     agent = script(tmp_path, GRANDCHILD + "time.sleep(600)\n", str(pids))
     start_time = time.monotonic()
-    with pytest.raises(AgentTimeout, match=r"deadline of 1\.5 s"):
+    with pytest.raises(AgentTimeout, match=r"within 1\.5 s"):
         await run_with_timeout(1.5, agent.run(TASK, SESSION), "the agent")
     assert time.monotonic() - start_time < 6
     await until_gone(int(pids.read_text()))

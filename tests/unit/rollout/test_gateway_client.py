@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from instar.errors import EngineUnavailable, InstarError
+from instar.gateway.base import OpenSession
 from instar.gateway.serve import bind, serve
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.slots import is_transient
@@ -19,13 +20,15 @@ from tests.unit.rollout.harness import RolloutHarness
 
 async def test_gateway_client_opens_and_ends_sessions(harness: RolloutHarness) -> None:
     session = await harness.gateway.open_session(
-        channel=Channel.TRAIN,
-        task_id="t",
-        slot=3,
-        attempt=1,
-        seed=7,
-        sampling={"temperature": 0.5},
-        metadata={"a": 1},
+        OpenSession(
+            channel=Channel.TRAIN,
+            task_id="t",
+            slot=3,
+            attempt=1,
+            seed=7,
+            sampling={"temperature": 0.5},
+            metadata={"a": 1},
+        )
     )
     stored = await harness.store.session(session.session_id)
     assert stored is not None
@@ -39,7 +42,7 @@ async def test_gateway_client_raises_at_once_on_401(harness: RolloutHarness) -> 
     stranger = GatewayClient(harness.gateway.url, "sk-wrong", max_wait=30)
     start_time = time.monotonic()
     with pytest.raises(InstarError, match="rejected /sessions with status 401"):
-        await stranger.open_session(channel=Channel.TRAIN)
+        await stranger.open_session(OpenSession(channel=Channel.TRAIN))
     assert time.monotonic() - start_time < 5
     await stranger.close()
 
@@ -57,7 +60,7 @@ async def test_gateway_client_waits_for_an_unavailable_gateway() -> None:
     port = listener.getsockname()[1]
     listener.close()
     client = GatewayClient(f"http://127.0.0.1:{port}", "k", max_wait=20)
-    opening = asyncio.create_task(client.open_session(channel=Channel.TRAIN))
+    opening = asyncio.create_task(client.open_session(OpenSession(channel=Channel.TRAIN)))
     await asyncio.sleep(0.3)
     assert not opening.done()
     stop = asyncio.Event()
@@ -76,7 +79,7 @@ async def test_gateway_client_gives_up_after_max_wait() -> None:
     listener.close()
     client = GatewayClient(url, "k", max_wait=0.5)
     with pytest.raises(EngineUnavailable, match="did not answer"):
-        await client.open_session(channel=Channel.TRAIN)
+        await client.open_session(OpenSession(channel=Channel.TRAIN))
     await client.close()
 
 

@@ -8,6 +8,7 @@ import pytest
 from instar.config import ScoringConfig
 from instar.data.batcher import Batcher
 from instar.errors import AgentError
+from instar.gateway.base import OpenSession
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
 from instar.rollout.slots import derive_seed
@@ -69,7 +70,6 @@ async def test_tasks_are_shuffled_by_seed_in_every_epoch(harness: RolloutHarness
     assert [again.task_for(i).task_id for i in range(5)] == first
     plain = harness.runner(make_config(harness.folder, shuffle=False))
     assert [plain.task_for(i).task_id for i in range(6)] == ["0", "1", "2", "3", "4", "0"]
-    assert (runner.epoch_of(4), runner.epoch_of(5)) == (0, 1)
 
 
 async def test_transient_error_retries_the_slot(harness: RolloutHarness) -> None:
@@ -154,7 +154,7 @@ async def test_session_fails_after_timeout(harness: RolloutHarness) -> None:
     (group,) = await run_once(harness, harness.runner(config), groups=1)
     (session,) = await sessions(harness, group)
     assert session.status is SessionStatus.FAILED
-    assert session.reason == "the agent ran past its deadline of 0.3 s"
+    assert session.reason == "the agent did not finish within 0.3 s"
 
 
 async def test_agent_may_complete_its_own_session(harness: RolloutHarness) -> None:
@@ -200,7 +200,7 @@ async def test_rule_that_always_fails_stops_the_run(harness: RolloutHarness) -> 
     config = make_config(
         harness.folder, reward=reward, trainer={"steps": 9, "max_staleness": 9, "mode": "async"}
     )
-    with pytest.raises(AgentError, match=r"got no reward; the last one: reward: reward rule .* nan"):
+    with pytest.raises(AgentError, match=r"got no reward; the last failure was: reward: reward rule .* nan"):
         await harness.runner(config).run()
 
 
@@ -241,10 +241,12 @@ async def test_open_groups_of_a_stopped_run_are_resumed(harness: RolloutHarness,
     if not graceful:
         # As a killed process leaves it: slot 0 done on a second attempt, slot 1 under way.
         done = await harness.gateway.open_session(
-            channel=Channel.TRAIN, group_id=group.group_id, slot=0, attempt=1
+            OpenSession(channel=Channel.TRAIN, group_id=group.group_id, slot=0, attempt=1)
         )
         await harness.gateway.complete_session(done.session_id)
-        await harness.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=1, attempt=1)
+        await harness.gateway.open_session(
+            OpenSession(channel=Channel.TRAIN, group_id=group.group_id, slot=1, attempt=1)
+        )
     place.gate.set()
     (group,) = await run_once(harness, harness.runner(config), groups=1)
     assert group.status is GroupStatus.READY
@@ -260,7 +262,9 @@ async def test_open_groups_of_a_stopped_run_are_resumed(harness: RolloutHarness,
 async def test_resumed_group_with_failed_session_is_dropped(harness: RolloutHarness) -> None:
     group = Group(f"{RUN}/train/000000", RUN, Channel.TRAIN, 0, 2, Task("0", {"question": "number 9"}))
     await harness.store.open_group(group)
-    failed = await harness.gateway.open_session(channel=Channel.TRAIN, group_id=group.group_id, slot=0)
+    failed = await harness.gateway.open_session(
+        OpenSession(channel=Channel.TRAIN, group_id=group.group_id, slot=0)
+    )
     await harness.gateway.fail_session(failed.session_id, "earlier")
     config = make_config(harness.folder, group_policy="drop", trainer={"groups_per_step": 1})
     groups = await run_once(harness, harness.runner(config), groups=2)
