@@ -18,7 +18,7 @@ from typing import Any
 
 import openai
 
-from instar.agents.calculator import CALC, calculate
+from instar.agents.calculator import CALC_TOOL, calculate
 from instar.backends.local.backend import LocalBackend
 from instar.config import (
     AdamConfig,
@@ -30,11 +30,12 @@ from instar.config import (
 )
 from instar.data.advantages import grpo, has_signal, normalize
 from instar.data.linearize import linearize, with_advantage
-from instar.demo.agent import prompt
+from instar.demo.agent import make_prompt
 from instar.demo.tasks import train_tasks
 from instar.engines.local.engine import LocalEngine
 from instar.gateway.app import create_app
 from instar.gateway.auth import new_key
+from instar.gateway.base import OpenSession
 from instar.gateway.serve import bind, serve
 from instar.models import resolve_model
 from instar.record.render import load_renderer
@@ -47,17 +48,16 @@ Rule = Callable[[Json, str], float]
 
 NAME = "minimal"
 GROUPS, GROUP_SIZE = 3, 8
-LOSS = LossConfig(name="importance_sampling")
-ADAM = AdamConfig(lr=3e-4)
+LOSS, ADAM = LossConfig(name="importance_sampling"), AdamConfig(lr=3e-4)
 
 
 async def agent(task: Json, session: AgentSession) -> str:
     """Any program that calls a model; it contains no training code."""
-    messages: list[Any] = [*prompt(), {"role": "user", "content": task["question"]}]
+    messages: list[Any] = [*make_prompt(), {"role": "user", "content": task["question"]}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for max_tokens in (44, 16):
             response = await client.chat.completions.create(
-                model=session.model, messages=messages, tools=[CALC], max_tokens=max_tokens
+                model=session.model, messages=messages, tools=[CALC_TOOL], max_tokens=max_tokens
             )
             reply = response.choices[0].message
             messages.append(reply.model_dump(exclude_none=True))
@@ -102,7 +102,7 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_righ
 
     async def attempt(task: Json, seed: int) -> tuple[float, list[Sample]]:
         """Run one session; return its reward and its calls as flat samples."""
-        opened = await gateway.open_session(channel=Channel.TRAIN, seed=seed)
+        opened = await gateway.open_session(OpenSession(channel=Channel.TRAIN, seed=seed))
         value = reward(task, await agent(task, opened))
         rewards = [Reward(opened.session_id, value, RewardSource.RULE)]
         await gateway.complete_session(opened.session_id, rewards)

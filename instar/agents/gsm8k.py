@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from instar.agents.calculator import CALC_TOOL, calculate
-from instar.agents.openai_agent import (
-    OpenAIAgent,
-    function_tool,
-    tool_call_message,
-    tool_result_message,
-)
+from instar.agents.openai_agent import OpenAIAgent, function_tool, tool_call_message, tool_result_message
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.gsm8k import ANSWER_MARK, final_number
 from instar.types import Json

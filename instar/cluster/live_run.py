@@ -214,11 +214,7 @@ async def start_teacher(run: LiveRun) -> None:
 
 
 async def _start_with_secrets(
-    run: LiveRun,
-    role: str,
-    name: str,
-    python: str | None,
-    listen: ListenAddress | None = ("127.0.0.1", 0),
+    run: LiveRun, role: str, name: str, python: str | None, listen: ListenAddress | None = ("127.0.0.1", 0)
 ) -> RoleHandle:
     """Start a role that needs the keys of cloud services."""
     return await start_role(

@@ -15,14 +15,7 @@ from instar.backends.factory import check_run
 from instar.cluster.context import HEARTBEAT_SECONDS
 from instar.cluster.data import import_data, pin_data
 from instar.cluster.layout import RunFolder, engine_names
-from instar.cluster.live_run import (
-    REWARDS,
-    LiveRun,
-    serve_run,
-    start_rollout,
-    start_teacher,
-    start_trainer,
-)
+from instar.cluster.live_run import REWARDS, LiveRun, serve_run, start_rollout, start_teacher, start_trainer
 from instar.cluster.tasks import cancel_tasks
 from instar.config import (
     CloudConfig,

@@ -29,10 +29,7 @@ def get_behavior_logprobs(sample: Sample) -> Floats:
 
 
 def decouple(
-    samples: Sequence[Sample],
-    scales: Sequence[Floats],
-    proximal: Sequence[Floats],
-    config: OffPolicyConfig,
+    samples: Sequence[Sample], scales: Sequence[Floats], proximal: Sequence[Floats], config: OffPolicyConfig
 ) -> tuple[list[Sample], list[Floats], Json]:
     """Apply decoupled PPO, and return the samples, their scales and metrics.
 

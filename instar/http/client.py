@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
 import aiohttp
@@ -39,6 +39,7 @@ class RequestOptions(TypedDict, total=False):
     max_bytes: int | None
 
 
+@dataclass(eq=False, kw_only=True)
 class HttpClient:
     """An HTTP client with an aiohttp session, which is opened by the first request.
 
@@ -46,23 +47,13 @@ class HttpClient:
     for which an idle connection stays open. If it is 0, each connection is closed after its response.
     """
 
-    def __init__(
-        self,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout: float = 30.0,
-        connect_timeout: float | None = None,
-        keep_alive: float = 15.0,
-        use_environment_proxy: bool = False,
-        secret: str | None = None,
-    ) -> None:
-        self._headers = dict(headers or {})
-        self._timeout = timeout
-        self._connect_timeout = connect_timeout
-        self._keep_alive = keep_alive
-        self._use_environment_proxy = use_environment_proxy
-        self._secret = secret
-        self._session: aiohttp.ClientSession | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    timeout: float = 30.0
+    connect_timeout: float | None = None
+    keep_alive: float = 15.0
+    use_environment_proxy: bool = False
+    secret: str | None = field(default=None, repr=False)
+    _session: aiohttp.ClientSession | None = field(default=None, init=False, repr=False)
 
     async def request(
         self,
@@ -77,7 +68,7 @@ class HttpClient:
         ``max_bytes``.
         """
         timeout = options.get("timeout")
-        seconds = self._timeout if timeout is None else timeout
+        seconds = self.timeout if timeout is None else timeout
         try:
             async with self._open_session().request(
                 method,
@@ -85,7 +76,7 @@ class HttpClient:
                 data=body,
                 headers=options.get("headers"),
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=max(0.001, seconds), sock_connect=self._connect_timeout),
+                timeout=aiohttp.ClientTimeout(total=max(0.001, seconds), sock_connect=self.connect_timeout),
             ) as response:
                 content = await _read_at_most(response, options.get("max_bytes"))
         except TimeoutError as error:
@@ -104,7 +95,7 @@ class HttpClient:
 
     def redact(self, text: str) -> str:
         """Return the text without the secret, because servers may quote a key that they reject."""
-        return text.replace(self._secret, "***") if self._secret else text
+        return text.replace(self.secret, "***") if self.secret else text
 
     async def close(self) -> None:
         if self._session is not None:
@@ -115,13 +106,13 @@ class HttpClient:
         if self._session is None:
             # The connector has no limit, because the callers limit the number of concurrent requests.
             connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=self._keep_alive or None, force_close=not self._keep_alive
+                limit=0, keepalive_timeout=self.keep_alive or None, force_close=not self.keep_alive
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers=self._headers,
-                trust_env=self._use_environment_proxy,
+                headers=self.headers,
+                trust_env=self.use_environment_proxy,
             )
         return self._session
 

@@ -1,7 +1,8 @@
 """A small HTTP/1.1 client without TLS for engines and providers on the same network, such as vLLM and Ollama.
 
-Most of the cost of forwarding a request is the HTTP client, and this one takes a fraction of the time of a
-general client. It raises aiohttp's errors, so that callers handle both clients in the same way.
+The HTTP client takes most of the time that the gateway needs to forward a request, and this client is several
+times faster than aiohttp. It raises the errors of aiohttp, so that callers handle both clients in the same
+way.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import httptools
 from aiohttp import ClientPayloadError, ServerDisconnectedError
 from multidict import CIMultiDict
 
-_HIGH_WATER = 1 << 18
-"""The number of unread bytes of a response at which the connection stops reading."""
+MAX_UNREAD_BYTES = 1 << 18
+"""The number of unread bytes of a response above which the connection stops reading."""
 
 
 class PlainClient:
@@ -37,14 +38,14 @@ class PlainClient:
     def close(self) -> None:
         """Abort all connections, including those with a response in progress."""
         for connection in [*self._open]:
-            connection.abort()
+            connection.transport.abort()
 
     def _head(self, target: str, headers: Mapping[str, str], length: int) -> bytes:
         lines = [f"POST {target} HTTP/1.1", f"host: {self._host_header}", f"content-length: {length}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join(lines)
         if head.count("\n") != len(lines) - 1:
-            raise ValueError("A header value contains a line break.")
+            raise ValueError("a header name or value contains a line break")
         return head.encode() + b"\r\n\r\n"
 
     def _pop_idle(self) -> _Connection | None:
@@ -52,7 +53,7 @@ class PlainClient:
             connection = self._idle.pop()
             if time.monotonic() - connection.idle_since < self._idle_seconds and connection.is_usable:
                 return connection
-            connection.abort()
+            connection.transport.abort()
         return None
 
     async def _connect(self) -> _Connection:
@@ -65,7 +66,7 @@ class PlainClient:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection that serves one request at a time and is listed as idle in between."""
+    """A connection that serves one request at a time and is in ``idle_connections`` between requests."""
 
     def __init__(self, idle_connections: list[_Connection], open_connections: set[_Connection]) -> None:
         self._idle_connections = idle_connections
@@ -76,44 +77,35 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """True if the connection is open and the last request was fully sent before its response ended."""
-        return not self._transport.is_closing() and self._transport.get_write_buffer_size() == 0
+        """True if the connection is open and the last request was sent completely."""
+        return not self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
 
     async def send(self, head: bytes, body: bytes) -> PlainResponse:
         self._response = response = PlainResponse(self)
         self._parser = httptools.HttpResponseParser(self)
-        self._transport.writelines([head, body])
+        self.transport.writelines([head, body])
         try:
             await response.started
         except asyncio.CancelledError:
-            self.abort()
+            self.transport.abort()
             raise
         return response
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def pause(self) -> None:
-        self._transport.pause_reading()
-
-    def resume(self) -> None:
-        self._transport.resume_reading()
 
     # --- asyncio.Protocol callbacks ---------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self.transport = cast(asyncio.Transport, transport)
         self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._response is None:  # data without a request
-            self.abort()
+            self.transport.abort()
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ClientPayloadError(f"the response is not HTTP: {error}"))
-            self.abort()
+            self._fail(ClientPayloadError(f"the response is not valid HTTP: {error}"))
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._open_connections.discard(self)
@@ -126,16 +118,15 @@ class _Connection(asyncio.Protocol):
             self._response = None
             response.finish()
         else:
-            self._fail(
-                ServerDisconnectedError()
-                if not response.status
-                else ClientPayloadError(str(exc or "the connection closed early"))
+            incomplete = ClientPayloadError(
+                str(exc or "the connection closed before the end of the response")
             )
+            self._fail(incomplete if response.status else ServerDisconnectedError())
 
     def _fail(self, error: Exception) -> None:
         response, self._response = self._response, None
         if response is not None:
-            response.fail(error)
+            response.finish(error)
 
     # --- httptools callbacks ----------------------------------------------------------------------
 
@@ -161,16 +152,16 @@ class _Connection(asyncio.Protocol):
             return
         self._response = None
         if self._parser.should_keep_alive() and self.is_usable:
-            self.resume()
+            self.transport.resume_reading()
             self.idle_since = time.monotonic()
             self._idle_connections.append(self)
         else:
-            self._transport.close()
+            self.transport.close()
         response.finish()
 
 
 class PlainResponse:
-    """The response to a request, with the part of aiohttp's ClientResponse that callers use."""
+    """A response with the methods of aiohttp's ClientResponse that callers use."""
 
     def __init__(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
@@ -178,12 +169,12 @@ class PlainResponse:
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.started: asyncio.Future[None] = loop.create_future()
         self.closed = False
-        """True once no more data will arrive."""
+        """True if no more data will arrive."""
         self.received = 0
-        """The number of bytes that have arrived, read or unread."""
+        """The number of bytes that have arrived, including unread bytes."""
         self._connection = connection
         self._parts: list[bytes] = []
-        self._size = 0
+        self._unread_bytes = 0
         self._paused = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -198,15 +189,13 @@ class PlainResponse:
         return self.status != 0 and "content-length" not in headers and "transfer-encoding" not in headers
 
     async def read(self) -> bytes:
-        """Return the whole body."""
         parts: list[bytes] = []
         while part := await self.readany():
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def readany(self) -> bytes:
-        """Return the bytes that have arrived, after waiting for at least one; empty at the end of the
-        body."""
+        """Wait for data and return the unread bytes, or an empty string at the end of the body."""
         while not self._parts:
             if self._error is not None:
                 raise self._error
@@ -216,16 +205,16 @@ class PlainResponse:
             await self._waiter
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
-        self._size = 0
+        self._unread_bytes = 0
         if self._paused:
             self._paused = False
-            self._connection.resume()
+            self._connection.transport.resume_reading()
         return data
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._connection.abort()
+            self._connection.transport.abort()
 
     # --- called by the connection -----------------------------------------------------------------
 
@@ -236,22 +225,17 @@ class PlainResponse:
 
     def append(self, part: bytes) -> None:
         self._parts.append(part)
-        self._size += len(part)
+        self._unread_bytes += len(part)
         self.received += len(part)
-        if self._size > _HIGH_WATER and not self._paused:
+        if self._unread_bytes > MAX_UNREAD_BYTES and not self._paused:
             self._paused = True
-            self._connection.pause()
+            self._connection.transport.pause_reading()
         self._wake()
 
-    def finish(self) -> None:
+    def finish(self, error: Exception | None = None) -> None:
         self.closed = True
         self._paused = False
-        self._wake()
-
-    def fail(self, error: Exception) -> None:
-        self.closed = True
-        self._paused = False
-        if not self.started.done():
+        if error is not None and not self.started.done():
             self.started.set_exception(error)
         else:
             self._error = error
