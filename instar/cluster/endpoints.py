@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from instar.cluster.base import RoleHandle
@@ -42,17 +42,12 @@ class EndpointDirectory:
         """Return a new lease for the role ``name``. Holders of earlier leases can no longer write."""
         return str(await self._store.take_lease(self._run_id, name))
 
-    async def list_urls(self, role: str, *, draining: bool = True) -> dict[str, str]:
-        """Return the URLs of the role's processes that listen, by name. ``draining=False`` excludes processes
-        that are about to exit."""
-        entries = await self._store.endpoints(self._run_id)
-        return {
-            entry.name: entry.url
-            for entry in entries
-            if entry.role == role and entry.url and (draining or not entry.doing.startswith(DRAINING))
-        }
+    async def list_urls(self, role: str, *, draining: bool = True) -> list[str]:
+        """Return the URLs of the role's processes that listen, by default including draining processes."""
+        entries = [e for e in await self._store.endpoints(self._run_id) if e.role == role and e.url]
+        return [entry.url for entry in entries if draining or not entry.doing.startswith(DRAINING)]
 
-    async def wait_for_urls(self, role: str, timeout: float = 60.0) -> dict[str, str]:
+    async def wait_for_urls(self, role: str, timeout: float = 60.0) -> list[str]:
         """Return the URLs of the role as soon as there is one. Raises EngineUnavailable after ``timeout``."""
         deadline = time.monotonic() + timeout
         while not (urls := await self.list_urls(role)):
@@ -64,32 +59,28 @@ class EndpointDirectory:
     async def watch_url(self, role: str, set_url: Callable[[str], None]) -> None:
         """Pass the current URL of the role's only process to ``set_url`` repeatedly until cancelled."""
         while True:
-            for url in (await self.list_urls(role)).values():
+            for url in await self.list_urls(role):
                 set_url(url)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 class EngineConnections:
-    """Connections to the engines of a run. ``skip_silent`` excludes engines that do not answer if others
-    do."""
+    """Connections to the engines of a run. If any engine answers, ``skip_silent`` excludes those that do
+    not."""
 
-    def __init__(
-        self, directory: EndpointDirectory, token: str, role: str = "engine", *, skip_silent: bool = False
-    ) -> None:
-        self._skip_silent = skip_silent
+    def __init__(self, directory: EndpointDirectory, token: str, *, skip_silent: bool = False) -> None:
         self._directory = directory
-        self._role = role
         self._token = token
+        self._skip_silent = skip_silent
         self._by_url: dict[str, RemoteEngine] = {}
 
     async def list_current(self) -> list[Engine]:
         """Return the engines that have answered at their current address, even if they do not answer now.
         Draining engines are excluded."""
-        urls = await self._directory.list_urls(self._role, draining=False)
+        urls = await self._directory.list_urls("engine", draining=False)
         await self._close_all_but(urls)
-        new_urls = [url for url in urls.values() if url not in self._by_url]
-        await asyncio.gather(*map(self._connect, new_urls))
-        engines: list[Engine] = [self._by_url[url] for url in urls.values() if url in self._by_url]
+        await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
+        engines: list[Engine] = [self._by_url[url] for url in urls if url in self._by_url]
         if not self._skip_silent:
             return engines
         answers = await asyncio.gather(*map(_is_answering, engines))
@@ -100,12 +91,12 @@ class EngineConnections:
         deadline = time.monotonic() + timeout
         while not (engines := await self.list_current()):
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"no {self._role} of the run has answered within {timeout:g} s")
+                raise EngineUnavailable(f"no engine of the run has answered within {timeout:g} s")
             await asyncio.sleep(0.1)
         return engines
 
     async def close(self) -> None:
-        await self._close_all_but({})
+        await self._close_all_but([])
 
     async def _connect(self, url: str) -> None:
         engine = RemoteEngine(url, self._token)
@@ -117,8 +108,8 @@ class EngineConnections:
         else:
             self._by_url[url] = engine
 
-    async def _close_all_but(self, urls: Mapping[str, str]) -> None:
-        for url in [url for url in self._by_url if url not in urls.values()]:
+    async def _close_all_but(self, urls: Collection[str]) -> None:
+        for url in [url for url in self._by_url if url not in urls]:
             await self._by_url.pop(url).close()
 
 
@@ -156,7 +147,7 @@ class DiscoveredEnginePool(EnginePool):
     async def watch_endpoints(self) -> None:
         """Update the pool whenever the addresses in the store change, until cancelled."""
         while True:
-            urls = (await self._directory.list_urls(self._role)).values()
+            urls = await self._directory.list_urls(self._role)
             self._by_url = {url: self._by_url.get(url) or RemoteEngine(url, self._token) for url in urls}
             await self.replace(list(self._by_url.values()))
             await asyncio.sleep(POLL_SECONDS)
@@ -171,7 +162,7 @@ async def connect_to_engines(
     names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
     if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:
         # A single engine keeps its address, and requests that arrive during a restart wait in its socket.
-        (url,) = (await directory.wait_for_urls(role, timeout=300)).values()
+        (url,) = await directory.wait_for_urls(role, timeout=300)
         return await RemoteEngine.connect(url, token, 300), wait_forever
     pool = DiscoveredEnginePool(directory, token, role=role, newest_policy=newest_policy)
     await pool.start()

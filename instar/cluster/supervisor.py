@@ -170,7 +170,7 @@ class Supervisor(Cluster):
                 if time.monotonic() - started_at > RESTART_RESET_SECONDS:
                     child.restarts = 0
                 if code == EXIT_FATAL or child.restarts >= len(RESTART_BACKOFF):
-                    self._give_up(child, code)
+                    await self._give_up(child, code)
                     return
                 pause = RESTART_BACKOFF[child.restarts]
                 child.restarts += 1
@@ -183,16 +183,16 @@ class Supervisor(Cluster):
                 await self._spawn(child)
             except OSError as error:
                 self.log(f"{child.name} cannot be started: {error}")
-                self._give_up(child, code)
+                await self._give_up(child, code)
                 return
 
-    def _give_up(self, child: ChildProcess, code: int) -> None:
+    async def _give_up(self, child: ChildProcess, code: int) -> None:
         child.exit_code.set_result(code)
         if code == EXIT_FATAL:
-            cause = f"{child.name}: {self._tail(child.name, 1)}\n(log: {child.log})"
+            cause = f"{child.name}: {await self.tail(child.name, 1)}\n(log: {child.log})"
         else:
             symptom = f"exited ({describe_exit(code)}), and again after each restart"
-            cause = f"{child.name}: {symptom}\n(log: {child.log})\n{self._tail(child.name)}"
+            cause = f"{child.name}: {symptom}\n(log: {child.log})\n{await self.tail(child.name)}"
         self.fail(InstarError(cause))
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
@@ -223,9 +223,6 @@ class Supervisor(Cluster):
             await asyncio.sleep(0.02)
 
     async def tail(self, name: str, lines: int = 12) -> str:
-        return self._tail(name, lines)
-
-    def _tail(self, name: str, lines: int = 12) -> str:
         path = self.folder.log(name)
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.is_file() else ""
 

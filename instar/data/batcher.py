@@ -140,8 +140,8 @@ class Batcher:
 
     async def _load_exported(self, step: int) -> list[LoadedGroup]:
         picked = await self.mixture.pick_groups(step)
-        loaded = await self.loader.load([exported.group for exported in picked])
-        return [replace(group, epoch=exported.epoch) for group, exported in zip(loaded, picked, strict=True)]
+        loaded = await self.loader.load([group for group, _ in picked])
+        return [replace(group, epoch=epoch) for group, (_, epoch) in zip(loaded, picked, strict=True)]
 
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from instar.config import DataConfig, RunConfig
 from instar.config.data import group_prefix
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus
 
-
-@dataclass(frozen=True, slots=True)
-class ExportedGroup:
-    group: Group
-    epoch: int
-    """The number of earlier passes over the data. The group is claimed in this epoch."""
+ExportedGroup = tuple[Group, int]
+"""A group and the epoch in which it is claimed, which is the number of earlier passes over the data."""
 
 
 class DataMixture:
@@ -55,12 +49,12 @@ class DataMixture:
         epoch = self._first_epoch.get(label, 0)
         max_epochs = section.epochs or (None if self.has_live_data else 1)
         while len(picked) < count and (max_epochs is None or epoch < max_epochs):
-            picked_ids = {exported.group.group_id for exported in picked}
+            picked_ids = {group.group_id for group, _ in picked}
             remaining = await self._unclaimed(label, epoch)
             fresh = [group for group in remaining if group.group_id not in picked_ids]
             if picked and not fresh:
                 break  # all groups of the source are in this step
-            picked += [ExportedGroup(group, epoch) for group in fresh[: count - len(picked)]]
+            picked += [(group, epoch) for group in fresh[: count - len(picked)]]
             if not remaining:
                 self._first_epoch[label] = epoch + 1
             epoch += 1

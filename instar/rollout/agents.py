@@ -31,9 +31,8 @@ def create_agent(config: AgentConfig) -> Agent:
 
 
 class FunctionAgent(Agent):
-    """An agent that calls ``function(task.data, session, **args)``. The function returns None, a reward, or a
-    tuple of the number of turns and the reward. Its method ``aclose``, if any, is awaited when the run
-    ends."""
+    """An agent that calls ``function(task.data, session, **args)``, which returns None, a reward, or (turns,
+    reward). The function's method ``aclose``, if any, is awaited at the end of the run."""
 
     def __init__(self, config: FunctionAgentConfig) -> None:
         function = registry.load_object(config.function)
@@ -59,10 +58,8 @@ class FunctionAgent(Agent):
             case (int() as turns, None | int() | float() as reward):
                 return AgentResult(reward=None if reward is None else float(reward), turns=turns)
             case _:
-                raise AgentError(
-                    f"the agent {self.name} must return None, a reward or a tuple (turns, reward), not "
-                    f"{returned!r:.200}"
-                )
+                expected = "None, a reward or a tuple (turns, reward)"
+                raise AgentError(f"the agent {self.name} must return {expected}, not {returned!r:.200}")
 
     async def close(self) -> None:
         if aclose := getattr(self.function, "aclose", None):

@@ -131,14 +131,8 @@ class RolloutRunner:
         return order
 
     async def _start_group(self, index: int) -> None:
-        group = Group(
-            group_id=f"{self.run_id}/train/{index:06d}",
-            run_id=self.run_id,
-            channel=Channel.TRAIN,
-            index=index,
-            size=self.rollout.group_size,
-            task=self.task_for(index),
-        )
+        group_id, size = f"{self.run_id}/train/{index:06d}", self.rollout.group_size
+        group = Group(group_id, self.run_id, Channel.TRAIN, index, size, self.task_for(index))
         await self.store.open_group(group)
         self._launch(group, [RolloutSlot(group, number) for number in range(group.size)])
 
@@ -157,10 +151,8 @@ class RolloutRunner:
         if has_failed and self.rollout.group_policy == "drop":
             await self.store.close_group(group.group_id, GroupStatus.DROPPED, "session_failed")
         else:
-            has_background = self.scoring.has_background_scorers
-            await self.store.close_group(
-                group.group_id, GroupStatus.SCORING if has_background else GroupStatus.READY
-            )
+            status = GroupStatus.SCORING if self.scoring.has_background_scorers else GroupStatus.READY
+            await self.store.close_group(group.group_id, status)
         self.groups_done += 1
 
     def _check_progress(self, results: list[SlotResult]) -> None:

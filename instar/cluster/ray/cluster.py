@@ -130,8 +130,6 @@ class RayCluster(Cluster):
     def describe_listen_host(self, host: str) -> str:
         return "the address of its node" if is_loopback(host) and not self._is_single_machine else host
 
-    # --- starting -------------------------------------------------------------------------------
-
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleActor:
         name = options.get("name") or role
         if (previous := self._actors.get(name)) is not None:
@@ -223,8 +221,6 @@ class RayCluster(Cluster):
     def _read_hosts(self) -> dict[str, str]:
         """Return the last host of each role, also from earlier starts of this run."""
         return msgspec.json.decode(self._hosts.read_bytes()) if self._hosts.is_file() else {}
-
-    # --- watching -------------------------------------------------------------------------------
 
     async def _watch(self, actor: RoleActor) -> None:
         """Watch the actor while it exists. It exists longer than its role, to keep the socket and the log."""
@@ -328,8 +324,6 @@ class RayCluster(Cluster):
             raise  # raised by the code of the actor
         except errors.RayError as error:
             raise ActorLostError(str(error).strip().splitlines()[0]) from error
-
-    # --- control --------------------------------------------------------------------------------
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
         if (actor := self._actors.get(name)) is not None:

@@ -23,7 +23,7 @@ async def run_rewards(context: RoleContext) -> None:
     os.environ.pop(ENGINE_TOKEN_ENV)
     admin_key = os.environ.pop(ADMIN_KEY_ENV)
     directory = EndpointDirectory(store, context.run_id)
-    (url,) = (await directory.wait_for_urls("gateway")).values()
+    (url,) = await directory.wait_for_urls("gateway")
     configured = create_background_scorers(context.config)
     scorers = [scorer for scorer in configured.scorers if scorer.background or scorer in configured.live]
     runner = ScoringRunner(

@@ -28,7 +28,7 @@ async def run_rollout(context: RoleContext) -> None:
     # Removed before the agent's code runs, because processes that the agent starts inherit the environment.
     os.environ.pop(ENGINE_TOKEN_ENV)
     directory = EndpointDirectory(store, context.run_id)
-    (url,) = (await directory.wait_for_urls("gateway")).values()
+    (url,) = await directory.wait_for_urls("gateway")
     async with AsyncExitStack() as resources:
         monitor = Monitor(config.run_dir)
         resources.callback(monitor.close)

@@ -19,7 +19,9 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
     order = interleave_by_weight([part.weight for part in parts], config.size)
     sizes = [max(1, order.count(index)) for index in range(len(parts))]
     datasets = [_create_dataset(part, size, config.seed) for part, size in zip(parts, sizes, strict=True)]
-    names = _name_parts(parts)
+    names = [part.dataset for part in parts]
+    if len({*names}) < len(names):  # a dataset may be listed twice with different settings
+        names = [f"{index}-{name}" for index, name in enumerate(names)]
     origins: dict[str, tuple[int, int]] = {}
     tasks: list[Task] = []
     counts = [0] * len(parts)
@@ -82,9 +84,3 @@ def _create_dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
         return gym.create_dataset(part.dataset, size=size, seed=seed, **part.args)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"tasks.dataset: reasoning-gym cannot create {part.dataset!r}: {error}") from error
-
-
-def _name_parts(parts: Sequence[ReasoningGymPart]) -> list[str]:
-    """Return unique names for the parts, because a dataset may be listed twice with different settings."""
-    names = [part.dataset for part in parts]
-    return names if len({*names}) == len(names) else [f"{index}-{name}" for index, name in enumerate(names)]
