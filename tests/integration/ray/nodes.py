@@ -1,5 +1,5 @@
-"""Ray nodes on one machine, each in a network namespace with an address of its own, behind one bridge, and
-with a folder that the others do not see."""
+"""Ray nodes on one machine. Each node has its own network namespace, address and folder, and a bridge
+connects the nodes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ROOT = Path(__file__).parents[3]
 
 
 def require_namespaces() -> None:
-    """Skips where they cannot be made."""
+    """Skip the test if network namespaces cannot be created."""
     if os.getuid() != 0:
-        pytest.skip("network namespaces need root")
+        pytest.skip("root is required to create network namespaces")
     if shutil.which("ip") is None:
         pytest.skip("the command ip is not installed (Debian: iproute2)")
     probe = f"instar-probe-{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode != 0:
-        pytest.skip("this machine lets nobody make network namespaces")
+        pytest.skip("network namespaces cannot be created on this machine")
     subprocess.run(["ip", "netns", "del", probe], check=True)
 
 
 class Network:
-    """A bridge, with this machine at its `.254`."""
+    """A bridge. This machine has the address `.254` in its network."""
 
     def __init__(self) -> None:
         number = os.getpid() % 250
@@ -48,7 +48,8 @@ class Network:
 
 
 class RayNode:
-    """Started when made; ``head`` is the node that the others join."""
+    """A Ray node, which the constructor starts. ``head`` is the node that it joins; None starts a head
+    node."""
 
     def __init__(
         self, network: Network, name: str, number: int, folder: Path, head: RayNode | None, **resources: float
@@ -56,10 +57,10 @@ class RayNode:
         self.name = name
         self.namespace = f"{network.bridge}-{name}"
         self.runs_folder = folder / f"own-{name}"
-        """What it has as `runs` in the folder."""
+        """The folder that the node sees as `runs`."""
         self._mount_point = folder / "runs"
-        for each in (self.runs_folder, self._mount_point):
-            each.mkdir(exist_ok=True)
+        for created_folder in (self.runs_folder, self._mount_point):
+            created_folder.mkdir(exist_ok=True)
         self.address = f"{network.prefix}.{number}"
         self._interface = f"{network.bridge[-8:]}{name}"
         self._token = folder / "token"
@@ -68,8 +69,8 @@ class RayNode:
             self._token.chmod(0o600)
         self._join_network(network)
         self.cluster_address = f"{(head or self).address}:{PORT}"
-        first = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-        role = first if head is None else [f"--address={self.cluster_address}"]
+        head_options = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        role = head_options if head is None else [f"--address={self.cluster_address}"]
         command = [
             str(Path(sys.executable).with_name("ray")), "start", *role, "--block", "--disable-usage-stats",
             f"--node-ip-address={self.address}", f"--temp-dir={folder / name}",
@@ -87,7 +88,7 @@ class RayNode:
                 start_new_session=True,
             )
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def environment(self, **variables: str) -> dict[str, str]:
         ray = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
@@ -96,22 +97,22 @@ class RayNode:
             "RAY_raylet_start_wait_time_s": "120",
             "RAY_worker_niceness": "0",
         }
-        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **ray, **more}
+        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **ray, **variables}
 
     def wrap_command(self, command: list[str]) -> list[str]:
-        """The command, to be run on this node."""
-        mounting = f'mount --bind {self.runs_folder} {self._mount_point} && exec "$@"'
-        return ["ip", "netns", "exec", self.namespace, "sh", "-c", mounting, "sh", *command]
+        """Return the command that runs ``command`` on this node."""
+        mount_and_run = f'mount --bind {self.runs_folder} {self._mount_point} && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "sh", "-c", mount_and_run, "sh", *command]
 
     def wait(self, timeout: float = 90) -> None:
         deadline = time.monotonic() + timeout
-        while "Ray runtime started" not in (said := self._log.read_text(errors="replace")):
-            assert self._process.poll() is None, said
-            assert time.monotonic() < deadline, said
+        while "Ray runtime started" not in (log := self._log.read_text(errors="replace")):
+            assert self._process.poll() is None, log
+            assert time.monotonic() < deadline, log
             time.sleep(0.1)
 
     def disconnect(self) -> None:
-        """It reaches nobody any more, and nobody reaches it; its processes go on."""
+        """Disconnect the node from the network. Its processes keep running."""
         _run_ip("link", "set", self._interface, "down")
 
     def remove(self) -> None:
@@ -121,15 +122,15 @@ class RayNode:
         _run_ip("netns", "del", self.namespace)
 
     def _join_network(self, network: Network) -> None:
-        inside = "eth0"
+        interface = "eth0"
         _run_ip("netns", "add", self.namespace)
         _run_ip(
-            "link", "add", self._interface, "type", "veth", "peer", "name", inside, "netns", self.namespace
+            "link", "add", self._interface, "type", "veth", "peer", "name", interface, "netns", self.namespace
         )
         _run_ip("link", "set", self._interface, "master", network.bridge, "up")
         for command in (
-            ["addr", "add", f"{self.address}/24", "dev", inside],
-            ["link", "set", inside, "up"],
+            ["addr", "add", f"{self.address}/24", "dev", interface],
+            ["link", "set", interface, "up"],
             ["link", "set", "lo", "up"],
             ["route", "add", "default", "via", network.address],
         ):
@@ -137,10 +138,10 @@ class RayNode:
 
 
 def _run_ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    result = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, f"ip {' '.join(arguments)}: {result.stderr}"
 
 
 def _list_pids(namespace: str) -> list[int]:
-    told = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
-    return [int(pid) for pid in told.stdout.split()]
+    result = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in result.stdout.split()]

@@ -1,4 +1,4 @@
-"""The same run on a Ray cluster of its own, on this machine: nothing of it is left, however it ends."""
+"""A run that starts a Ray cluster on this machine, and that leaves no process behind."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ def make_run(folder: Path, model: Path, **trainer: Any) -> RunProcess:
 
 
 def list_descendants(pid: int) -> set[int]:
-    """Those that are alive, from the process table."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
             except OSError:
-                continue  # it ended meanwhile
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
+                continue  # the process has exited
+    tree = {pid}
+    while children := {child for child, parent in parents.items() if parent in tree} - tree:
+        tree |= children
+    return tree - {pid}
 
 
 def is_alive(pid: int) -> bool:
@@ -60,22 +59,22 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_ends_well_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_run_on_local_ray_cluster_finishes_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, model, steps=3)
     process = run.start()
     assert run.wait_until(run.is_ready, 200)
     logs = dict(run.query("SELECT name, log FROM endpoints"))
     assert logs["trainer"] == f"127.0.0.1:{run.run_dir / 'logs' / 'trainer.log'}"
-    of_ray = list_descendants(process.pid)
+    descendants = list_descendants(process.pid)
     environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in run.list_processes()]
-    assert all(b"INSTAR_LEASE=" in each for each in environments)
+    assert all(b"INSTAR_LEASE=" in environment for environment in environments)
     run.finish(200)
     run.assert_consistent()
-    wait_until(lambda: not any(map(is_alive, of_ray)))
+    wait_until(lambda: not any(map(is_alive, descendants)))
 
 
 @pytest.mark.timeout(300)
-def test_ctrl_c_drains_and_no_role_outlives_its_driver(model: Path, tmp_path: Path) -> None:
+def test_run_on_ray_drains_after_ctrl_c_and_roles_exit_with_the_driver(model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, model, steps=6, checkpoint_every=100)
     process = run.start()
     assert run.wait_until(
@@ -89,4 +88,4 @@ def test_ctrl_c_drains_and_no_role_outlives_its_driver(model: Path, tmp_path: Pa
     run.start(resume=True)
     assert run.wait_until(lambda: "trainer" in run.list_processes().values(), 200)
     run.kill()
-    run.assert_no_orphans(within=30)  # Ray's own agents take a minute to notice
+    run.assert_no_orphans(within=30)  # Ray's own agents need up to a minute to exit

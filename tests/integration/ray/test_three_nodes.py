@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of three nodes that loses one of them, an engine, its gateway and its trainer."""
+"""A run on a Ray cluster of three nodes, which loses a node, an engine, the gateway and the trainer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ ADMIN_KEY = secrets.token_urlsafe(32)
 
 
 class ThreeNodeCluster:
-    """Three nodes: the head has gateway, rollout and the driver, the others have engines, one the trainer."""
+    """Three nodes. The head runs the gateway, the rollout and the driver; the others run engines and the
+    trainer."""
 
     def __init__(self, stack: ExitStack) -> None:
         require_namespaces()
-        # Ray's sockets lie in its folder, and a socket's path is short.
+        # Ray creates its sockets in this folder, and the path of a socket must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="instar-ray-", dir="/tmp"))
         stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.network = Network()
@@ -46,10 +47,10 @@ class ThreeNodeCluster:
         stack.callback(self.postgres.remove)
         self.head = self._add_node(stack, "a", 1, None, front=1)
         self.head.wait()
-        self.steady = self._add_node(stack, "b", 2, self.head, engines=2, trainer=1)
-        self.lost = self._add_node(stack, "c", 3, self.head, engines=1)
-        self.steady.wait()
-        self.lost.wait()
+        self.trainer_node = self._add_node(stack, "b", 2, self.head, engines=2, trainer=1)
+        self.failing_node = self._add_node(stack, "c", 3, self.head, engines=1)
+        self.trainer_node.wait()
+        self.failing_node.wait()
 
     def _add_node(
         self, stack: ExitStack, name: str, number: int, head: RayNode | None, **resources: float
@@ -73,7 +74,7 @@ class RayRun:
         self.folder = folder
         self.run_dir = cluster.folder / "runs" / "three"
         self.driver_folder = cluster.head.runs_folder / "three"
-        """The run's folder, as it is on the driver's node."""
+        """The run's folder on the driver's node."""
         self.schema = cluster.postgres.new_schema()
         self.output = folder / "output.txt"
         file = folder / "run.yaml"
@@ -97,14 +98,14 @@ class RayRun:
             )
 
     def _settings(self) -> dict[str, Any]:
-        def on(**resources: float) -> dict[str, Any]:
+        def place(**resources: float) -> dict[str, Any]:
             return {"cpus": 0.1, "resources": resources}
 
         placement = {
-            "gateway": on(front=0.1),
-            "rollout": on(front=0.1),
-            "trainer": on(trainer=1),
-            "engine": on(engines=1),
+            "gateway": place(front=0.1),
+            "rollout": place(front=0.1),
+            "trainer": place(trainer=1),
+            "engine": place(engines=1),
         }
         return {
             "name": "three",
@@ -136,7 +137,7 @@ class RayRun:
                 "agent": {
                     "type": "function",
                     "function": f"{WORKLOAD}:agent",
-                    # So that the run is still there when the last thing has been broken.
+                    # The run must not finish before the last failure.
                     "args": {"ledger": str(self.ledger), "pause": 1.0},
                 },
                 "group_size": 16,
@@ -155,29 +156,31 @@ class RayRun:
         return self.cluster.postgres.query(sql, *values, schema=self.schema)
 
     def count_published_steps(self) -> int:
-        """How many are committed or published."""
+        """Return the number of steps that are committed or published."""
         try:
             return self.query("SELECT COUNT(*) FROM steps WHERE version IS NOT NULL")[0][0]
-        except Exception:  # noqa: BLE001 the tables are not there yet
+        except Exception:  # noqa: BLE001 the tables do not exist yet
             return 0
 
     def endpoint(self, name: str) -> tuple[str, int, str]:
-        """(address, process, what it does), as it says itself."""
+        """Return the address, the process id and the state that the role announced."""
         (row,) = self.query("SELECT url, pid, doing FROM endpoints WHERE name = %s", name)
         return row
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
-            assert self.process.poll() is None, f"the run is over\n{self.collect_logs()}"
-            assert time.monotonic() < deadline, f"not within {timeout:g} s\n{self.collect_logs()}"
+            assert self.process.poll() is None, f"the run has ended\n{self.collect_logs()}"
+            assert time.monotonic() < deadline, (
+                f"the condition is false after {timeout:g} s\n{self.collect_logs()}"
+            )
             time.sleep(0.05)
 
     def finish(self, timeout: float) -> None:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"it did not end\n{self.collect_logs()}")
+            pytest.fail(f"the run did not end within {timeout:g} s\n{self.collect_logs()}")
         assert code == 0, f"exit code {code}\n{self.collect_logs()}"
 
     def collect_logs(self) -> str:
@@ -190,19 +193,21 @@ class RayRun:
 @pytest.fixture
 def run(cluster: ThreeNodeCluster, tmp_path: Path) -> Iterator[RayRun]:
     make_tiny_model(tmp_path / "model", seed=0, std=0.2)
-    made = RayRun(cluster, tmp_path)
-    yield made
-    if made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
+    ray_run = RayRun(cluster, tmp_path)
+    yield ray_run
+    if ray_run.process.poll() is None:
+        ray_run.process.kill()
+        ray_run.process.wait()
 
 
 @pytest.mark.timeout(120)
-def test_a_store_of_one_machine_is_refused(cluster: ThreeNodeCluster, tmp_path: Path) -> None:
+def test_ray_cluster_of_several_nodes_rejects_a_sqlite_store(
+    cluster: ThreeNodeCluster, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"dir": str(tmp_path / "run"), "cluster": {"type": "ray"}}))
     head = cluster.head
-    done = subprocess.run(
+    result = subprocess.run(
         head.wrap_command(
             [sys.executable, "-m", "instar.cli.main", "serve", str(file), "--set", "engine.type=scripted"]
         ),
@@ -212,36 +217,38 @@ def test_a_store_of_one_machine_is_refused(cluster: ThreeNodeCluster, tmp_path: 
         text=True,
         timeout=100,
     )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "error: store.type: given sqlite" in done.stdout + done.stderr
-    assert "3 nodes; use postgres" in done.stdout + done.stderr
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "error: store.type: sqlite works on one machine only" in result.stdout + result.stderr
+    assert "3 nodes; use postgres" in result.stdout + result.stderr
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_run_survives_its_nodes(cluster: ThreeNodeCluster, run: RayRun) -> None:
+def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeCluster, run: RayRun) -> None:
     run.wait_until(lambda: run.count_published_steps() >= 3)
     hosts = {name: run.endpoint(name)[0].split("//")[1].split(":")[0] for name in ("engine-0", "engine-1")}
-    assert sorted(hosts.values()) == [cluster.steady.address, cluster.lost.address]
+    assert sorted(hosts.values()) == [cluster.trainer_node.address, cluster.failing_node.address]
     assert cluster.head.address in run.endpoint("gateway")[0]
-    (moved,) = [name for name, host in hosts.items() if host == cluster.lost.address]
+    (moved_engine,) = [name for name, host in hosts.items() if host == cluster.failing_node.address]
 
-    # It comes back where the trainer's folder is not seen, and is sent the newest version all the same.
-    before = run.endpoint(moved)[1]
-    os.kill(before, signal.SIGKILL)
-    run.wait_until(lambda: run.endpoint(moved)[1] != before and "running" in run.endpoint(moved)[2])
+    # The engine restarts on a node that cannot see the trainer's folder, but gets the newest version.
+    killed_pid = run.endpoint(moved_engine)[1]
+    os.kill(killed_pid, signal.SIGKILL)
+    run.wait_until(
+        lambda: run.endpoint(moved_engine)[1] != killed_pid and "running" in run.endpoint(moved_engine)[2]
+    )
 
-    cut_off = run.endpoint(moved)[1]
-    cluster.lost.disconnect()
+    disconnected_pid = run.endpoint(moved_engine)[1]
+    cluster.failing_node.disconnect()
     steps = run.count_published_steps()
-    run.wait_until(lambda: cluster.steady.address in run.endpoint(moved)[0])
-    run.wait_until(lambda: not Path(f"/proc/{cut_off}").exists())  # it ends where nobody can reach it, too
+    run.wait_until(lambda: cluster.trainer_node.address in run.endpoint(moved_engine)[0])
+    run.wait_until(lambda: not Path(f"/proc/{disconnected_pid}").exists())  # it must exit without the driver
     run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
     assert any(kill_gateway_mid_reply(run) for _ in range(3)), (
-        "no reply was under way when the gateway was killed"
+        "no reply was in progress when the gateway was killed"
     )
-    assert send_chat(run) == 200, "the one who asks while it is away waits for it"
+    assert send_chat(run) == 200, "a request during the restart must wait for the gateway"
     steps = run.count_published_steps()
     run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
@@ -250,11 +257,11 @@ def test_a_run_survives_its_nodes(cluster: ThreeNodeCluster, run: RayRun) -> Non
     run.finish(240)
 
     assert_consistent(run)
-    said = run.output.read_text()
-    assert f"{moved} exited (signal SIGKILL); restarting it" in said
-    assert f"{moved} is lost" in said
-    assert "trainer exited (signal SIGKILL); restarting it" in said
-    assert "gateway exited (signal SIGKILL); restarting it" in said
+    output = run.output.read_text()
+    assert f"{moved_engine} exited (signal SIGKILL); restarting it" in output
+    assert f"{moved_engine} is lost" in output
+    assert "trainer exited (signal SIGKILL); restarting it" in output
+    assert "gateway exited (signal SIGKILL); restarting it" in output
     rewards = [json.loads(line)["reward_mean"] for line in read_metrics(run)]
     assert rewards[0] < 0.2
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.3, [round(reward, 2) for reward in rewards]
@@ -264,7 +271,7 @@ CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "digits"}], 
 
 
 def kill_gateway_mid_reply(run: RayRun) -> bool:
-    """Kill the gateway amid a streamed reply. False when that had ended before."""
+    """Kill the gateway during a streamed reply. Return False if the reply had already ended."""
     url, process, _ = run.endpoint("gateway")
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     ended = False
@@ -293,7 +300,7 @@ def send_chat(run: RayRun) -> int:
 
 
 def read_metrics(run: RayRun) -> list[str]:
-    """The last record of each step, as the driver has it."""
+    """Return the last record of each step in the driver's metrics file."""
     latest: dict[int, str] = {}
     for line in (run.driver_folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -305,18 +312,18 @@ def read_metrics(run: RayRun) -> list[str]:
 def assert_consistent(run: RayRun) -> None:
     steps = run.query("SELECT step, state FROM steps ORDER BY step")
     assert steps == [(step, "committed") for step in range(1, STEPS + 1)]
-    again = run.query("SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1")
-    assert not again, f"claimed twice: {again}"
+    duplicates = run.query("SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1")
+    assert not duplicates, f"claimed twice: {duplicates}"
     unfinished = run.query(
         "SELECT c.session_id FROM claims c JOIN sessions s USING (session_id) "
         "WHERE c.outcome = 'trained' AND s.status != 'completed'"
     )
     assert not unfinished, f"trained on sessions that were not completed: {unfinished}"
-    ended = set(run.ledger.read_text().splitlines())
+    received = set(run.ledger.read_text().splitlines())
     stored = {row[0] for row in run.query("SELECT request_id FROM calls WHERE status = 'ok'")}
-    assert ended <= stored, f"acknowledged and not recorded: {sorted(ended - stored)}"
+    assert received <= stored, f"received by the agent but not recorded: {sorted(received - stored)}"
     trained = run.query(
         "SELECT DISTINCT l.request_id FROM claims c JOIN calls l USING (session_id) "
         "WHERE c.outcome = 'trained'"
     )
-    assert {row[0] for row in trained} <= ended, "what is trained on has ended for the agent"
+    assert {row[0] for row in trained} <= received, "a reply was trained that the agent did not receive"

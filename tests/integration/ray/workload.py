@@ -1,4 +1,4 @@
-"""What the runs on Ray play: a task that a random model learns, an agent that streams and keeps a ledger."""
+"""The tasks, the agent and the reward of the runs on Ray. The agent records the replies that it received."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from tests.unit.test_learns import share, tasks
 
 __all__ = ["agent", "share", "tasks"]
 
-LENGTH = 6
+MAX_TOKENS = 6
 
 
 async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pause: float = 0.0) -> None:
-    """One question, after so many seconds. Notes the id of a reply that has ended for it."""
+    """Send one streamed request after ``pause`` seconds, and add the id of the complete reply to the
+    ledger."""
     await asyncio.sleep(pause)
     body = {
         "model": session.model,
         "messages": [{"role": "user", "content": task["kind"]}],
-        "max_tokens": LENGTH,
+        "max_tokens": MAX_TOKENS,
         "stream": True,
     }
     headers = {"Authorization": f"Bearer {session.api_key}"}
@@ -33,7 +34,7 @@ async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pau
         http.post(f"{session.base_url}/chat/completions", json=body) as response,
     ):
         response.raise_for_status()
-        ended = False
+        is_complete = False
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
@@ -42,13 +43,13 @@ async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pau
                 raise ConnectionError(chunk["error"])
             if chunk["choices"] and chunk["choices"][0]["finish_reason"]:
                 append_to_ledger(ledger, chunk["id"])
-                ended = True
-    if not ended:
-        raise ConnectionError("the reply broke off")
+                is_complete = True
+    if not is_complete:
+        raise ConnectionError("the stream ended before the reply was complete")
 
 
 def append_to_ledger(ledger: str, reply_id: str) -> None:
-    """On disk when this returns, whatever happens to the process after."""
+    """Write the id to disk before returning, so that it survives if the process is killed."""
     with Path(ledger).open("a") as file:
         file.write(f"{reply_id}\n")
         file.flush()
