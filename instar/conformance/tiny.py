@@ -14,7 +14,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
     '<tool_call>\n{"name": "calc", "arguments": {"expression": "12 * 34"}}\n</tool_call>',
@@ -29,7 +29,7 @@ def make_tiny_tokenizer(vocab_size: int = 320, template: str = CHATML) -> PreTra
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=SPECIALS,
+        special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

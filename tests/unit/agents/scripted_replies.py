@@ -45,7 +45,7 @@ def writer(prompt: str, seed: int | None) -> str:
 
 
 def checker(prompt: str, seed: int | None) -> str:
-    """Have the calculated number checked."""
+    """Check the calculated number with the tool."""
     role, text = parse_messages(prompt)[-1]
     if role == "tool":
         return call("check_answer", answer=numbers(text)[-1])
@@ -53,7 +53,7 @@ def checker(prompt: str, seed: int | None) -> str:
 
 
 def doubter(prompt: str, seed: int | None) -> str:
-    """Have a wrong number checked first."""
+    """Check a wrong number first."""
     role, text = parse_messages(prompt)[-1]
     if role != "tool":
         return call("calc", expression=expression(text))

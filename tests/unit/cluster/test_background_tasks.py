@@ -1,4 +1,4 @@
-"""An exception in a background task of a role ends the role or is reported."""
+"""An exception in a background task of a role stops the role or is logged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ TOKEN = "t"
 
 
 class FullStore(SqliteStore):
-    """A store that cannot list groups that are being scored. Only the trainer's rollout watcher does that."""
+    """A store that raises when groups with the status SCORING are listed, as the trainer's rollout watcher
+    does."""
 
     async def groups(self, *arguments: Any, **options: Any) -> Any:
         if GroupStatus.SCORING in arguments:

@@ -110,7 +110,7 @@ async def test_role_that_does_not_drain_in_time_is_stopped(harness: RunHarness, 
     await wait_until(lambda: "up" in harness.output())
     request = asyncio.create_task(harness.request("drain", "rollout", timeout=1.0))
     await wait_until(lambda: "draining rollout" in harness.log)
-    assert await harness.state("rollout") == "draining", "other requests are answered meanwhile"
+    assert await harness.state("rollout") == "draining", "other requests are answered during the drain"
     with pytest.raises(InstarError, match="rollout is already draining"):
         await harness.request("restart", "rollout")
     (row,) = await request

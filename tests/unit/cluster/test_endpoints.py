@@ -1,4 +1,4 @@
-"""Roles that move to another address are found through the store."""
+"""Roles that move to a different address are found through the store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_engine_connections_follow_the_endpoints_of_the_store(store: Store
         (first,) = await engines.wait_for_first(5)
         assert await engines.list_current() == [first], "a connection is kept"
         await directory.register(make_handle("http://127.0.0.1:9", "engine-1"))
-        assert await engines.list_current() == [first], "an engine that has not answered yet is left out"
+        assert await engines.list_current() == [first], "an engine that has not answered yet is excluded"
         await directory.register(make_handle(two))
         (moved,) = await engines.list_current()
         assert moved is not first

@@ -81,7 +81,7 @@ async def test_gateway_keeps_serving_while_a_killed_engine_restarts(run: LiveRun
         os.kill(role.process.pid, signal.SIGKILL)
         for n in range(20):
             await send_chat(http, f"and you, {n}?")
-        await wait_until(both_answer)  # it starts again with no tokens generated
+        await wait_until(both_answer)  # the new process has generated no tokens
         assert role.restarts == 1
     endpoints = await run.store.endpoints(run.run_id)
     urls = {(endpoint.role, endpoint.name): endpoint.url for endpoint in endpoints}

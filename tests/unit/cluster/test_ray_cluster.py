@@ -36,7 +36,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 async def lose_role(ray: FakeRay, role: RoleActor) -> None:
-    """Kill the actor, and wait until the cluster has noticed and is about to start the role elsewhere."""
+    """Kill the actor, and wait until the cluster has noticed the loss and is about to restart the role."""
     ray.actors[-1].alive = False
     await wait_until(lambda: role.handle is None)
 
@@ -79,7 +79,7 @@ async def test_role_signalled_during_placement_exits(
     assert not ray.actors[1].alive
     assert len(ray.started) == 2
     ray.on_start = lambda: asyncio.sleep(0)
-    await cluster.restart("rollout")  # as a user may request
+    await cluster.restart("rollout")  # a user may request this
     assert len(ray.started) == 3
     assert ray.actors[2].alive
     assert not role.exit_code.done()

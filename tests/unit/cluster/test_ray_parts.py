@@ -104,14 +104,14 @@ async def test_metrics_mirror_copies_each_line_once(tmp_path: Path) -> None:
         return read
 
     async def fetch_all(copy: MetricsMirror) -> None:
-        # Two roles on one node report the same file.
+        # Two roles on one node write to the same file.
         await asyncio.gather(*(copy.fetch(host, make_reader(host)) for host in ("b", "c", "b")))
 
     copy = MetricsMirror(tmp_path)
     await fetch_all(copy)
     remote_files["b"] += b": 3}\n"
     await fetch_all(copy)
-    await fetch_all(MetricsMirror(tmp_path))  # another driver, later
+    await fetch_all(MetricsMirror(tmp_path))  # a later driver
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert sorted(lines) == ['{"m": 1}', '{"n": 1}', '{"n": 2}', '{"n": 3}']
 

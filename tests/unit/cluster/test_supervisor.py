@@ -22,7 +22,7 @@ Script = Callable[[str], str]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Return a function that writes a shell program with a body; `$FOLDER` is the test's folder."""
+    """Return a function that writes a shell program, in which `$FOLDER` is the test's folder."""
 
     def make(body: str) -> str:
         path = tmp_path / f"interpreter-{len(list(tmp_path.glob('interpreter-*')))}"
@@ -138,7 +138,7 @@ async def test_requested_restart_is_not_counted_as_a_failure(
     await wait_until(lambda: starts.read_text() == 3 * "x\n")
     await supervisor.stop("gateway")
     assert role.exit_code.done()
-    await supervisor.restart("gateway")  # also after the role has ended
+    await supervisor.restart("gateway")  # also after the role has exited
     await wait_until(lambda: starts.read_text() == 4 * "x\n")
     assert not role.exit_code.done()
 
@@ -222,7 +222,7 @@ async def test_signal_during_a_restart_reaches_the_new_process(
     supervisor: Supervisor, script: Script, tmp_path: Path, number: signal.Signals
 ) -> None:
     interrupted = InterruptedSupervisor(supervisor.folder, log=print)
-    # The first process exits only after the callback below is in place; the second one stays.
+    # The first process exits after the callback below is set; the second process keeps running.
     program = script(
         "[ -e $FOLDER/started ] && exec sleep 60; touch $FOLDER/started; "
         "while [ ! -e $FOLDER/exit ]; do sleep 0.02; done; exit 1"

@@ -1,4 +1,4 @@
-"""Sessions, calls and groups for tests, put into a real store."""
+"""Creates sessions, calls and groups for tests, and stores them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def make_call(
     session_id: str = "s",
     **fields: Any,
 ) -> Call:
-    """A call whose logprobs are -0.01 × token id. With a parent, ``prompt`` is what follows it."""
+    """Return a call whose logprobs are -0.01 × token id. If it has a parent, ``prompt`` is appended to the
+    parent."""
     before = parent.sequence.tolist() if parent else []
     defaults: dict[str, Any] = {
         "logprobs": np.array([-0.01 * token for token in sampled], np.float32),
@@ -91,7 +92,7 @@ async def add_session(
     calls: int = 1,
     source: RewardSource = RewardSource.RULE,
 ) -> str:
-    """An ended session of ``calls`` turns, each sampling two tokens."""
+    """Return an ended session of ``calls`` turns, each of which samples two tokens."""
     session_id = f"{group_id}:{slot}.{attempt}"
     session = make_session(session_id, group_id=group_id, slot=slot, attempt=attempt)
     await store.open_session(session)

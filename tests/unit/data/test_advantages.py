@@ -62,7 +62,8 @@ def test_running_baseline_moves_and_survives_a_checkpoint() -> None:
 
 
 def _samples() -> list[Sample]:
-    """Session x trains 3 tokens in two samples, y 1 token; all advantages 1."""
+    """Return two samples of session x with 3 trained tokens, and one of session y with 1. All advantages are
+    1."""
     x = linearize(make_session("x"), [make_call("a", [1], [5, 6]), make_call("b", [2], [7])])
     y = linearize(make_session("y"), [make_call("c", [1], [8])])
     return [with_advantage(sample, 1.0) for sample in [*x, *y]]

@@ -39,7 +39,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 async def take(
     store: Store, batcher: Batcher, step: int = 1, version: int = 0, wait: float = 0.0
 ) -> StepBatch:
-    """The next batch, recorded as the trainer does."""
+    """Return the next batch, after recording its claims as the trainer does."""
     batch = await batcher.next_batch(step, 0, version, timeout=wait)
     assert batch is not None
     await store.drop_samples(batch.drops)
@@ -120,7 +120,7 @@ async def test_batcher_drops_groups_older_than_max_staleness(store: Store) -> No
 
 
 async def test_batcher_drops_stale_groups_while_waiting(store: Store) -> None:
-    """Otherwise the rollout would wait for room, and the trainer for the rollout."""
+    """Otherwise the rollout would wait for the trainer, and the trainer for the rollout."""
     await add_group(store, 0, [1.0, 0.0], version=0)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=0))
     assert await batcher.next_batch(1, 0, 5, timeout=0.0) is None
@@ -151,7 +151,7 @@ async def test_batcher_consumes_groups_without_signal_with_the_step(store: Store
     assert await store.release_steps(RUN, after=0) == [1]
     again = await Batcher(store, RUN, batcher.config).next_batch(1, 0, 0)
     assert again is not None
-    assert again.claims == batch.claims, "a step given back after a crash is put together the same way"
+    assert again.claims == batch.claims, "a step that was released after a crash gets the same batch"
 
 
 async def test_batcher_returns_an_empty_batch_without_any_signal(store: Store) -> None:
@@ -177,7 +177,7 @@ async def test_batcher_uses_failed_reward_for_failed_sessions(
     assert ended[f"{group}/2/0"] == ("failed" if failed_reward is None else "trained")
     assert ended[f"{group}/3/0"] == ("failed" if failed_reward is None else "no_tokens")
     if failed_reward is None:
-        assert batch.report["reward_mean"] == 0.5, "kept out of the mean"
+        assert batch.report["reward_mean"] == 0.5, "excluded from the mean"
 
 
 async def test_batcher_ignores_agent_rewards_if_a_rule_scores(store: Store) -> None:
@@ -212,11 +212,11 @@ async def test_batcher_drops_sessions_that_end_after_their_group_was_claimed(sto
     await add_session(store, group, 1, 1.0, attempt=7)
     assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None
     assert (await outcomes(store))[f"{group}:1.7/0"] == "late"
-    assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None, "and is dropped only once"
+    assert await batcher.next_batch(2, 0, 0, timeout=0.0) is None, "the session is dropped only once"
     await add_session(store, group, 0, 1.0, attempt=8)
     restarted = Batcher(store, RUN, config)
     assert await restarted.next_batch(2, 0, 0, timeout=0.0) is None
-    assert (await outcomes(store))[f"{group}:0.8/0"] == "late", "seen by a trainer that was restarted"
+    assert (await outcomes(store))[f"{group}:0.8/0"] == "late", "a restarted trainer drops the session, too"
 
 
 async def test_late_sessions_do_not_block_a_group_whose_step_was_released(store: Store) -> None:
@@ -271,7 +271,7 @@ async def test_batcher_never_returns_committed_groups_again(store: Store) -> Non
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 async def test_batcher_drops_a_group_without_sessions_once(store: Store, weight: float) -> None:
-    """Also where there is a reference to learn from."""
+    """The group is dropped even if there is a reference to learn from."""
     await add_group(store, 0, [])
     config = make_config(groups_per_step=1, reference={"type": "base", "weight": weight})
     batcher = Batcher(store, RUN, config)
@@ -282,7 +282,7 @@ async def test_batcher_drops_a_group_without_sessions_once(store: Store, weight:
 
 @pytest.mark.parametrize("normalize", ["batch_tokens", "batch_sessions", "session_tokens", "none"])
 async def test_scales_are_the_normalized_value_of_an_advantage_of_one(store: Store, normalize: str) -> None:
-    """A session's part weighs the same, whether it came from its reward or is added later."""
+    """A token has the same weight, no matter if its advantage comes from the reward or is added later."""
     group = await add_group(store, 0, [1.0, -1.0], status=GroupStatus.OPEN)
     await add_session(store, group, 2, 0.0, calls=3)
     await store.close_group(group, GroupStatus.READY)
@@ -305,7 +305,7 @@ async def test_batcher_trains_equal_rewards_with_a_reference(store: Store) -> No
 
 
 async def test_batcher_needs_no_rewards_for_pure_distillation(store: Store) -> None:
-    """A session that failed is no example of what the policy does, and stays out."""
+    """A failed session is not an example of the policy, so it is excluded."""
     group = await add_group(store, 0, [1.0, None], status=GroupStatus.OPEN)
     await add_session(store, group, 2, None, status=SessionStatus.FAILED)
     await store.close_group(group, GroupStatus.READY)
@@ -321,7 +321,7 @@ async def test_batcher_drops_sessions_tagged_untrainable(store: Store) -> None:
     first = await add_group(store, 0, [1.0, 0.0, 5.0])
     alone = await add_group(store, 1, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=2, group_size=3))
-    assert await batcher.next_batch(1, 0, 0, timeout=0.0) is not None, "both groups are loaded by now"
+    assert await batcher.next_batch(1, 0, 0, timeout=0.0) is not None, "both groups are loaded"
     batcher.reset()
     tagged = [f"{first}:2.0", f"{alone}:0.0", f"{alone}:1.0"]
     await store.add_tags([Tag(session_id, UNTRAINABLE) for session_id in tagged])
@@ -344,7 +344,7 @@ async def test_preview_equals_the_next_batch_and_writes_nothing(store: Store) ->
     assert (shown.claims, shown.drops, shown.report) == (batch.claims, batch.drops, batch.report)
     await add_group(store, 3, [1.0, 0.0])
     left = await Batcher(store, RUN, config).preview(2, 0, 0)
-    assert len(left.samples) == 2, "fewer groups than a step takes are shown too"
+    assert len(left.samples) == 2, "fewer groups than a step needs are included, too"
 
 
 async def test_batcher_loads_only_the_groups_of_the_step(store: Store) -> None:
@@ -367,13 +367,14 @@ async def test_report_contains_output_length_and_repetition(store: Store) -> Non
     twin = await add_session(store, await add_group(store, 1, []), 2, 0.5, calls=3)
     batch = await Batcher(store, RUN, make_config(groups_per_step=2)).preview(1, 0, 0)
     assert batch.report["output_tokens_mean"] == 6.0
-    # Of three runs of four tokens, 7 9 7 9 7 9 repeats one and 9 9 9 9 9 9 two.
+    # Of its three 4-grams, 7 9 7 9 7 9 repeats one, and 9 9 9 9 9 9 repeats two.
     assert batch.report["output_repetition"] == pytest.approx(1 / 2)
-    assert batch.report["identical_share"] == 0.0, f"{session} and {twin} are of different groups"
+    assert batch.report["identical_share"] == 0.0, f"{session} and {twin} are in different groups"
 
 
 async def test_tombstoned_versions_do_not_increase_staleness(store: Store) -> None:
-    """Sampled under 0; the first step made 1, was undone, and made 4."""
+    """The tokens are from version 0. The first step published version 1, was undone, and published version
+    4."""
     await add_group(store, 0, [1.0, 0.0], version=0)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
     batch = await batcher.next_batch(1, 0, 4, step_by_version={1: 1, 4: 1}, timeout=0.0)

@@ -82,7 +82,7 @@ def test_veto_overrides_other_rewards() -> None:
     rewards = [by(RewardSource.RULE, 1.0, "math"), by(RewardSource.JUDGE, 0.1, "judge:safety")]
     combine = make_combiner(prefer=["math"], veto={"judge:safety": 0.5}, veto_value=-1.0)
     assert combine(rewards) == -1.0
-    assert combine(rewards[:1]) == 1.0, "who said nothing vetoes nothing"
+    assert combine(rewards[:1]) == 1.0, "a scorer without a reward has no veto"
     assert combine([*rewards, by(RewardSource.JUDGE, 0.5, "judge:safety")]) == 1.0
 
 
@@ -93,4 +93,4 @@ def test_session_is_excluded_if_a_scorer_gave_up_without_fallback() -> None:
     assert make_combiner().combine_calls(rewards, scores) == {}
     assert make_combiner(fallback=0.0)(rewards, scores) == 1.0
     again = Score("s", "judge:outcome@2", ScoreState.SCORED, created_at=2.0)
-    assert make_combiner()(rewards, [*scores, again]) == 1.0, "a later version of the scorer did answer"
+    assert make_combiner()(rewards, [*scores, again]) == 1.0, "a later version of the scorer returned a score"

@@ -60,7 +60,7 @@ def test_untrainable_calls_are_context_only() -> None:
     b = make_call("b", [2], [6], parent=a)
     aborted = make_call("c", [3], [7], status=CallStatus.ABORTED)
     (sample,) = linearize(make_session(), [a, b, aborted])
-    assert sample.sample_key == "s/0", "the aborted walk, which trains nothing, is left out"
+    assert sample.sample_key == "s/0", "the aborted walk has no token to train and is omitted"
     assert sample.mask.tolist() == [0, 0, 0, 1]
     assert sample.versions.tolist() == [NOT_SAMPLED, 0, NOT_SAMPLED, 0]
 
@@ -94,8 +94,8 @@ def test_contradictory_links_raise_an_error() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_graphs_train_every_token_once(seed: int) -> None:
-    """Whatever the graph: each trainable sampled token is trained once, and stands in its sample at its
-    place with its own logprob and version."""
+    """In a random graph, each trainable token is trained once, at its position and with its own logprob and
+    version."""
     rng = random.Random(seed)
     calls: list[Call] = []
     for number in range(rng.randint(1, 25)):

@@ -58,7 +58,7 @@ def test_decouple_matches_computation_in_python_floats(
         for i in range(len(sample)):
             if sample.mask[i] == 0:
                 assert (corrected_sample.mask[i], corrected_sample.advantages[i], weights[i]) == (0, 0, 0)
-                assert math.isnan(corrected_sample.logprobs[i]), "an untrained token keeps no logprob"
+                assert math.isnan(corrected_sample.logprobs[i]), "an untrained token has no logprob"
                 continue
             count += 1
             source = sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs

@@ -14,8 +14,8 @@ AGAIN = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3}
     [
         (5, {}, [5, 4, 0], [0, 1, 5]),
         (5, AGAIN, [5, 4, 1, 0], [0, 1, 2, 3]),
-        (5, AGAIN, [3, 2], [0, 1]),  # sampled under what was given up
-        (1, AGAIN, [3, 2], [0, 0]),  # and trained into what the policy fell back to
+        (5, AGAIN, [3, 2], [0, 1]),  # sampled by a version that was undone
+        (1, AGAIN, [3, 2], [0, 0]),  # and trained into the version that was restored
     ],
 )
 def test_staleness_is_counted_in_steps(

@@ -50,7 +50,7 @@ def test_demo_training_and_held_out_tasks_are_disjoint(seed: int) -> None:
     trained = [problem_key(task) for task in train_tasks(seed, 4000)]
     held_out = [problem_key(task) for other in range(4) for task in heldout_tasks(other, 400)]
     assert not set(trained) & set(held_out)
-    assert len(set(trained)) == len(trained), "no problem comes twice"
+    assert len(set(trained)) == len(trained), "no problem occurs twice"
 
 
 def test_demo_tasks_are_determined_by_the_seed() -> None:

@@ -66,7 +66,7 @@ def calculator(prompt: str, seed: int | None) -> str:
         )
         if re.search(words, text)
     )
-    # Without spaces: the tiny tokenizer needs a token for almost every character.
+    # No spaces, because the tiny tokenizer needs a token for almost every character.
     expression = "{}*{}-{}".format(*numbers) if operator == "two" else operator.join(numbers)
     return f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
 
@@ -89,7 +89,7 @@ gate = asyncio.Event()
 
 
 async def ask(task: dict[str, Any], session: AgentSession) -> None:
-    """Ask one question, without an SDK."""
+    """Send one chat request without an SDK."""
     tries[task["question"]] += 1
     seen.append(task["question"])
     body = {"model": "m", "messages": [{"role": "user", "content": task["question"]}], "max_tokens": 8}

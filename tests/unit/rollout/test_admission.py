@@ -59,7 +59,7 @@ async def test_admission_limits_groups_ahead_of_training(
     sides = Sides(store, groups_per_step=3, steps=10, **mode)
     assert await sides.fill() == ahead
     await sides.claim(1)
-    assert await sides.fill() == 0, "a claim is not enough: the version is not there yet"
+    assert await sides.fill() == 0, "the step is claimed, but its version is not published"
     await sides.commit(1)
     assert await sides.fill() == 3
 
@@ -92,7 +92,7 @@ async def test_admission_replaces_dropped_groups(store: Store) -> None:
 
 
 async def test_admission_counts_groups_without_signal_until_their_step_ends(store: Store) -> None:
-    """The step consumes them; groups that start before its version is published would be stale."""
+    """The step consumes the groups. Groups that start before its version is published would be stale."""
     sides = Sides(store, groups_per_step=2, steps=2, mode="sync")
     assert await sides.fill(rewards=(1.0, 1.0)) == 2
     await sides.claim(1)

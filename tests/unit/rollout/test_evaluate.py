@@ -38,7 +38,9 @@ async def test_evaluation_attempts_every_task_once_per_mode(harness: RolloutHarn
     for row in rows[:4]:
         (call,) = await harness.store.calls(row.session.session_id)
         assert call.params.temperature == 0.0
-    assert (await harness.store.progress(RUN)).next_group_index == 0, "training's groups are apart"
+    assert (await harness.store.progress(RUN)).next_group_index == 0, (
+        "training has no group"
+    )
 
 
 async def test_evaluation_uses_the_same_seeds_each_time(harness: RolloutHarness) -> None:
@@ -75,7 +77,7 @@ async def test_interrupted_evaluation_is_resumed(harness: RolloutHarness) -> Non
     assert before == 6
     repeated = await harness.evaluator(config).evaluate("greedy", "x")
     assert repeated["accuracy"] == again["accuracy"]
-    assert sum(tries.values()) == before, "what is evaluated is kept"
+    assert sum(tries.values()) == before, "finished evaluations are not repeated"
     statuses = [row.session.status for row in await harness.store.sessions(RUN, channel=Channel.VAL)]
     assert statuses.count(SessionStatus.COMPLETED) == 4
 

@@ -18,7 +18,7 @@ from tests.unit.rollout.harness import RUN, RolloutHarness, make_config, seen, t
 
 
 async def run_once(harness: RolloutHarness, runner: RolloutRunner, groups: int = 2) -> list[Group]:
-    """Run until this many groups are closed, then stop."""
+    """Run until ``groups`` groups are closed, then stop."""
     running = asyncio.create_task(runner.run())
     await until(lambda: runner.groups_done >= groups or running.done())
     runner.drain()
@@ -79,7 +79,7 @@ async def test_transient_error_retries_the_slot(harness: RolloutHarness) -> None
         assert (first.status, first.attempt) == (SessionStatus.ABANDONED, 0)
         assert first.reason == "transient: RuntimeError: sdk error"
         assert (second.status, second.attempt, second.slot) == (SessionStatus.COMPLETED, 1, 0)
-        assert first.seed == second.seed, "the same draw again"
+        assert first.seed == second.seed, "the retry has the same seed"
 
 
 async def test_transient_errors_fail_after_configured_retries(harness: RolloutHarness) -> None:
@@ -166,7 +166,7 @@ async def test_agent_may_complete_its_own_session(harness: RolloutHarness) -> No
     rewards = {reward.source: reward.value for reward in await harness.store.rewards(session.session_id)}
     assert session.status is SessionStatus.COMPLETED
     assert rewards[RewardSource.AGENT] == 0.75
-    assert RewardSource.RULE in rewards, "scored by the rule all the same"
+    assert RewardSource.RULE in rewards, "the rule scores the session, too"
 
 
 async def test_failed_rule_records_reason_without_reward(harness: RolloutHarness) -> None:
@@ -218,7 +218,7 @@ async def test_rollout_concurrency_is_limited(harness: RolloutHarness) -> None:
     await until(lambda: len(seen) >= 3)
     await asyncio.sleep(0.2)
     assert len(seen) == runner.counters.running == 3
-    assert (await harness.store.progress(RUN)).groups_open == 1, "no group starts that could not run"
+    assert (await harness.store.progress(RUN)).groups_open == 1, "no group starts without free slots"
     place.gate.set()
     await until(lambda: runner.groups_done >= 4)
     runner.drain()
@@ -239,7 +239,7 @@ async def test_open_groups_of_a_stopped_run_are_resumed(harness: RolloutHarness,
     assert group.status is GroupStatus.OPEN
     assert {s.status for s in await sessions(harness, group)} == {SessionStatus.ABANDONED}
     if not graceful:
-        # As a killed process leaves it: slot 0 done on a second attempt, slot 1 under way.
+        # The state after a killed process: slot 0 completed with its second attempt, slot 1 is running.
         done = await harness.gateway.open_session(
             OpenSession(channel=Channel.TRAIN, group_id=group.group_id, slot=0, attempt=1)
         )
@@ -308,7 +308,7 @@ async def test_interrupted_evaluation_is_repeated_by_next_rollout(harness: Rollo
         await harness.train_step(config, batcher, step, step - 1)
     runner.drain()
     await running
-    await harness.evaluator(config).evaluate("greedy", "v2")  # and no further
+    await harness.evaluator(config).evaluate("greedy", "v2")  # the other mode was not evaluated
     labels: list[str] = []
 
     def rollout() -> RolloutRunner:
@@ -350,7 +350,7 @@ async def test_training_continues_after_failed_evaluation(harness: RolloutHarnes
 
 
 async def test_gateway_restart_loses_no_session(harness: RolloutHarness) -> None:
-    """Sessions of a killed gateway are retried with the same seeds when it is back."""
+    """Sessions of a killed gateway are retried with the same seeds after its restart."""
     place.gate = asyncio.Event()
     config = make_config(harness.folder, agent="asks_twice", trainer={"groups_per_step": 1})
     runner = harness.runner(config)

@@ -252,9 +252,7 @@ def test_bfcl_checker_accepts_all_expected_answers() -> None:
                 for answer in task.data["ground_truth"]
                 for name, given in answer.items()
             ]
-            if "[{" not in json.dumps(
-                calls
-            ):  # an object is written as the values each of its fields may have
+            if "[{" not in json.dumps(calls):  # an object lists the allowed values of each field
                 assert check_calls(task.data, calls), task.task_id
             assert not check_calls(task.data, calls[1:])
 
