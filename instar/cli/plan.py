@@ -60,15 +60,9 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
     batcher = Batcher(store, config.name, config)
     saved = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved and config.trainer.advantage.estimator == "running":
-<<<<<<< HEAD
-        batcher.load_baseline(read_trainer_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
+        batcher.estimator.load_json(read_trainer_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
     step_by_version = await store.steps_by_version(run.policy_id)
     batch = await batcher.preview(step, EPOCH, head.version, step_by_version)
-=======
-        batcher.estimator.load_json(read_trainer_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
-    made_by = await store.steps_by_version(run.policy_id)
-    batch = await batcher.preview(step, EPOCH, head.version, made_by)
->>>>>>> 18c4baa (cluster: merge the small modules, share the async helpers and reword the messages)
     corrections = await load_corrections(store, config.name, config.trainer, step, EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step

@@ -16,12 +16,8 @@ from instar.backends.resolve import resolve_run
 from instar.cli.config_file import apply_overrides, load_config, validate
 from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, Overrides
-<<<<<<< HEAD
 from instar.cli.output import print_json
-from instar.cluster.serving import serve_run
-=======
 from instar.cluster.live_run import serve_run
->>>>>>> 18c4baa (cluster: merge the small modules, share the async helpers and reword the messages)
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import create_agent_key
 

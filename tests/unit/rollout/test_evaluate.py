@@ -38,9 +38,7 @@ async def test_evaluation_attempts_every_task_once_per_mode(harness: RolloutHarn
     for row in rows[:4]:
         (call,) = await harness.store.calls(row.session.session_id)
         assert call.params.temperature == 0.0
-    assert (await harness.store.progress(RUN)).next_group_index == 0, (
-        "training has no group"
-    )
+    assert (await harness.store.progress(RUN)).next_group_index == 0, "training has no group"
 
 
 async def test_evaluation_uses_the_same_seeds_each_time(harness: RolloutHarness) -> None:
