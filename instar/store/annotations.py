@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from instar.errors import StoreError
-from instar.store.codec import DatabaseRow, dump_json, load_json, sanitize_text
+from instar.store.codec import dump_json, sanitize_text
 from instar.store.database import Database
 from instar.store.models import FEEDBACK_KEY_PREFIX, UnscoredSession
-from instar.store.rows import FEEDBACK_ROWS, REWARD_ROWS, SCORE_ROWS, SESSION_ROWS, TAG_ROWS
-from instar.store.schema import FEEDBACK
-from instar.store.sessions import add_rewards
+from instar.store.rows import FEEDBACK_ROWS, REWARD_ROWS, SCORE_ROWS, SESSION_ROWS, TAG_ROWS, RowMapping
+from instar.store.schema import FEEDBACK, SCORES, TAGS
+from instar.store.sessions import add_rewards, insert_for_session
 from instar.types import (
     UNTRAINABLE,
     Channel,
@@ -28,30 +29,23 @@ from instar.types import (
 SESSIONS_PER_QUERY = 500
 
 
-class HasSessionId(Protocol):
-    @property
-    def session_id(self) -> str: ...
-
-
-T = TypeVar("T", bound=HasSessionId)
+T = TypeVar("T", Reward, Score, Tag)
 
 
 def get_rewards_by_session(db: Database, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
-    """Return the rewards of each session in the order in which they were added. The list is empty for a
-    session without rewards."""
-    return _by_session(db, "rewards", "seq", session_ids, REWARD_ROWS.decode)
+    return _select_by_session(db, REWARD_ROWS, "rewards", "seq", session_ids)
 
 
-def _by_session(
-    db: Database, table: str, order: str, session_ids: Sequence[str], decode: Callable[[DatabaseRow], T]
+def _select_by_session(
+    db: Database, mapping: RowMapping[T], table: str, order: str, session_ids: Sequence[str]
 ) -> dict[str, list[T]]:
     by_session: dict[str, list[T]] = {session_id: [] for session_id in session_ids}
     for start in range(0, len(session_ids), SESSIONS_PER_QUERY):
-        part = list(session_ids[start : start + SESSIONS_PER_QUERY])
-        marks = ", ".join("?" * len(part))
-        rows = db.execute(f"SELECT * FROM {table} WHERE session_id IN ({marks}) ORDER BY {order}", part)
-        for row in rows:
-            by_session[row["session_id"]].append(decode(row))
+        page = session_ids[start : start + SESSIONS_PER_QUERY]
+        marks = ", ".join("?" * len(page))
+        sql = f"SELECT * FROM {table} WHERE session_id IN ({marks}) ORDER BY {order}"
+        for annotation in mapping.select(db, sql, page):
+            by_session[annotation.session_id].append(annotation)
     return by_session
 
 
@@ -71,20 +65,21 @@ def get_unscored_sessions(
     """Return completed sessions with a ``seq`` greater than ``after`` and without a score by this scorer,
     oldest first. ``pending_only`` excludes the sessions of groups that are ready or dropped, and sessions
     that another version of the scorer has scored."""
-    marks = ", ".join("?" * len(channels))
-    where, values = "scorer = ?", list[Any]([scorer])
+    channel_list = ", ".join(f"'{channel.value}'" for channel in channels)
+    same_scorer, values = "scorer = ?", list[Any]([scorer])
     pending = ""
     if pending_only:
-        versions = scorer.partition("@")[0] + "@"
-        where = f"(scorer = ? OR substr(scorer, 1, {len(versions)}) = ?)"
-        values = [scorer, versions]
+        name_prefix = scorer.partition("@")[0] + "@"
+        same_scorer = f"(scorer = ? OR substr(scorer, 1, {len(name_prefix)}) = ?)"
+        values = [scorer, name_prefix]
         pending = "AND NOT EXISTS (SELECT 1 FROM groups WHERE group_id = s.group_id AND status IN (?, ?))"
         values += [GroupStatus.READY.value, GroupStatus.DROPPED.value]
     rows = db.execute(
-        f"SELECT * FROM sessions s WHERE run_id = ? AND channel IN ({marks}) AND status = ? AND seq > ? "
-        f"AND NOT EXISTS (SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND {where}) "
+        f"SELECT * FROM sessions s WHERE run_id = ? AND channel IN ({channel_list}) AND status = ? "
+        "AND seq > ? AND NOT EXISTS "
+        f"(SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND {same_scorer}) "
         f"{pending} ORDER BY seq LIMIT ?",
-        (run_id, *(c.value for c in channels), SessionStatus.COMPLETED.value, after, *values, limit),
+        (run_id, SessionStatus.COMPLETED.value, after, *values, limit),
     )
     return [UnscoredSession(row["seq"], SESSION_ROWS.decode(row)) for row in rows]
 
@@ -92,14 +87,14 @@ def get_unscored_sessions(
 def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
     """Return the ``seq`` up to which every session of these channels has ended."""
     # The maximum is read first: a session opened between the two queries has a greater ``seq``.
-    last = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
+    last_seq = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:
         oldest = db.execute(
             "SELECT MIN(seq) AS seq FROM sessions WHERE run_id = ? AND channel = ? AND status = ?",
             (run_id, channel.value, SessionStatus.OPEN.value),
         ).fetchone()["seq"]
-        last = last if oldest is None else min(last, oldest - 1)
-    return last
+        last_seq = last_seq if oldest is None else min(last_seq, oldest - 1)
+    return last_seq
 
 
 def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
@@ -136,7 +131,7 @@ def end_session(
         raise StoreError(f"There is no session {session_id}.")
     if row["status"] != SessionStatus.OPEN.value:
         return False
-    merged = {**load_json(row["metadata"]), **(metadata or {})}
+    merged = {**json.loads(row["metadata"]), **(metadata or {})}
     db.execute(
         "UPDATE sessions SET status = ?, reason = ?, metadata = ?, ended_at = ? WHERE session_id = ?",
         (status.value, sanitize_text(reason), dump_json(merged), time.time(), session_id),
@@ -146,25 +141,17 @@ def end_session(
     return True
 
 
-_INSERT_SCORE = (
-    "INSERT INTO scores (session_id, scorer, run_id, state, attempts, reason, created_at) "
-    "SELECT session_id, :scorer, run_id, :state, :attempts, :reason, :created_at FROM sessions "
-    "WHERE session_id = :session_id"
-)
-
-
 def _add_scores(db: Database, scores: Sequence[Score]) -> None:
     for score in scores:
-        cursor = db.execute(_INSERT_SCORE, SCORE_ROWS.encode(score))
-        _require_session(cursor.rowcount > 0, score.session_id, "score")
+        insert_for_session(db, SCORES.insert_for_session_sql, SCORE_ROWS.encode(score))
 
 
 def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score]]:
-    return _by_session(db, "scores", "scorer", session_ids, SCORE_ROWS.decode)
+    return _select_by_session(db, SCORE_ROWS, "scores", "scorer", session_ids)
 
 
 def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
-    """Return the number of sessions by scorer and score state."""
+    """Return the number of sessions, by scorer and score state."""
     counts: dict[str, dict[str, int]] = {}
     rows = db.execute(
         "SELECT scorer, state, COUNT(*) AS n FROM scores WHERE run_id = ? GROUP BY scorer, state "
@@ -178,23 +165,17 @@ def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
 
 # --- tags ---------------------------------------------------------------------------------------
 
-_UPSERT_TAG = (
-    "INSERT INTO tags (session_id, name, run_id, value, reason, author, created_at) "
-    "SELECT session_id, :name, run_id, :value, :reason, :author, :created_at FROM sessions "
-    "WHERE session_id = :session_id ON CONFLICT (session_id, name) DO UPDATE SET value = excluded.value, "
-    "reason = excluded.reason, author = excluded.author, created_at = excluded.created_at"
-)
+_UPSERT_TAG = TAGS.insert_for_session_sql + TAGS.on_conflict_update("session_id", "name")
 
 
 def add_tags(db: Database, tags: Sequence[Tag]) -> None:
     """Insert tags. A tag replaces an existing tag of the same session and name."""
     for tag in tags:
-        cursor = db.execute(_UPSERT_TAG, TAG_ROWS.encode(tag))
-        _require_session(cursor.rowcount > 0, tag.session_id, "tag")
+        insert_for_session(db, _UPSERT_TAG, TAG_ROWS.encode(tag))
 
 
 def remove_tags(db: Database, session_ids: Sequence[str], name: str) -> int:
-    """Remove the tag from these sessions, and return how many sessions had it."""
+    """Remove the tag from these sessions, and return the number of sessions that had the tag."""
     return sum(
         db.execute("DELETE FROM tags WHERE session_id = ? AND name = ?", (session_id, name)).rowcount
         for session_id in session_ids
@@ -202,24 +183,19 @@ def remove_tags(db: Database, session_ids: Sequence[str], name: str) -> int:
 
 
 def get_tags(db: Database, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
-    """Return the tags of each session, ordered by name. The list is empty for a session without tags."""
-    return _by_session(db, "tags", "name", session_ids, TAG_ROWS.decode)
+    return _select_by_session(db, TAG_ROWS, "tags", "name", session_ids)
 
 
 # --- feedback -----------------------------------------------------------------------------------
 
 
 def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = ()) -> bool:
-    """Add feedback and the rewards that follow from it, and return True. If the feedback's id exists, return
-    False and change nothing."""
+    """Add feedback and the rewards derived from it, and return True. If feedback with the same id exists,
+    return False and change nothing."""
     existing = db.execute("SELECT 1 FROM feedback WHERE feedback_id = ?", (feedback.feedback_id,))
     if existing.fetchone() is not None:
         return False
-    session = db.execute(
-        "SELECT run_id FROM sessions WHERE session_id = ?", (feedback.session_id,)
-    ).fetchone()
-    _require_session(session is not None, feedback.session_id, "comment on")
-    db.execute(FEEDBACK.insert_sql, {**FEEDBACK_ROWS.encode(feedback), "run_id": session["run_id"]})
+    insert_for_session(db, FEEDBACK.insert_for_session_sql, FEEDBACK_ROWS.encode(feedback))
     add_rewards(db, rewards)
     return True
 
@@ -227,21 +203,21 @@ def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = (
 def get_feedback(
     db: Database, run_id: str, *, session_id: str | None = None, corrected: bool = False
 ) -> list[Feedback]:
-    """Return feedback, oldest first. ``corrected`` selects feedback with a correction."""
+    """Return feedback, oldest first. If ``corrected``, return only feedback with a correction."""
     where, values = "run_id = ?", [run_id]
     if session_id is not None:
         where += " AND session_id = ?"
         values.append(session_id)
     if corrected:
         where += " AND correction IS NOT NULL"
-    rows = db.execute(f"SELECT * FROM feedback WHERE {where} ORDER BY seq", values)
-    return [FEEDBACK_ROWS.decode(row) for row in rows]
+    return FEEDBACK_ROWS.select(db, f"SELECT * FROM feedback WHERE {where} ORDER BY seq", values)
 
 
 def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
     """Return corrections that can be trained on and are not claimed in this epoch, oldest first. Corrections
     of evaluation sessions and of sessions tagged as untrainable are excluded."""
-    rows = db.execute(
+    return FEEDBACK_ROWS.select(
+        db,
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
         "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
@@ -249,7 +225,6 @@ def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[F
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
         (run_id, Channel.VAL.value, UNTRAINABLE, epoch, FEEDBACK_KEY_PREFIX, limit),
     )
-    return [FEEDBACK_ROWS.decode(row) for row in rows]
 
 
 # --- a judge's answers --------------------------------------------------------------------------
@@ -257,11 +232,11 @@ def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[F
 
 def get_judgment(db: Database, key: bytes) -> Json | None:
     row = db.execute("SELECT answer FROM judgments WHERE key = ?", (key,)).fetchone()
-    return load_json(row["answer"]) if row else None
+    return json.loads(row["answer"]) if row else None
 
 
 def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
-    """Store a judge's answer, unless the question already has one."""
+    """Store a judge's answer, unless there already is an answer with this key."""
     db.execute(
         "INSERT INTO judgments (key, run_id, answer, cost, created_at) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (key) DO NOTHING",
@@ -274,10 +249,4 @@ def get_judgment_totals(db: Database, run_id: str) -> tuple[int, float]:
     row = db.execute(
         "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?", (run_id,)
     ).fetchone()
-    assert row is not None
     return int(row["n"]), float(row["cost"])
-
-
-def _require_session(exists: bool, session_id: str, verb: str) -> None:
-    if not exists:
-        raise StoreError(f"There is no session {session_id} to {verb}.")

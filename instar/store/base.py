@@ -10,67 +10,48 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from functools import partial
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from instar.errors import StoreError
-from instar.store import annotations, leases, listing, policies
+from instar.store import annotations, listing, policies
 from instar.store import calls as call_queries
 from instar.store import datasets as dataset_queries
 from instar.store import keys as key_queries
 from instar.store import sessions as session_queries
 from instar.store import steps as step_queries
 from instar.store.database import Database
-from instar.store.models import (
-    FEEDBACK_KEY_PREFIX,
-    CallDelta,
-    DatasetRow,
-    KeyKind,
-    KeyRow,
-    Progress,
-    Run,
-    SessionFilter,
-    SessionRecord,
-    SessionRow,
-    UnscoredSession,
-    feedback_key,
-)
+from instar.store.models import FEEDBACK_KEY_PREFIX as FEEDBACK_KEY_PREFIX
+from instar.store.models import CallDelta as CallDelta
+from instar.store.models import DatasetRow as DatasetRow
+from instar.store.models import KeyKind as KeyKind
+from instar.store.models import KeyRow as KeyRow
+from instar.store.models import Progress as Progress
+from instar.store.models import Run as Run
+from instar.store.models import SessionFilter as SessionFilter
+from instar.store.models import SessionRecord as SessionRecord
+from instar.store.models import SessionRow as SessionRow
+from instar.store.models import UnscoredSession as UnscoredSession
+from instar.store.models import feedback_key as feedback_key
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
 from instar.types import Call, Group, Session
-
-__all__ = [
-    "FEEDBACK_KEY_PREFIX",
-    "CallDelta",
-    "DatasetRow",
-    "KeyKind",
-    "KeyRow",
-    "Progress",
-    "Run",
-    "SessionFilter",
-    "SessionRecord",
-    "SessionRow",
-    "Store",
-    "UnscoredSession",
-    "feedback_key",
-]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Query = Callable[Concatenate[Database, P], T]
 
 SESSIONS_PER_READ = 64
-"""The number of sessions whose calls are read in one snapshot, so that no snapshot is held for long."""
+"""The number of sessions whose calls are read in one snapshot. It limits how long a snapshot is held."""
 
 
 class _Method(Generic[P, T]):
-    """A method of `Store` that runs a query."""
+    """A method of `Store` that runs a query. ``mode`` is the name of the `Store` method that executes it."""
 
-    def __init__(self, query: Query[P, T]) -> None:
+    def __init__(self, query: Query[P, T], mode: Literal["write", "read", "read_statement"]) -> None:
         self.query = query
+        self.mode = mode
         self.__doc__ = query.__doc__
-
-    def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
-        raise NotImplementedError
 
     @overload
     def __get__(self, store: None, owner: type[Store]) -> Callable[..., Coroutine[Any, Any, T]]: ...
@@ -79,46 +60,32 @@ class _Method(Generic[P, T]):
     def __get__(self, store: Store, owner: type[Store]) -> Callable[P, Coroutine[Any, Any, T]]: ...
 
     def __get__(self, store: Store | None, owner: type[Store]) -> Callable[..., Coroutine[Any, Any, T]]:
-        if store is None:
-            return self._call_unbound
-        query = self.query
+        return self._run if store is None else partial(self._run, store)
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
-            return self.run(store, lambda db: query(db, *args, **kwargs))
+    async def _run(self, store: Store, *args: P.args, **kwargs: P.kwargs) -> T:
+        def work(db: Database) -> T:
+            return self.query(db, *args, **kwargs)
 
-        return call
-
-    async def _call_unbound(self, store: Store, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the query for ``Store.method(store, ...)``, as a function of a class is called."""
-        return await self.run(store, lambda db: self.query(db, *args, **kwargs))
+        return await getattr(store, self.mode)(work)
 
 
-class _Write(_Method[P, T]):
-    """A method that runs its query in a transaction of the writer."""
-
-    def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
-        return store.write(work)
+def _write(query: Query[P, T]) -> _Method[P, T]:
+    return _Method(query, "write")
 
 
-class _Read(_Method[P, T]):
-    """A method that runs a query of any number of statements on one snapshot."""
-
-    def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
-        return store.read(work)
+def _read(query: Query[P, T]) -> _Method[P, T]:
+    return _Method(query, "read")
 
 
-class _LookUp(_Method[P, T]):
-    """A method that runs a query of a single statement, which needs no transaction."""
-
-    def run(self, store: Store, work: Callable[[Database], T]) -> Coroutine[Any, Any, T]:
-        return store.look_up(work)
+def _read_statement(query: Query[P, T]) -> _Method[P, T]:
+    return _Method(query, "read_statement")
 
 
 class Store:
     """A store, usable from any event loop.
 
-    If a caller is cancelled while its write is being executed, the write may still be committed. If the
-    caller is cancelled earlier, the write is skipped.
+    If a caller is cancelled before its write is executed, the write is skipped. If the caller is cancelled
+    while its write is executed, the write may still be committed.
     """
 
     def __init__(self, name: str, writer: Writer | None, readers: ReaderPool) -> None:
@@ -130,7 +97,6 @@ class Store:
 
     @property
     def commits(self) -> int:
-        """The number of transactions that this process has committed."""
         return self._writer.commits if self._writer else 0
 
     async def close(self) -> None:
@@ -145,32 +111,34 @@ class Store:
         return await self._writer.submit(work)
 
     async def read(self, fetch: Callable[[Database], T]) -> T:
-        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.snapshot(fetch)))
+        """Run a query of any number of statements on one snapshot."""
+        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read_snapshot(fetch)))
 
-    async def look_up(self, fetch: Callable[[Database], T]) -> T:
-        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.look_up(fetch)))
+    async def read_statement(self, fetch: Callable[[Database], T]) -> T:
+        """Run a query of a single statement, which needs no transaction."""
+        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read(fetch)))
 
     # runs
-    put_run = _Write(session_queries.put_run)
-    run = _Read(session_queries.get_run)
-    runs = _Read(session_queries.get_runs)
-    progress = _Read(step_queries.get_progress)
+    put_run = _write(session_queries.put_run)
+    run = _read(session_queries.get_run)
+    runs = _read(session_queries.get_runs)
+    progress = _read(step_queries.get_progress)
 
     # groups and sessions
-    open_group = _Write(session_queries.open_group)
-    close_group = _Write(session_queries.close_group)
-    group = _LookUp(session_queries.get_group)
-    groups = _Read(session_queries.get_groups)
-    open_session = _Write(session_queries.open_session)
-    end_session = _Write(annotations.end_session)
-    session = _LookUp(session_queries.get_session)
-    session_by_key = _LookUp(session_queries.get_session_by_key)
-    session_by_external_id = _LookUp(session_queries.get_session_by_external_id)
-    session_by_tail = _LookUp(call_queries.get_session_by_tail)
-    idle_sessions = _LookUp(session_queries.get_idle_sessions)
-    last_ended_seq = _Read(annotations.get_last_ended_seq)
-    sessions = _Read(listing.get_sessions)
-    sessions_by_group = _Read(listing.get_sessions_by_group)
+    open_group = _write(session_queries.open_group)
+    close_group = _write(session_queries.close_group)
+    group = _read_statement(session_queries.get_group)
+    groups = _read(session_queries.get_groups)
+    open_session = _write(session_queries.open_session)
+    end_session = _write(annotations.end_session)
+    session = _read_statement(session_queries.get_session)
+    session_by_key = _read_statement(session_queries.get_session_by_key)
+    session_by_external_id = _read_statement(session_queries.get_session_by_external_id)
+    session_by_tail = _read_statement(call_queries.get_session_by_tail)
+    idle_sessions = _read_statement(session_queries.get_idle_sessions)
+    last_ended_seq = _read(annotations.get_last_ended_seq)
+    sessions = _read(listing.get_sessions)
+    sessions_by_group = _read(listing.get_sessions_by_group)
 
     # calls
     async def add_calls(
@@ -181,11 +149,12 @@ class Store:
         key_hash: str | None = None,
         tail_keys: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Store all of the calls or none. A call's base must already be stored or precede the call in
-        ``calls``. Calls may be added to a session that has ended, because they did happen.
+        """Store all of the calls or none. The base of a call must already be stored or precede the call in
+        ``calls``. Calls may be added to a session that has ended.
 
         ``opening`` is a session to open first, in the same transaction, with ``key_hash`` as its key. Raises
-        ConflictError if its id is taken. ``tail_keys`` maps call ids to the keys of `session_by_tail`.
+        ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to the keys of
+        `session_by_tail`.
         """
         await self.write(
             call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}, self.base_call_cache)
@@ -200,18 +169,18 @@ class Store:
         return await self._read_calls(lambda db: call_queries.fetch_calls(db, "session_id", session_id))
 
     async def calls_by_session(self, session_ids: Sequence[str]) -> dict[str, list[Call]]:
-        """Return the calls of several sessions; the list is empty for a session without calls."""
         by_session: dict[str, list[Call]] = {session_id: [] for session_id in session_ids}
         for start in range(0, len(session_ids), SESSIONS_PER_READ):
-            part = session_ids[start : start + SESSIONS_PER_READ]
-            for call in await self._read_calls(
-                lambda db, part=part: call_queries.fetch_calls(db, "session_id", *part)
-            ):
+            page = session_ids[start : start + SESSIONS_PER_READ]
+            calls = await self._read_calls(
+                lambda db, page=page: call_queries.fetch_calls(db, "session_id", *page)
+            )
+            for call in calls:
                 by_session[call.session_id].append(call)
         return by_session
 
     async def calls_by_request(self, request_id: str) -> list[Call]:
-        """Return the calls of a request. There are several calls if the request asked for several replies."""
+        """Return the calls of a request. A request for several replies has several calls."""
         return await self._read_calls(lambda db: call_queries.fetch_calls(db, "request_id", request_id))
 
     async def call_deltas(self, session_id: str) -> list[CallDelta]:
@@ -219,85 +188,85 @@ class Store:
         calls. The cost grows with the stored tokens, not with the sum of the prompts."""
 
         def read() -> list[CallDelta]:
-            return self._readers.snapshot(
-                lambda db: call_queries.fetch_deltas(db, session_id)
-            ).decode_deltas()
+            fetched = self._readers.read_snapshot(lambda db: call_queries.fetch_deltas(db, session_id))
+            return fetched.decode_deltas()
 
         return await asyncio.wrap_future(self._readers.submit(read))
 
     async def _read_calls(self, fetch: Callable[[Database], call_queries.FetchedCalls]) -> list[Call]:
-        """Return the fetched calls. They are decoded in the reader's thread, after the snapshot is
-        released."""
-        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.snapshot(fetch).decode()))
+        def read() -> list[Call]:
+            return self._readers.read_snapshot(fetch).decode()  # decoded after the snapshot is released
+
+        return await asyncio.wrap_future(self._readers.submit(read))
 
     async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-        """Store all of the imported sessions and groups, or none. Raises ConflictError if the id of a session
-        or group, or of anything in it, is taken."""
+        """Store all of the imported groups and sessions, or none. Raises ConflictError if one of their ids is
+        taken."""
         await self.write(call_queries.PutRecords(groups, records))
 
     # rewards and other annotations
-    add_rewards = _Write(session_queries.add_rewards)
-    rewards = _Read(session_queries.get_rewards)
-    rewards_by_session = _Read(annotations.get_rewards_by_session)
-    unscored_sessions = _Read(annotations.get_unscored_sessions)
-    record_scores = _Write(annotations.record_scores)
-    scores = _Read(annotations.get_scores)
-    score_counts = _Read(annotations.get_score_counts)
-    add_tags = _Write(annotations.add_tags)
-    remove_tags = _Write(annotations.remove_tags)
-    tags = _Read(annotations.get_tags)
-    add_feedback = _Write(annotations.add_feedback)
-    feedback = _Read(annotations.get_feedback)
-    corrections = _Read(annotations.get_corrections)
-    judgment = _LookUp(annotations.get_judgment)
-    put_judgment = _Write(annotations.put_judgment)
-    judgment_totals = _Read(annotations.get_judgment_totals)
+    add_rewards = _write(session_queries.add_rewards)
+    rewards = _read(session_queries.get_rewards)
+    rewards_by_session = _read(annotations.get_rewards_by_session)
+    unscored_sessions = _read(annotations.get_unscored_sessions)
+    record_scores = _write(annotations.record_scores)
+    scores = _read(annotations.get_scores)
+    score_counts = _read(annotations.get_score_counts)
+    add_tags = _write(annotations.add_tags)
+    remove_tags = _write(annotations.remove_tags)
+    tags = _read(annotations.get_tags)
+    add_feedback = _write(annotations.add_feedback)
+    feedback = _read(annotations.get_feedback)
+    corrections = _read(annotations.get_corrections)
+    judgment = _read_statement(annotations.get_judgment)
+    put_judgment = _write(annotations.put_judgment)
+    judgment_totals = _read(annotations.get_judgment_totals)
 
     # datasets
-    put_dataset = _Write(dataset_queries.put_dataset)
-    dataset = _Read(dataset_queries.get_dataset)
-    datasets = _Read(dataset_queries.get_datasets)
-    remove_dataset = _Write(dataset_queries.remove_dataset)
+    put_dataset = _write(dataset_queries.put_dataset)
+    dataset = _read(dataset_queries.get_dataset)
+    datasets = _read(dataset_queries.get_datasets)
+    remove_dataset = _write(dataset_queries.remove_dataset)
 
     # policy versions; version 0 is the base model and always exists
-    reserve_version = _Write(policies.reserve_version)
-    publish = _Write(policies.publish)
-    tombstone = _Write(policies.tombstone)
-    reserved_versions = _Read(policies.get_reserved_versions)
-    steps_by_version = _Read(policies.get_steps_by_version)
-    latest_policy = _Read(policies.get_latest_policy)
-    published_policies = _Read(policies.get_published_policies)
+    reserve_version = _write(policies.reserve_version)
+    publish = _write(policies.publish)
+    tombstone = _write(policies.tombstone)
+    reserved_versions = _read(policies.get_reserved_versions)
+    steps_by_version = _read(policies.get_steps_by_version)
+    latest_policy = _read(policies.get_latest_policy)
+    published_policies = _read(policies.get_published_policies)
 
     # training steps
-    claim_step = _Write(step_queries.claim_step)
-    drop_samples = _Write(step_queries.drop_samples)
-    advance_step = _Write(step_queries.advance_step)
-    release_steps = _Write(step_queries.release_steps)
-    claims = _Read(step_queries.get_claims)
-    recent_claims = _Read(step_queries.get_recent_claims)
-    steps = _Read(step_queries.get_steps)
+    claim_step = _write(step_queries.claim_step)
+    drop_samples = _write(step_queries.drop_samples)
+    advance_step = _write(step_queries.advance_step)
+    release_steps = _write(step_queries.release_steps)
+    claims = _read(step_queries.get_claims)
+    recent_claims = _read(step_queries.get_recent_claims)
+    steps = _read(step_queries.get_steps)
 
     # API keys
-    put_key = _Write(key_queries.put_key)
-    key = _LookUp(key_queries.get_key)
-    keys = _Read(key_queries.get_keys)
-    revoke_key = _Write(key_queries.revoke_key)
+    put_key = _write(key_queries.put_key)
+    key = _read_statement(key_queries.get_key)
+    keys = _read(key_queries.get_keys)
+    revoke_key = _write(key_queries.revoke_key)
 
     async def secret(self, name: str) -> bytes:
         """Return the 32 random bytes with this name, which are created on first use."""
-        value = await self.look_up(lambda db: key_queries.get_secret(db, name))
+        value = await self.read_statement(lambda db: key_queries.get_secret(db, name))
         return value or await self.write(lambda db: key_queries.create_secret(db, name))
 
     # processes of a run
-    take_lease = _Write(leases.take_lease)
-    put_endpoint = _Write(session_queries.put_endpoint)
-    endpoints = _Read(session_queries.get_endpoints)
-    remove_endpoint = _Write(session_queries.remove_endpoint)
+    take_lease = _write(session_queries.take_lease)
+    put_endpoint = _write(session_queries.put_endpoint)
+    endpoints = _read(session_queries.get_endpoints)
+    remove_endpoint = _write(session_queries.remove_endpoint)
 
     async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
-        """Hold this lease for all later writes. This call and every later write raise LeaseLost once a later
+        """Make every later write check the lease. This call and the later writes raise LeaseLost if a later
         lease has been taken."""
-        check = leases.make_lease_check(run_id, name, lease)
+        check = session_queries.make_lease_check(run_id, name, lease)
         await self.write(check)
         assert self._writer is not None
         self._writer.lease_check = check

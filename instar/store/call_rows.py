@@ -15,22 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from instar.errors import StoreCorrupt, StoreError
-from instar.store.codec import (
-    DatabaseRow,
-    checksum,
-    dump_message,
-    load_message,
-    pack_runs,
-    unpack_ids,
-    unpack_runs,
-    view_ids,
-)
+from instar.store import codec
+from instar.store.codec import DatabaseRow, checksum
 from instar.store.models import CallDelta
 from instar.store.rows import RowMapping
 from instar.store.schema import CALLS
 from instar.types import Call, Ids, Message, Tool
 
-_VERSION_CONVERTERS = {"versions": (pack_runs, unpack_runs)}
+_VERSION_CONVERTERS = {"versions": (codec.pack_runs, codec.unpack_runs)}
 _CALL_ROWS = RowMapping(
     Call,
     text=["reason", "model", "client_key"],
@@ -95,7 +87,7 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
     summary = BaseCallSummary(len(prompt), len(sampled), checksum(sampled, prompt_crc), len(call.messages))
     tools = None
     if call.tools:
-        body = dump_message(call.tools)
+        body = codec.dump_message(call.tools)
         tools = hashlib.sha256(body.encode()).hexdigest(), body
     messages = call.messages[call.base_messages :]
     values = _encode_row(call, tail, messages, tools and tools[0], tail_key, prompt_crc, *summary)
@@ -195,8 +187,8 @@ def decode_calls(
 
 
 def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltCall:
-    tail, sampled = unpack_ids(row["prompt_ids"]), unpack_ids(row["sampled_ids"])
-    messages: list[Message] = load_message(row["messages"])
+    tail, sampled = codec.unpack_ids(row["prompt_ids"]), codec.unpack_ids(row["sampled_ids"])
+    messages: list[Message] = codec.load_message(row["messages"])
     sequence, crc = _TokenSequence(), 0
     if row["base_id"] is not None:
         base = rebuilt.get(row["base_id"])
@@ -218,7 +210,7 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
     crc = checksum(sampled, crc)
     if crc != row["sequence_crc"]:
         raise _corrupt_call(row, "its sampled tokens do not match the stored checksum")
-    return _RebuiltCall(row, sequence, crc, messages, load_message(row["reply"]), sampled)
+    return _RebuiltCall(row, sequence, crc, messages, codec.load_message(row["reply"]), sampled)
 
 
 def _corrupt_call(row: DatabaseRow, detail: str) -> StoreCorrupt:
@@ -254,8 +246,8 @@ def decode_delta(row: DatabaseRow, tools: Mapping[str, tuple[Tool, ...]]) -> Cal
     has_messages = row["messages"] is not None
     return _DELTA_ROWS.decode(
         row,
-        prompt_tail=view_ids(row["prompt_ids"]),
-        sampled_ids=view_ids(row["sampled_ids"]),
-        messages=tuple(load_message(row["messages"])) if has_messages else (),
+        prompt_tail=codec.view_ids(row["prompt_ids"]),
+        sampled_ids=codec.view_ids(row["sampled_ids"]),
+        messages=tuple(codec.load_message(row["messages"])) if has_messages else (),
         tools=tools[row["tools_hash"]] if has_messages and row["tools_hash"] is not None else (),
     )

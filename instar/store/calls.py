@@ -60,8 +60,7 @@ _BY_TAIL = f"""
 
 
 class BaseCallCache:
-    """A cache of summaries of the calls that this process stored last. A stored call never changes, so a
-    summary stays valid."""
+    """A cache of summaries of recently stored calls. Stored calls never change."""
 
     def __init__(self, max_size: int = 4096) -> None:
         self.max_size = max_size
@@ -71,15 +70,14 @@ class BaseCallCache:
         return self._summaries.get(call_id)
 
     def add(self, calls: Iterable[EncodedCall]) -> None:
-        """Add calls that have been committed."""
         if len(self._summaries) > self.max_size:
-            self._summaries.clear()  # summaries still in use are read from the database once more
+            self._summaries.clear()  # summaries that are still in use are read again from the database
         for encoded in calls:
             self._summaries[encoded.call.call_id] = encoded.summary
 
 
 class AddCalls(BatchableWrite):
-    """Writes calls, and the session that they open, if any."""
+    """Writes calls and, if the calls open a session, the session."""
 
     def __init__(
         self,
@@ -259,15 +257,14 @@ def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:
 
 
 def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
-    """Return the bodies of the calls' tools, by hash."""
     sql = "SELECT body FROM tools WHERE hash = ?"
     hashes = {row["tools_hash"] for row in rows} - {None}
     return {digest: db.execute(sql, (digest,)).fetchone()["body"] for digest in hashes}
 
 
 def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
-    """Return the id of an open live session, or None. The first tail key that has calls in such sessions
-    decides: the session of its newest call is returned."""
+    """Return the id of the open live session with the newest call that has one of the tail keys, or None.
+    Earlier keys take precedence over later ones."""
     if not keys:
         return None
     if any(len(key) != TAIL_KEY_BYTES for key in keys):

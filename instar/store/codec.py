@@ -1,4 +1,4 @@
-"""Encoding of arrays as bytes and of values as JSON text, for any SQL store.
+"""Encoding of arrays as bytes and of values as JSON text.
 
 Token ids are int32 and logprobs float32, little endian, so ``np.frombuffer`` reads them. Versions are
 stored as runs of (version, length), because nearly all tokens of a reply have the same one.
@@ -17,7 +17,7 @@ from instar.types import Floats, Ids
 
 
 class DatabaseRow(Protocol):
-    """A row of any database driver, by column name."""
+    """A row of any database driver. Values are read by column name."""
 
     def __getitem__(self, key: str, /) -> Any: ...
 
@@ -94,12 +94,7 @@ def dump_message(value: Any) -> str:
         return _encode_ascii(value)
 
 
-def load_json(text: str) -> Any:
-    return json.loads(text)
-
-
 def load_message(text: str) -> Any:
-    """Return the value of the JSON that `dump_message` wrote."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:  # an escaped lone surrogate
@@ -107,6 +102,5 @@ def load_message(text: str) -> Any:
 
 
 def sanitize_text(text: str | None) -> str | None:
-    """Return the text with escapes for what a database cannot store: program output may contain invalid UTF-8
-    or NUL."""
+    """Return the text with escapes in place of invalid UTF-8 and NUL, which a database cannot store."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

@@ -20,7 +20,7 @@ Values = Sequence[Any] | Mapping[str, Any]
 
 
 class Cursor(Protocol):
-    """The result of a statement; its rows are read by column name."""
+    """The result of a statement. The values of its rows are read by column name."""
 
     @property
     def rowcount(self) -> int: ...
@@ -47,10 +47,8 @@ class Database(Protocol):
         """Insert rows whose values are in the order of `Table.insert_columns`."""
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
-        """Insert the rows in one statement that commits itself, and return True.
-
-        Return False, with nothing inserted, if this is not possible.
-        """
+        """Insert the rows in one statement that commits itself, and return True. Return False and insert
+        nothing if this is not possible."""
         ...
 
     def lock_name(self, name: str) -> None:
@@ -71,20 +69,18 @@ class Database(Protocol):
         """Begin a write transaction. Wait for the lock or the server until a deadline."""
 
     def commit(self) -> None:
-        """Commit to disk. If one of `errors` is raised, nothing was committed; StoreError means that the
-        outcome is unknown."""
+        """Commit to disk. Raises one of `errors` if nothing was committed, or StoreError if the outcome is
+        unknown."""
 
     def rollback(self) -> None:
-        """Roll back the transaction, in any state; a lost connection is not an error."""
+        """Roll back the transaction if there is one. A lost connection is not an error."""
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """Return True if the error undid, or must undo, the complete transaction and not only the
-        statement."""
+        """Return True if the error ended the complete transaction and not only the statement."""
         ...
 
     def is_global_failure(self, error: Exception) -> bool:
-        """Return True if every write would fail in the same way, because the database is locked or
-        unreachable."""
+        """Return True if every write would fail because the database is locked or cannot be reached."""
         ...
 
     def is_transient(self, error: Exception) -> bool:

@@ -13,8 +13,8 @@ from instar.types import Json
 
 
 def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
-    """Add the next version of a dataset and return it. If the newest version has the same hash, update its
-    path and return it instead."""
+    """Add and return the next version of a dataset. If the newest version has the same hash, update the path
+    of that version and return it instead."""
     newest = get_dataset(db, name)
     if newest is not None and newest.hash == hash:
         if (newest.path, newest.manifest) == (path, manifest):
@@ -31,23 +31,20 @@ def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -
 
 
 def get_dataset(db: Database, name: str, version: int | None = None) -> DatasetRow | None:
-    """Return this version of the dataset, by default the newest one."""
+    """Return a version of the dataset, by default the newest version."""
+    sql = "SELECT * FROM datasets WHERE name = ?"
     if version is None:
-        rows = db.execute("SELECT * FROM datasets WHERE name = ? ORDER BY version DESC LIMIT 1", (name,))
-    else:
-        rows = db.execute("SELECT * FROM datasets WHERE name = ? AND version = ?", (name, version))
-    row = rows.fetchone()
-    return DATASET_ROWS.decode(row) if row else None
+        return DATASET_ROWS.select_one(db, f"{sql} ORDER BY version DESC LIMIT 1", (name,))
+    return DATASET_ROWS.select_one(db, f"{sql} AND version = ?", (name, version))
 
 
 def get_datasets(db: Database) -> list[DatasetRow]:
-    """Return all versions of all datasets, ordered by name and version."""
-    return [DATASET_ROWS.decode(row) for row in db.execute("SELECT * FROM datasets ORDER BY name, version")]
+    return DATASET_ROWS.select(db, "SELECT * FROM datasets ORDER BY name, version")
 
 
 def remove_dataset(db: Database, name: str, version: int | None = None) -> int:
-    """Remove this version of a dataset, by default all versions, and return the number removed. The files are
-    not deleted."""
+    """Remove one version of a dataset, by default all versions, and return the number of removed versions.
+    The files are not deleted."""
     if version is None:
         return db.execute("DELETE FROM datasets WHERE name = ?", (name,)).rowcount
     return db.execute("DELETE FROM datasets WHERE name = ? AND version = ?", (name, version)).rowcount

@@ -10,10 +10,6 @@ from instar.store.base import Store
 
 
 def open_store(config: RunConfig, *, read_only: bool = False) -> Store:
-    """Open and return the run's store. The store is created or migrated as needed; with ``read_only`` it must
-    already exist.
-
-    Each store type is a `Store` with a classmethod ``from_config(config, *, read_only)``.
-    """
+    """Open the run's store, which is created or migrated first unless ``read_only``."""
     store_class = resolve("stores", config.store.type)
     return cast(Store, store_class.from_config(config, read_only=read_only))

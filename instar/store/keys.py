@@ -21,19 +21,16 @@ def put_key(db: Database, key: KeyRow) -> None:
 
 
 def get_key(db: Database, key_hash: str) -> KeyRow | None:
-    """Return the key with this hash, even if it is revoked."""
-    row = db.execute("SELECT * FROM keys WHERE key_hash = ?", (key_hash,)).fetchone()
-    return KEY_ROWS.decode(row) if row else None
+    return KEY_ROWS.select_one(db, "SELECT * FROM keys WHERE key_hash = ?", (key_hash,))
 
 
 def get_keys(db: Database) -> list[KeyRow]:
-    """Return all keys, oldest first."""
-    return [KEY_ROWS.decode(row) for row in db.execute("SELECT * FROM keys ORDER BY created_at, key_hash")]
+    return KEY_ROWS.select(db, "SELECT * FROM keys ORDER BY created_at, key_hash")
 
 
 def revoke_key(db: Database, prefix_or_name: str) -> int:
-    """Revoke the keys with this name, or with a hash that begins with these eight or more digits. Return how
-    many of them were valid before."""
+    """Revoke the keys with this name, and those with a hash that begins with these eight or more digits.
+    Return the number of keys that were valid before."""
     where = "name = :text AND name != ''"
     if len(prefix_or_name) >= MIN_PREFIX_LENGTH:
         where = f"({where} OR substr(key_hash, 1, length(:text)) = :text)"
@@ -50,7 +47,7 @@ def get_secret(db: Database, name: str) -> bytes | None:
 
 
 def create_secret(db: Database, name: str) -> bytes:
-    """Return the secret with this name. Create it unless another process has already done so."""
+    """Create the secret with this name unless another process has already created it, and return it."""
     value = secrets.token_bytes(SECRET_BYTES)
     db.execute("INSERT INTO secrets (name, value) VALUES (?, ?) ON CONFLICT (name) DO NOTHING", (name, value))
     return get_secret(db, name) or value

@@ -1,25 +1,24 @@
 """Queries for pages of sessions.
 
 Sessions are ordered by ``seq``. A page is read from an index that has this order for each channel and status,
-so it costs the same with ten sessions as with a million. If only a few sessions have the requested tag,
-scorer, time or range of rewards, the search starts from those sessions instead.
+so that reading it costs the same with ten sessions as with a million. If only a few sessions have the
+requested tag, scorer, time or range of rewards, the search starts from those sessions instead.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from instar.store.codec import DatabaseRow
 from instar.store.database import Database
 from instar.store.models import SessionFilter, SessionRow
 from instar.store.rows import SESSION_ROWS
 from instar.types import Channel, RewardSource, Session, SessionStatus
 
-MAX_START = 2000
-"""The largest number of sessions that meet a condition for which a search starts from these sessions."""
+MAX_START_SESSIONS = 2000
+"""If at most this number of sessions meet a condition, the search starts from these sessions."""
 
 _DETAILS = """
     SELECT s.*,
@@ -27,16 +26,6 @@ _DETAILS = """
       (SELECT CAST(COALESCE(SUM(sampled_tokens), 0) AS BIGINT) FROM calls
         WHERE calls.session_id = s.session_id) AS sampled
     FROM sessions s WHERE s.seq IN ({}) ORDER BY s.seq"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    run_id: str | None
-    group_id: str | None
-    where: SessionFilter
-    before: int | None = None
-    after: int | None = None
-    limit: int | None = None
 
 
 def get_sessions(
@@ -51,100 +40,104 @@ def get_sessions(
     after: int | None = None,
     limit: int | None = None,
 ) -> list[SessionRow]:
-    """Return the sessions that match, oldest first. ``before`` and ``after`` are values of ``seq``: only
-    sessions with a lower or a higher ``seq`` are returned. ``limit`` keeps only the newest sessions or,
-    together with ``after``, the oldest ones."""
+    """Return the sessions that match, oldest first. Only sessions with a ``seq`` lower than ``before`` and
+    higher than ``after`` are returned. ``limit`` keeps only the newest sessions or, together with ``after``,
+    the oldest ones."""
     where = where or SessionFilter()
     where = replace(where, channel=channel or where.channel, status=status or where.status)
-    query = _Query(_Page(run_id, group_id, where, before, after, limit))
+    query = _PageQuery(run_id, group_id, where, before, after, limit)
     rows = db.execute(_DETAILS.format(query.sql(db)), query.values)
-    return [_decode(row) for row in rows]
-
-
-def _decode(row: DatabaseRow) -> SessionRow:
-    return SessionRow(
-        SESSION_ROWS.decode(row),
-        calls=row["calls"],
-        sampled_tokens=row["sampled"],
-        reward=row["reward"],
-        seq=row["seq"],
-    )
+    return [
+        SessionRow(
+            SESSION_ROWS.decode(row),
+            calls=row["calls"],
+            sampled_tokens=row["sampled"],
+            reward=row["reward"],
+            seq=row["seq"],
+        )
+        for row in rows
+    ]
 
 
 def get_sessions_by_group(db: Database, group_ids: Sequence[str]) -> dict[str, list[Session]]:
     """Return the sessions of each group, oldest first; the list is empty for a group without sessions."""
     by_group: dict[str, list[Session]] = {group_id: [] for group_id in group_ids}
-    rows = db.execute(
-        f"SELECT * FROM sessions WHERE group_id IN ({db.json_texts.format('?')}) ORDER BY seq",
-        (json.dumps(list(by_group)),),
-    )
-    for row in rows:
-        by_group[row["group_id"]].append(SESSION_ROWS.decode(row))
+    sql = f"SELECT * FROM sessions WHERE group_id IN ({db.json_texts.format('?')}) ORDER BY seq"
+    for session in SESSION_ROWS.select(db, sql, (json.dumps(list(by_group)),)):
+        if session.group_id is not None:
+            by_group[session.group_id].append(session)
     return by_group
 
 
-class _Query:
+@dataclass(slots=True)
+class _PageQuery:
     """Builds the query for the ``seq`` of a page's sessions."""
 
-    def __init__(self, page: _Page) -> None:
-        self.page = page
-        self.values: dict[str, Any] = {}
-        self.conditions: list[str] = []
-        """SQL conditions; the sessions table has the alias ``x``."""
-        self.starts: list[str] = []
-        """Queries for the ids of the sessions that meet one of the conditions."""
+    run_id: str | None
+    group_id: str | None
+    where: SessionFilter
+    before: int | None
+    after: int | None
+    limit: int | None
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    conditions: list[str] = field(default_factory=list[str])
+    """SQL conditions; the sessions table has the alias ``x``."""
+    starts: list[str] = field(default_factory=list[str])
+    """Queries for the ids of the sessions that meet one of the conditions."""
+
+    def __post_init__(self) -> None:
         self._add_columns()
         self._add_annotations()
 
     def sql(self, db: Database) -> str:
-        page = self.page
-        if page.group_id is not None or page.where.ids or page.limit is None:
-            return self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()}")
+        if self.group_id is not None or self.where.ids or self.limit is None:
+            return self._limit_page(f"SELECT x.seq FROM sessions x WHERE {self._condition}")
         for start in self.starts:
-            if self._is_rare(db, start):
+            count = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({start}) AS d LIMIT :limit) AS counted"
+            limit = {"limit": MAX_START_SESSIONS + 1}
+            if db.execute(count, self.values | limit).fetchone()["n"] <= MAX_START_SESSIONS:
                 source = f"(SELECT DISTINCT session_id FROM ({start}) AS d) AS few CROSS JOIN sessions x"
-                return self._page(
-                    f"SELECT x.seq FROM {source} WHERE x.session_id = few.session_id AND {self._all()}"
+                return self._limit_page(
+                    f"SELECT x.seq FROM {source} WHERE x.session_id = few.session_id AND {self._condition}"
                 )
-        if page.run_id is None or page.where.task is not None:
-            return self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()}")
-        return self._page(" UNION ALL ".join(self._slices()))
+        if self.run_id is None or self.where.task is not None:
+            return self._limit_page(f"SELECT x.seq FROM sessions x WHERE {self._condition}")
+        return self._limit_page(" UNION ALL ".join(self._make_slices()))
 
-    def _slices(self) -> list[str]:
-        """Return one query per channel and status for the sessions of the page, which an index holds in
-        order."""
-        where = self.page.where
+    def _make_slices(self) -> list[str]:
+        """Return one query for the page's sessions for each channel and status, because the index has them in
+        order only within a channel and status."""
+        where = self.where
         slices: list[str] = []
         for channel in [where.channel] if where.channel else Channel:
             for status in [where.status] if where.status else SessionStatus:
-                is_here = f"x.channel = '{channel.value}' AND x.status = '{status.value}'"
-                part = self._page(f"SELECT x.seq FROM sessions x WHERE {self._all()} AND {is_here}")
+                in_slice = f"x.channel = '{channel.value}' AND x.status = '{status.value}'"
+                part = self._limit_page(
+                    f"SELECT x.seq FROM sessions x WHERE {self._condition} AND {in_slice}"
+                )
                 slices.append(f"SELECT seq FROM ({part}) AS {channel.value}_{status.value}")
         return slices
 
-    def _page(self, sql: str) -> str:
-        if self.page.limit is None:
+    def _limit_page(self, sql: str) -> str:
+        if self.limit is None:
             return sql
-        self.values["page_size"] = self.page.limit
-        order = "ASC" if self.page.after is not None else "DESC"
+        self.values["page_size"] = self.limit
+        order = "ASC" if self.after is not None else "DESC"
         return f"SELECT seq FROM ({sql}) AS page ORDER BY seq {order} LIMIT :page_size"
 
-    def _all(self) -> str:
+    @property
+    def _condition(self) -> str:
         return " AND ".join(self.conditions) or "TRUE"
-
-    def _is_rare(self, db: Database, start: str) -> bool:
-        counted = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({start}) AS d LIMIT {MAX_START + 1}) AS counted"
-        return int(db.execute(counted, self.values).fetchone()["n"]) <= MAX_START
 
     def _add(self, condition: str, **values: Any) -> None:
         self.conditions.append(condition)
         self.values |= values
 
     def _add_columns(self) -> None:
-        page, where = self.page, self.page.where
+        where = self.where
         equal = {
-            "run_id": page.run_id,
-            "group_id": page.group_id,
+            "run_id": self.run_id,
+            "group_id": self.group_id,
             "channel": where.channel and where.channel.value,
             "status": where.status and where.status.value,
             "task_id": where.task,
@@ -154,15 +147,15 @@ class _Query:
             if value is not None:
                 self._add(f"x.{column} = :{column}", **{column: value})
         if where.ids:
-            names = {f"id{number}": each for number, each in enumerate(where.ids)}
+            names = {f"id{number}": session_id for number, session_id in enumerate(where.ids)}
             self._add(f"x.session_id IN ({', '.join(f':{name}' for name in names)})", **names)
-        self._add_range(before=("x.seq <", page.before), after=("x.seq >", page.after))
-        self._start(
+        self._add_range(before=("x.seq <", self.before), after=("x.seq >", self.after))
+        self._add_start(
             self._add_range(since=("x.created_at >=", where.since), until=("x.created_at <", where.until))
         )
         if where.scorer is None and where.source is None:
             low, high = ("x.reward >=", where.reward_min), ("x.reward <=", where.reward_max)
-            self._start(self._add_range(reward_min=low, reward_max=high))
+            self._add_start(self._add_range(reward_min=low, reward_max=high))
 
     def _add_range(self, **bounds: tuple[str, float | None]) -> str:
         """Add the values of the bounds that are set, and return the bounds as one SQL condition."""
@@ -172,14 +165,14 @@ class _Query:
             self._add(condition, **{name: value for name, (_, value) in bounds.items()})
         return condition
 
-    def _start(self, condition: str) -> None:
-        if condition and self.page.run_id is not None:
+    def _add_start(self, condition: str) -> None:
+        if condition and self.run_id is not None:
             self.starts.append(
                 f"SELECT x.session_id FROM sessions x WHERE x.run_id = :run_id AND {condition}"
             )
 
     def _add_annotations(self) -> None:
-        where = self.page.where
+        where = self.where
         for number, (name, value) in enumerate(where.tags):
             values = {"name": name} if value is None else {"name": name, "value": value}
             self._add_exists("tags", f"tag{number}", values, "")
@@ -212,5 +205,5 @@ class _Query:
         rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in columns) + extra
         matching = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"
         self._add(f"EXISTS ({matching})", **values)
-        if self.page.run_id is not None:
+        if self.run_id is not None:
             self.starts.append(f"SELECT session_id FROM {table} WHERE {table}.run_id = :run_id AND {rows}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from instar.errors import StoreError, StoreNewer
 from instar.store.schema import APPLICATION_ID, TABLES, VERSION
 from instar.store.schema_indexes import INDEXES, INDEXES_BY_VERSION, TRIGGERS
-from instar.store.sqlite_database import BUSY_TIMEOUT, SqliteDatabase, corrupt_file_error, is_busy
+from instar.store.sqlite_database import BUSY_TIMEOUT_SECONDS, SqliteDatabase, corrupt_file_error, is_busy
 
 
 def _migrate_to(version: int, *statements: str) -> tuple[str, ...]:
@@ -60,7 +60,9 @@ def create_or_migrate(
     try:
         current = _read_version(connection, path, version)
         if current == 0:
-            _create(connection)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            for statement in (*(table.create_sql for table in TABLES), *INDEXES, *TRIGGERS):
+                connection.execute(statement)
             current = VERSION
         for number in range(current, version):
             for statement in migrations[number]:
@@ -78,17 +80,30 @@ def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERS
     current = _read_version(connection, path, version)
     if current == 0:
         raise StoreError(f"{path} is empty: no run has written to it")
-    if current < version:
-        raise StoreError(
-            f"{path} has schema version {current}, this Instar reads {version}: open it for writing to "
-            "migrate it, with `instar serve` or `instar train --resume`"
-        )
+    require_migrated(str(path), current, version)
     _check_tables(connection, path)
 
 
+def require_migrated(name: str, current: int, version: int) -> None:
+    if current < version:
+        raise StoreError(
+            f"{name} has schema version {current}, this Instar reads {version}: migrate the store by opening "
+            "it for writing, with `instar serve` or `instar train --resume`"
+        )
+
+
+def require_not_newer(name: str, current: int, version: int, setting: str) -> None:
+    """Raise StoreNewer if the store has a newer version. ``setting`` selects a different store."""
+    if current > version:
+        raise StoreNewer(
+            f"{name} was written by a newer Instar (schema version {current}, this one reads up to "
+            f"{version}): upgrade Instar, or change {setting}. The store was not changed"
+        )
+
+
 def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
-    """Return the file's schema version, or 0 if the file is empty. Raise StoreError if it is not a store or
-    is newer."""
+    """Return the file's schema version, or 0 if the file is empty. Raise StoreError if the file is not a
+    store, or was written by a newer Instar."""
     current = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application_id = int(connection.execute("PRAGMA application_id").fetchone()[0])
     is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
@@ -96,21 +111,17 @@ def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
         return 0
     if application_id != APPLICATION_ID:
         raise StoreError(
-            f"{path} is an SQLite file of another program: set store.path to another file. "
-            "Nothing was changed"
+            f"{path} is an SQLite file of another program: set store.path to another file. The file was not "
+            "changed"
         )
-    if current > version:
-        raise StoreNewer(
-            f"{path} was written by a newer Instar (schema version {current}, this one reads up to "
-            f"{version}): upgrade Instar, or set store.path to another file. Nothing was changed"
-        )
+    require_not_newer(str(path), current, version, "store.path")
     return current
 
 
 def _enable_wal(connection: SqliteDatabase, path: Path) -> None:
-    """Switch the file to write-ahead logging. SQLite ignores the busy timeout here, so Python waits for the
-    lock."""
-    deadline = time.monotonic() + BUSY_TIMEOUT
+    """Switch the file to write-ahead logging. SQLite ignores the busy timeout for this statement, so this
+    function waits for the lock."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_SECONDS
     while True:
         try:
             mode = str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
@@ -124,12 +135,6 @@ def _enable_wal(connection: SqliteDatabase, path: Path) -> None:
             f"{path}: the file system does not support a write-ahead log (SQLite chose {mode!r}); "
             "put store.path on a local disk"
         )
-
-
-def _create(connection: SqliteDatabase) -> None:
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    for statement in (*(table.create_sql for table in TABLES), *INDEXES, *TRIGGERS):
-        connection.execute(statement)
 
 
 def _check_tables(connection: SqliteDatabase, path: Path) -> None:

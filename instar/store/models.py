@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from instar.types import (
-    Call,
-    CallStatus,
-    Channel,
-    Feedback,
-    Ids,
-    Json,
-    Link,
-    Message,
-    Reward,
-    RewardSource,
-    Score,
-    Session,
-    SessionStatus,
-    Tag,
-    Tool,
-)
+from instar import types
 
 KeyKind = Literal["admin", "agent"]
 FEEDBACK_KEY_PREFIX = "feedback:"
@@ -36,7 +20,7 @@ def feedback_key(feedback_id: str) -> str:
 class Run:
     run_id: str
     policy_id: str
-    config: Json
+    config: types.Json
     status: str = "running"
     """``running``, ``finished``, ``stopped`` or ``failed``."""
     reason: str | None = None
@@ -45,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The counts that admission control and the display need, read together."""
+    """The counts of a run that admission control and the display need."""
 
     groups_open: int
     groups_ready: int
@@ -64,34 +48,33 @@ class Progress:
 class SessionRow:
     """A line of ``instar sessions ls``."""
 
-    session: Session
+    session: types.Session
     calls: int
     sampled_tokens: int
     reward: float | None
     """The session's latest reward; rewards of single calls are not considered."""
-    extra: dict[str, Any] = field(default_factory=dict[str, Any])
     seq: int = 0
-    """The session's position in the order in which sessions were opened; the bounds of a page refer to it."""
+    """The number of the session in the order in which sessions were opened. Pages are bounded by it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
     """Selects the sessions that meet every condition that is set."""
 
-    channel: Channel | None = None
-    status: SessionStatus | None = None
+    channel: types.Channel | None = None
+    status: types.SessionStatus | None = None
     ids: tuple[str, ...] = ()
     tags: tuple[tuple[str, str | None], ...] = ()
     """Required tags as (name, value); the value is None if any value matches."""
     without: tuple[str, ...] = ()
     """Names of tags that exclude a session."""
     reward_min: float | None = None
-    """The lowest value of the session's latest reward or, with `scorer` or `source`, of any of their
+    """The lowest value of the session's latest reward or, if `scorer` or `source` is set, of any of their
     rewards."""
     reward_max: float | None = None
     scorer: str | None = None
     """A scorer that rewarded the session, with or without the scorer's version: ``judge:outcome@1f03``."""
-    source: RewardSource | None = None
+    source: types.RewardSource | None = None
     """The source of one of the session's rewards."""
     task: str | None = None
     agent: str | None = None
@@ -103,34 +86,33 @@ class SessionFilter:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A call without the prefix that it shares with its base call. Message graphs are built from these."""
+    """A call without the prefix that it shares with its base call."""
 
     call_id: str
     request_id: str
     parent_id: str | None
-    link: Link
+    link: types.Link
     base_id: str | None
     base_tokens: int
     base_messages: int
-    prompt_tail: Ids
-    """The prompt after the first ``base_tokens`` tokens; read-only, like the sampled ids."""
-    sampled_ids: Ids
+    prompt_tail: types.Ids
+    """The prompt after the first ``base_tokens`` tokens. This array and ``sampled_ids`` are read-only."""
+    sampled_ids: types.Ids
     message_count: int
-    status: CallStatus
+    status: types.CallStatus
     trainable: bool
     reason: str | None
     client_key: str | None
     digests: bytes
-    reply: Message
-    messages: tuple[Message, ...] = ()
-    """The messages after the first ``base_messages``. Messages and tools are loaded only if there are no
-    digests."""
-    tools: tuple[Tool, ...] = ()
+    reply: types.Message
+    messages: tuple[types.Message, ...] = ()
+    """The messages after the first ``base_messages``. Messages and tools are loaded only without digests."""
+    tools: tuple[types.Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """An API key, stored by its hash. Session keys are stored with their sessions."""
+    """An API key, stored by its hash. types.Session keys are stored with their sessions."""
 
     key_hash: str
     kind: KeyKind
@@ -143,31 +125,27 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class UnscoredSession:
-    """A session without a score by some scorer. ``seq`` orders sessions as they were opened."""
-
     seq: int
-    session: Session
+    session: types.Session
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session with its calls and annotations."""
-
-    session: Session
-    calls: tuple[Call, ...] = ()
-    rewards: tuple[Reward, ...] = ()
-    scores: tuple[Score, ...] = ()
-    tags: tuple[Tag, ...] = ()
-    feedback: tuple[Feedback, ...] = ()
+    session: types.Session
+    calls: tuple[types.Call, ...] = ()
+    rewards: tuple[types.Reward, ...] = ()
+    scores: tuple[types.Score, ...] = ()
+    tags: tuple[types.Tag, ...] = ()
+    feedback: tuple[types.Feedback, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """A named version of exported data: the files in the folder ``path`` with content hash ``hash``."""
+    """A named version of exported data in the folder ``path``, with the content hash ``hash``."""
 
     name: str
     version: int
     path: str
     hash: str
-    manifest: Json
+    manifest: types.Json
     created_at: float = 0.0

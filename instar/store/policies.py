@@ -12,7 +12,7 @@ from instar.types import Artifact, Policy, PolicyState
 
 
 def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int:
-    """Reserve and return the next version number of the policy, which was never used before."""
+    """Reserve and return the next version number of the policy."""
     db.lock_name(f"versions of {policy_id}")
     row = db.execute(
         "SELECT MAX(version) AS newest FROM policies WHERE policy_id = ?", (policy_id,)
@@ -28,9 +28,8 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
 
 def publish(db: Database, policy: Policy) -> None:
     """Record the artifact of a reserved version, which becomes the latest policy. Publishing a version again
-    replaces its artifact: a remote sampler is exported again before it expires."""
-    state = _state(db, policy.policy_id, policy.version)
-    if state is PolicyState.TOMBSTONED:
+    replaces its artifact, because a remote sampler is exported again before it expires."""
+    if _lock_state(db, policy.policy_id, policy.version) is PolicyState.TOMBSTONED:
         raise StoreError(
             f"Version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version."
         )
@@ -52,7 +51,7 @@ def publish(db: Database, policy: Policy) -> None:
 
 def tombstone(db: Database, policy_id: str, version: int, reason: str) -> None:
     """Mark a version as abandoned after a crash. The latest policy is then the newest published version."""
-    if _state(db, policy_id, version) is PolicyState.TOMBSTONED:
+    if _lock_state(db, policy_id, version) is PolicyState.TOMBSTONED:
         return
     db.execute(
         "UPDATE policies SET state = ?, reason = ?, updated_at = ? WHERE policy_id = ? AND version = ?",
@@ -60,7 +59,7 @@ def tombstone(db: Database, policy_id: str, version: int, reason: str) -> None:
     )
 
 
-def _state(db: Database, policy_id: str, version: int) -> PolicyState:
+def _lock_state(db: Database, policy_id: str, version: int) -> PolicyState:
     row = db.execute(
         f"SELECT state FROM policies WHERE policy_id = ? AND version = ?{db.for_update}",
         (policy_id, version),
@@ -80,7 +79,7 @@ def get_reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]
 
 
 def get_steps_by_version(db: Database, policy_id: str) -> dict[int, int]:
-    """Return the training step of each version, whatever the version's state."""
+    """Return the training step of each version in any state."""
     rows = db.execute("SELECT version, step FROM policies WHERE policy_id = ?", (policy_id,))
     return {row["version"]: row["step"] for row in rows}
 

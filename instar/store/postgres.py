@@ -1,13 +1,15 @@
 """The store on a PostgreSQL server, for runs that write from several hosts.
 
 As in the SQLite store, each process has one writer, which groups concurrent writes into one commit, and
-several readers. A lost connection is reopened. Then a read is repeated; a write is repeated once the server
+several readers. After a lost connection is reopened, a read is repeated. A write is repeated once the server
 has confirmed that the write was not committed.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 from typing import Self
 
 import psycopg
@@ -25,14 +27,18 @@ class PostgresStore(Store):
     """A store in a PostgreSQL schema, which is created or migrated first unless ``read_only``."""
 
     def __init__(self, server: PostgresServer, *, readers: int = 4, read_only: bool = False) -> None:
-        if read_only:
-            _check_readable(server)
-        name, timeout = server.name, server.timeout
-        super().__init__(
-            name,
-            None if read_only else Writer(_open_for_writing(server), name, retry_timeout=timeout),
-            ReaderPool(lambda: _open_for_reading(server), name, threads=readers, retry_timeout=timeout),
+        name, timeout, writer = server.name, server.timeout, None
+        with _translated_errors(server):
+            if read_only:
+                # There are no retries, because a person is usually waiting for the store.
+                with closing(server.connect("instar", read_only=True, retry_timeout=0.0)) as connection:
+                    check_version(connection, server)
+            else:
+                writer = Writer(PostgresWriteDatabase.open(server), name, retry_timeout=timeout)
+        reader_pool = ReaderPool(
+            lambda: _open_for_reading(server), name, threads=readers, retry_timeout=timeout
         )
+        super().__init__(name, writer, reader_pool)
 
     @classmethod
     def from_config(cls, config: RunConfig, *, read_only: bool = False) -> Self:
@@ -44,28 +50,14 @@ class PostgresStore(Store):
         return cls(server, readers=settings.pool, read_only=read_only)
 
 
-def _open_for_writing(server: PostgresServer) -> PostgresWriteDatabase:
+@contextmanager
+def _translated_errors(server: PostgresServer) -> Generator[None]:
     try:
-        return PostgresWriteDatabase.open(server)
+        yield
     except psycopg.Error as error:
         raise server.translate(error) from error
 
 
 def _open_for_reading(server: PostgresServer) -> PostgresDatabase:
-    try:
+    with _translated_errors(server):
         return PostgresDatabase(server, server.connect("instar", read_only=True))
-    except psycopg.Error as error:
-        raise server.translate(error) from error
-
-
-def _check_readable(server: PostgresServer) -> None:
-    """Check that the store can be read. There are no retries: a person is usually waiting for a store that is
-    opened for reading."""
-    try:
-        connection = server.connect("instar", read_only=True, retry_timeout=0.0)
-        try:
-            check_version(connection, server)
-        finally:
-            connection.close()
-    except psycopg.Error as error:
-        raise server.translate(error) from error

@@ -1,8 +1,8 @@
 """PostgreSQL connections that implement `Database`.
 
-A writer that lost its connection during a commit must learn whether the commit took effect. So each writer
-has a row with the number of its last transaction: on a new connection, the row tells whether that
-transaction was committed. The old connection's server process is terminated first.
+A writer that lost its connection during a commit must find out whether the commit took effect. So each writer
+has a row with the number of its last transaction. On a new connection, the writer terminates the server
+process of the old connection and then reads the row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from instar.store.postgres_server import (
 )
 from instar.store.schema import Table
 
-WRITER_ROW_MAX_AGE = 24 * 3600.0
+WRITER_ROW_MAX_AGE_SECONDS = 24 * 3600.0
 _PARAMETER = re.compile(r"\?|(?<!:):([a-z_][a-z_0-9]*)")
 
 
@@ -50,7 +50,6 @@ class PostgresDatabase:
         return self._connection.execute(_to_psycopg(sql), values, binary=True)
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """Insert all rows in one pipeline, so that there is only one wait for a response."""
         if rows:
             self._connection.cursor().executemany(_to_psycopg(table.insert_many_sql(1)), rows)
 
@@ -96,8 +95,8 @@ class PostgresDatabase:
 
 
 class PostgresWriteDatabase(PostgresDatabase):
-    """A PostgreSQL connection for writing, which always learns whether a transaction was committed, whatever
-    the network does."""
+    """A PostgreSQL connection for writing. If the network fails during a commit, it finds out whether the
+    transaction was committed."""
 
     def __init__(self, server: PostgresServer, connection: PostgresConnection, writer: str) -> None:
         super().__init__(server, connection)
@@ -119,11 +118,8 @@ class PostgresWriteDatabase(PostgresDatabase):
         return db
 
     def register(self) -> None:
-        """Insert this writer's row. This must happen before the first transaction, because only an existing
-        row can be locked.
-
-        Rows of writers that exited without `close` are removed.
-        """
+        """Insert this writer's row before the first transaction, because only an existing row can be locked.
+        Rows of writers that exited without `close` are removed."""
         self.execute(
             WRITERS.insert_sql,
             {"writer": self._writer, "number": self._transaction_number, "at": time.time()},
@@ -131,7 +127,7 @@ class PostgresWriteDatabase(PostgresDatabase):
         self.execute(
             "DELETE FROM writers WHERE at < ? "
             "AND writer NOT IN (SELECT application_name FROM pg_stat_activity)",
-            (time.time() - WRITER_ROW_MAX_AGE,),
+            (time.time() - WRITER_ROW_MAX_AGE_SECONDS,),
         )
 
     def begin(self) -> None:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from instar.errors import StoreError, StoreNewer
-from instar.store.migrations import MIGRATIONS
+from instar.errors import StoreError
+from instar.store.migrations import MIGRATIONS, require_migrated, require_not_newer
 from instar.store.postgres_server import (
     MIN_SERVER_VERSION,
     RESPONSE_TIMEOUT_FACTOR,
@@ -21,8 +21,8 @@ from instar.store.schema import GROUP_COUNTS, INTEGER, REAL, SESSION_COUNTS, TAB
 from instar.store.schema_indexes import INDEXES
 
 VERSION_TABLE = "instar_store"
-"""The table that marks the schema as a store and holds its version."""
-MIGRATION_TIMEOUT = 3600.0
+"""The table that marks the schema as a store and contains the store's version."""
+MIGRATION_TIMEOUT_SECONDS = 3600.0
 
 WRITERS = Table("writers", {"writer": "TEXT PRIMARY KEY", "number": INTEGER, "at": REAL})
 """The last transaction of each writing process; see `postgres_database`."""
@@ -45,8 +45,8 @@ def to_postgres_ddl(ddl: str) -> str:
 
 
 def _append_seq_column(ddl: str) -> str:
-    """Return the index with the row number as its last column, as in every SQLite index, so that the newest
-    row is found by the index."""
+    """Return the index with the row number as its last column, as in every SQLite index. The index then finds
+    the newest row."""
     match = _PLAIN_INDEX.match(ddl)
     if match is None or not any(table.name == match[2] and "seq" in table.columns for table in TABLES):
         return ddl
@@ -69,7 +69,7 @@ def create_or_migrate(
     """
     _check_server(connection, server)
     if _read_version(connection, server, version) != version:
-        connection.response_timeout = MIGRATION_TIMEOUT
+        connection.response_timeout = MIGRATION_TIMEOUT_SECONDS
         with connection.transaction():
             connection.execute("SET LOCAL statement_timeout = 0")
             connection.execute(
@@ -86,11 +86,7 @@ def check_version(connection: PostgresConnection, server: PostgresServer, *, ver
     current = _read_version(connection, server, version)
     if current == 0:
         raise StoreError(f"there is no store in {server.name}: no run has written to it")
-    if current < version:
-        raise StoreError(
-            f"{server.name} has schema version {current}, this Instar reads {version}: open it for writing "
-            "to migrate it, with `instar serve` or `instar train --resume`"
-        )
+    require_migrated(server.name, current, version)
     _check_tables(connection, server)
 
 
@@ -102,7 +98,11 @@ def _create_or_migrate(
 ) -> None:
     current = _read_version(connection, server, version)
     if current == 0:
-        _create(connection, server)
+        exists = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (server.schema,))
+        if exists.fetchone() is None:
+            connection.execute(f'CREATE SCHEMA "{server.schema}"'.encode())
+        for statement in _create_statements():
+            connection.execute(statement.encode())
         current = VERSION
     for number in range(current, version):
         for statement in migrations[number]:
@@ -123,23 +123,19 @@ def _check_server(connection: PostgresConnection, server: PostgresServer) -> Non
 
 
 def _read_version(connection: PostgresConnection, server: PostgresServer, version: int) -> int:
-    """Return the schema's version, or 0 if the schema is empty or missing. Raise StoreError if it is not a
-    store or is newer."""
+    """Return the version of the store, or 0 if the schema is empty or missing. Raise StoreError if the schema
+    is not a store, or was written by a newer Instar."""
     tables = _table_names(connection, server)
     if not tables:
         return 0
     if VERSION_TABLE not in tables:
         raise StoreError(
-            f"{server.name} contains tables of another program: set store.db_schema to another schema. "
-            "Nothing was changed"
+            f"{server.name} contains tables of another program: set store.db_schema to another schema. The "
+            "schema was not changed"
         )
     row = connection.execute(f"SELECT version FROM {VERSION_TABLE}".encode()).fetchone()
     current = 0 if row is None else int(row["version"])
-    if current > version:
-        raise StoreNewer(
-            f"{server.name} was written by a newer Instar (schema version {current}, this one reads up to "
-            f"{version}): upgrade Instar, or set store.db_schema to another schema. Nothing was changed"
-        )
+    require_not_newer(server.name, current, version, "store.db_schema")
     return current
 
 
@@ -155,14 +151,6 @@ def _check_tables(connection: PostgresConnection, server: PostgresServer) -> Non
 
 
 # --- creation -----------------------------------------------------------------------------------
-
-
-def _create(connection: PostgresConnection, server: PostgresServer) -> None:
-    exists = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (server.schema,)).fetchone()
-    if exists is None:
-        connection.execute(f'CREATE SCHEMA "{server.schema}"'.encode())
-    for statement in _create_statements():
-        connection.execute(statement.encode())
 
 
 def _create_statements() -> list[str]:
@@ -181,7 +169,7 @@ def _create_statements() -> list[str]:
 def _count_by_backend(counts: Table) -> Table:
     """Return the table of counts with one counter row per server process. Readers use the sum of the rows.
 
-    Writers that share one counter row would wait for each other, and with two such rows they would deadlock.
+    Writers that share a counter row would wait for each other, and writers that share two would deadlock.
     """
     (key,) = counts.constraints
     return replace(

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 MIN_SERVER_VERSION = 13
 RESPONSE_TIMEOUT_FACTOR = 1.25
-"""The number of statement timeouts after which a server that does not respond is treated as lost."""
+"""A server that does not respond within this number of statement timeouts is treated as lost."""
 
 # Failures that a retry cannot fix. They are recognized by the server's message, because libpq gives no code
 # for a refused connection; a message in another language is retried until the timeout.
@@ -30,18 +30,7 @@ _PERMANENT_FAILURE = re.compile(
     r"authentication failed|no password supplied|does not exist|no pg_hba.conf entry|permission denied"
     r"|unsupported frontend protocol|does not support SSL|certificate"
 )
-_CONNECTION_LOST_CODES = (
-    "08000",
-    "08001",
-    "08003",
-    "08004",
-    "08006",
-    "57P01",
-    "57P02",
-    "57P03",
-    "57P05",
-    "25P03",
-)
+_DISCONNECT_CODES = ("08000", "08001", "08003", "08004", "08006", "57P01", "57P02", "57P03", "57P05", "25P03")
 _TRANSIENT_CODES = ("40001", "40P01")
 _DISK_FULL_CODES = ("53000", "53100", "53200", "53400")
 _CORRUPT_CODES = ("XX001", "XX002", "42P01", "42703")
@@ -69,7 +58,7 @@ class PostgresConnection(psycopg.Connection[DictRow]):
 
 
 def _wait_until(gen: PQGen[T], deadline: float) -> PQGen[T]:
-    """Run psycopg's wait generator, which polls the socket, with a deadline."""
+    """Run the generator with which psycopg polls the socket, with a deadline."""
     steps = cast(Generator[Any, Any, T], gen)
     try:
         wait_for = next(steps)
@@ -93,7 +82,6 @@ class PostgresServer:
 
     @property
     def name(self) -> str:
-        """The name used in messages."""
         return f"{self.url} (schema {self.schema})"
 
     def connect(
@@ -147,8 +135,8 @@ class PostgresServer:
     def _configure(self, connection: PostgresConnection, read_only: bool) -> None:
         """Set the options of the database session.
 
-        A commit waits for the disk even if the server's own setting says otherwise. The locks of a host that
-        vanishes are released after the timeout.
+        A commit waits for the disk even if the server's own setting is different. The locks of a host that
+        disappears are released after the timeout.
         """
         milliseconds = str(round(self.timeout * 1000))
         connection.execute(
@@ -170,28 +158,28 @@ class PostgresServer:
         """Return the error that callers of the store see for an error of PostgreSQL."""
         code, text = _sqlstate(error), error_text(error)
         if code == "23505":
-            return ConflictError(f"the row exists already: {text}")
+            return ConflictError(f"the row already exists: {text}")
         if code.startswith(("22", "23")) or isinstance(error, psycopg.DataError):
             return StoreError(f"the database rejected the row: {text}")
         if code in _DISK_FULL_CODES:
             return StoreFull(
-                f"the disk of {self.name} is full ({text}): free some space on the server. Acknowledged "
-                "writes are stored; the failed write left nothing behind"
+                f"the disk of {self.name} is full ({text}): free some space on the server. Earlier writes "
+                "are stored, and nothing of the failed write is stored"
             )
         if code in _CORRUPT_CODES:
             return self.corrupt_error(text)
         if code == "57014":
             return StoreError(
-                f"{self.name} took longer than store.timeout, {self.timeout:g} s ({text}): look for a "
-                "session that holds a lock and hangs (pg_stat_activity)"
+                f"{self.name} took longer than store.timeout, {self.timeout:g} s ({text}): find the session "
+                "that has a lock and hangs (pg_stat_activity)"
             )
         if code == "42501":
             return StoreError(
-                f"{self.name}: {text}: its user must own the schema, or have the right to create it"
+                f"{self.name}: {text}: the user must own the schema, or have the right to create it"
             )
         if code == "25006":
             return StoreError(
-                f"{self.name} rejects writes ({text}): it is a standby; set store.url to the primary"
+                f"{self.name} is a standby and rejects writes ({text}): set store.url to the primary"
             )
         if isinstance(error, psycopg.OperationalError):
             return StoreError(f"{self.name} cannot be reached: {text}. {_advice(text)}")
@@ -225,7 +213,7 @@ def error_text(error: Exception) -> str:
 
 
 def is_connection_lost(error: Exception) -> bool:
-    return isinstance(error, TransactionNotCommitted) or _sqlstate(error) in _CONNECTION_LOST_CODES
+    return isinstance(error, TransactionNotCommitted) or _sqlstate(error) in _DISCONNECT_CODES
 
 
 def is_transient(error: Exception) -> bool:

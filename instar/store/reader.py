@@ -1,7 +1,6 @@
-"""Runs reads concurrently with the writer, in a few threads that have one connection each.
+"""Threads that read concurrently with the writer, each with its own connection.
 
-A read sees one snapshot and ends with its last row. Rows are decoded into objects afterwards, so that no
-snapshot is held for long.
+Rows are decoded into objects after the read has ended, so that no snapshot is held for long.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class ReaderPool:
     def __init__(
         self, connect: Callable[[], Database], name: str, *, threads: int, retry_timeout: float = 0.0
     ) -> None:
-        """``name`` is the store's name in errors. A read that loses its connection is retried on a new
+        """``name`` is the store's name in errors. If a connection is lost, the read is retried on a new
         connection for ``retry_timeout`` seconds."""
         self._connect = connect
         self._name = name
@@ -36,7 +35,7 @@ class ReaderPool:
     def submit(self, read: Callable[[], T]) -> Future[T]:
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store {self._name} is closed")
+                raise StoreError(f"The store {self._name} is closed.")
             return self._executor.submit(read)
 
     def close(self) -> None:
@@ -47,39 +46,38 @@ class ReaderPool:
             connection.close()
         self._connections.clear()
 
-    def look_up(self, fetch: Callable[[Database], T]) -> T:
-        """Return the result of a read with a single statement, which needs no snapshot. Call this in a thread
-        of `submit`."""
-        return self._fetch(fetch)
-
-    def snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """Return the result of a read with any number of statements in one snapshot. Call this in a thread of
+    def read_snapshot(self, fetch: Callable[[Database], T]) -> T:
+        """Return the result of a read whose statements all see the same snapshot. Call this in a thread of
         `submit`."""
 
-        def read(db: Database) -> T:
+        def fetch_in_transaction(db: Database) -> T:
             db.begin_read()
             try:
                 return fetch(db)
             finally:
                 db.rollback()
 
-        return self._fetch(read)
+        return self.read(fetch_in_transaction)
 
-    def _fetch(self, fetch: Callable[[Database], T]) -> T:
+    def read(self, fetch: Callable[[Database], T]) -> T:
+        """Return the result of a read with a single statement. Call this in a thread of `submit`."""
         deadline: float | None = None
         while True:
-            db = self._connection()
+            db = self._get_connection()
             try:
                 return fetch(db)
             except db.errors as error:
                 if not db.is_connection_lost(error):
                     raise db.translate(error) from error
-                self._discard(db)
+                self._local.connection = None
+                with self._lock:
+                    self._connections.remove(db)
+                db.close()
                 deadline = deadline or time.monotonic() + self._retry_timeout
                 if time.monotonic() > deadline:
                     raise db.translate(error) from error
 
-    def _connection(self) -> Database:
+    def _get_connection(self) -> Database:
         connection: Database | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._connect()
@@ -87,9 +85,3 @@ class ReaderPool:
             with self._lock:
                 self._connections.append(connection)
         return connection
-
-    def _discard(self, connection: Database) -> None:
-        self._local.connection = None
-        with self._lock:
-            self._connections.remove(connection)
-        connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,38 +11,13 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from instar import types
 from instar.column_types import ColumnType, FieldType, get_field_types, is_enum
 from instar.errors import StoreError
-from instar.store.codec import (
-    DatabaseRow,
-    dump_json,
-    dump_message,
-    load_json,
-    load_message,
-    pack_floats,
-    pack_ids,
-    sanitize_text,
-    unpack_floats,
-    unpack_ids,
-)
+from instar.store import codec
+from instar.store.codec import DatabaseRow, dump_json, sanitize_text
 from instar.store.database import Database, Values
 from instar.store.models import DatasetRow, KeyRow, Run
-from instar.types import (
-    Artifact,
-    Claim,
-    Endpoint,
-    Feedback,
-    Group,
-    Json,
-    Policy,
-    Reward,
-    Score,
-    Session,
-    SessionStatus,
-    Step,
-    Tag,
-    Task,
-)
 
 T = TypeVar("T")
 Converter = Callable[[Any], Any]
@@ -67,13 +43,15 @@ class RowMapping(Generic[T]):
         excluded: Sequence[str] = (),
         converters: Mapping[str, Converters] | None = None,
     ) -> None:
-        types = {name: type for name, type in get_field_types(cls).items() if name not in excluded}
-        self.names = list(types)
+        field_types = {
+            name: field_type for name, field_type in get_field_types(cls).items() if name not in excluded
+        }
+        self.names = list(field_types)
         self.encoders: dict[str, Converter] = dict.fromkeys(text, sanitize_text)
         self._cls = cls
-        self._get_values: Callable[[T], tuple[Any, ...]] = attrgetter(*types)
+        self._get_values: Callable[[T], tuple[Any, ...]] = attrgetter(*field_types)
         self._decoders: dict[str, Converter] = {}
-        defaults = {name: make_converters(field_type) for name, field_type in types.items()}
+        defaults = {name: make_converters(field_type) for name, field_type in field_types.items()}
         for name, pair in {**defaults, **(converters or {})}.items():
             if pair is not None:
                 self.encoders[name], self._decoders[name] = pair
@@ -116,39 +94,40 @@ def make_converters(field_type: FieldType) -> Converters | None:
 def _make_converters(field_type: FieldType) -> Converters | None:
     python_type = field_type.python
     if is_enum(python_type):
-        return attrgetter("_value_"), python_type  # much faster than `value`, which is a Python property
+        # Much faster than the property `value` and than calling the enum.
+        return attrgetter("_value_"), {member.value: member for member in python_type}.__getitem__
     match field_type.column:
         case ColumnType.BOOL:
             return int, bool
         case ColumnType.IDS:
-            return pack_ids, unpack_ids
+            return codec.pack_ids, codec.unpack_ids
         case ColumnType.FLOATS:
-            return pack_floats, unpack_floats
-        case ColumnType.JSON if python_type == Json:
-            return lambda value: dump_json(value) if value else "{}", load_json
+            return codec.pack_floats, codec.unpack_floats
+        case ColumnType.JSON if python_type == types.Json:
+            return lambda value: dump_json(value) if value else "{}", json.loads
         case ColumnType.JSON if isinstance(python_type, type) and issubclass(python_type, msgspec.Struct):
-            return dump_message, msgspec.json.Decoder(python_type).decode
+            return codec.dump_message, msgspec.json.Decoder(python_type).decode
         case ColumnType.JSON:
-            return dump_message, load_message
+            return codec.dump_message, codec.load_message
         case _:
             return None
 
 
 RUN_ROWS = RowMapping(Run, text=["reason"])
-GROUP_ROWS = RowMapping(Group, text=["reason"], default_now="created_at", excluded=["index", "task"])
-SESSION_ROWS = RowMapping(Session, text=["reason", "external_id"], default_now="created_at")
-REWARD_ROWS = RowMapping(Reward, default_now="created_at")
-SCORE_ROWS = RowMapping(Score, text=["reason"], default_now="created_at")
-TAG_ROWS = RowMapping(Tag, text=["value", "reason", "author"], default_now="created_at")
-FEEDBACK_ROWS = RowMapping(Feedback, text=["text", "correction", "author"], default_now="created_at")
-STEP_ROWS = RowMapping(Step, default_now="updated_at")
-CLAIM_ROWS = RowMapping(Claim, text=["reason"])
-ENDPOINT_ROWS = RowMapping(Endpoint, text=["doing"], default_now="heartbeat")
+GROUP_ROWS = RowMapping(types.Group, text=["reason"], default_now="created_at", excluded=["index", "task"])
+SESSION_ROWS = RowMapping(types.Session, text=["reason", "external_id"], default_now="created_at")
+REWARD_ROWS = RowMapping(types.Reward, default_now="created_at")
+SCORE_ROWS = RowMapping(types.Score, text=["reason"], default_now="created_at")
+TAG_ROWS = RowMapping(types.Tag, text=["value", "reason", "author"], default_now="created_at")
+FEEDBACK_ROWS = RowMapping(types.Feedback, text=["text", "correction", "author"], default_now="created_at")
+STEP_ROWS = RowMapping(types.Step, default_now="updated_at")
+CLAIM_ROWS = RowMapping(types.Claim, text=["reason"])
+ENDPOINT_ROWS = RowMapping(types.Endpoint, text=["doing"], default_now="heartbeat")
 KEY_ROWS = RowMapping(KeyRow, default_now="created_at")
 DATASET_ROWS = RowMapping(DatasetRow, default_now="created_at")
 
 
-def encode_group(group: Group) -> dict[str, Any]:
+def encode_group(group: types.Group) -> dict[str, Any]:
     return {
         **GROUP_ROWS.encode(group),
         "idx": group.index,
@@ -157,27 +136,27 @@ def encode_group(group: Group) -> dict[str, Any]:
     }
 
 
-def decode_group(row: DatabaseRow) -> Group:
-    task = Task(row["task_id"], load_json(row["task_data"]))
+def decode_group(row: DatabaseRow) -> types.Group:
+    task = types.Task(row["task_id"], json.loads(row["task_data"]))
     return GROUP_ROWS.decode(row, index=row["idx"], task=task)
 
 
-def encode_session(session: Session, key_hash: str | None) -> dict[str, Any]:
+def encode_session(session: types.Session, key_hash: str | None) -> dict[str, Any]:
     row = SESSION_ROWS.encode(session)
     row["key_hash"] = key_hash
-    if session.ended_at is None and session.status is not SessionStatus.OPEN:
+    if session.ended_at is None and session.status is not types.SessionStatus.OPEN:
         row["ended_at"] = time.time()
     return row
 
 
-def encode_reward(reward: Reward) -> dict[str, Any]:
+def encode_reward(reward: types.Reward) -> dict[str, Any]:
     """Return the row of a reward without run, agent and policy, which are taken from its session."""
     if not math.isfinite(reward.value):
         raise StoreError(f"Session {reward.session_id}: the reward is {reward.value}; it must be finite.")
     return REWARD_ROWS.encode(reward) | {"value": float(reward.value), "cost": float(reward.cost)}
 
 
-def encode_claim(claim: Claim, step: int | None) -> dict[str, Any]:
+def encode_claim(claim: types.Claim, step: int | None) -> dict[str, Any]:
     row = CLAIM_ROWS.encode(claim)
     row["step"] = step
     # NumPy scalars are accepted, but the database drivers cannot store them.
@@ -189,6 +168,6 @@ def encode_claim(claim: Claim, step: int | None) -> dict[str, Any]:
     return row
 
 
-def decode_policy(row: DatabaseRow) -> Policy:
-    artifact = Artifact(row["artifact_kind"], row["artifact_path"], row["expires_at"])
-    return Policy(row["policy_id"], row["version"], artifact)
+def decode_policy(row: DatabaseRow) -> types.Policy:
+    artifact = types.Artifact(row["artifact_kind"], row["artifact_path"], row["expires_at"])
+    return types.Policy(row["policy_id"], row["version"], artifact)

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 
 from instar.column_types import ColumnType, get_field_types
 from instar.store.models import DatasetRow, KeyRow, Run
-from instar.types import Call, Claim, Endpoint, Step
+from instar.types import Call, Claim, Endpoint, Feedback, Reward, Score, Session, Step, Tag
 
 VERSION = 4
 """The schema's version, stored in ``PRAGMA user_version``. Increment it with every change to the declarations
@@ -96,6 +96,7 @@ TEXT = "TEXT NOT NULL"
 INTEGER = "INTEGER NOT NULL"
 REAL = "REAL NOT NULL"
 BLOB = "BLOB NOT NULL"
+SESSION_ID = "TEXT NOT NULL REFERENCES sessions (session_id)"
 
 _SQL_TYPES = {
     ColumnType.TEXT: "TEXT",
@@ -133,8 +134,8 @@ GROUPS = Table(
         "task_data": TEXT,
         "status": TEXT,
         "reason": "TEXT",
-        # Derived from the claims whenever they change (`steps.refresh_consumed`), so that reading the
-        # progress is a lookup.
+        # Derived from the claims whenever the claims change (`steps.refresh_consumed`), so that reading the
+        # progress does not read the claims.
         "consumed": "INTEGER NOT NULL DEFAULT 0",
         "created_at": REAL,
         # The last epoch with a claim by the group's own run, or -1. Derived like `consumed`, so that
@@ -150,23 +151,10 @@ SESSIONS = Table(
     {
         "seq": ROW_NUMBER,
         "session_id": "TEXT NOT NULL UNIQUE",
-        "run_id": TEXT,
-        "agent_id": TEXT,
-        "policy_id": TEXT,
-        "channel": TEXT,
-        "status": TEXT,
-        "group_id": "TEXT",
-        "slot": INTEGER,
-        "attempt": INTEGER,
-        "task_id": "TEXT",
-        "reason": "TEXT",
-        "seed": "INTEGER",
-        "sampling": TEXT,
-        "metadata": TEXT,
+        **_sql_columns(Session, "run_id", "agent_id", "policy_id", "channel", "status", "group_id", "slot"),
+        **_sql_columns(Session, "attempt", "task_id", "reason", "seed", "sampling", "metadata"),
         "key_hash": "TEXT UNIQUE",
-        "created_at": REAL,
-        "ended_at": "REAL",
-        "external_id": "TEXT",
+        **_sql_columns(Session, "created_at", "ended_at", "external_id"),
         # The session's latest reward without a call, copied from `rewards` so that sessions can be filtered.
         "reward": "REAL",
     },
@@ -181,7 +169,7 @@ CALLS = Table(
     {
         "seq": ROW_NUMBER,
         "call_id": "TEXT NOT NULL UNIQUE",
-        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "session_id": SESSION_ID,
         **_sql_columns(Call, "run_id", "agent_id", "policy_id", "request_id", "parent_id", "link"),
         **_sql_columns(Call, "base_id", "base_tokens", "base_messages"),
         # Checksums of the prompt and of prompt + sampled tokens; a rebuilt call is verified against them.
@@ -209,17 +197,9 @@ REWARDS = Table(
     "rewards",
     {
         "seq": ROW_NUMBER,
-        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
-        "run_id": TEXT,
-        "agent_id": TEXT,
-        "policy_id": TEXT,
-        "call_id": "TEXT",
-        "value": REAL,
-        "source": TEXT,
-        "scorer": TEXT,
-        "detail": TEXT,
-        "created_at": REAL,
-        "reward_id": "TEXT",
+        "session_id": SESSION_ID,
+        **_sql_columns(Session, "run_id", "agent_id", "policy_id"),
+        **_sql_columns(Reward, "call_id", "value", "source", "scorer", "detail", "created_at", "reward_id"),
         "scorer_version": "TEXT NOT NULL DEFAULT ''",
         "cost": "REAL NOT NULL DEFAULT 0",
     },
@@ -230,13 +210,10 @@ REWARDS = Table(
 SCORES = Table(
     "scores",
     {
-        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "session_id": SESSION_ID,
         "scorer": TEXT,
         "run_id": TEXT,
-        "state": TEXT,
-        "attempts": INTEGER,
-        "reason": "TEXT",
-        "created_at": REAL,
+        **_sql_columns(Score, "state", "attempts", "reason", "created_at"),
     },
     constraints=("PRIMARY KEY (session_id, scorer)",),
     added_in=4,
@@ -245,13 +222,10 @@ SCORES = Table(
 TAGS = Table(
     "tags",
     {
-        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "session_id": SESSION_ID,
         "name": TEXT,
         "run_id": TEXT,
-        "value": TEXT,
-        "reason": TEXT,
-        "author": TEXT,
-        "created_at": REAL,
+        **_sql_columns(Tag, "value", "reason", "author", "created_at"),
     },
     constraints=("PRIMARY KEY (session_id, name)",),
     added_in=4,
@@ -262,22 +236,16 @@ FEEDBACK = Table(
     {
         "seq": ROW_NUMBER,
         "feedback_id": "TEXT NOT NULL UNIQUE",
-        "session_id": "TEXT NOT NULL REFERENCES sessions (session_id)",
+        "session_id": SESSION_ID,
         "run_id": TEXT,
-        "call_id": "TEXT",
-        "thumbs": "INTEGER",
-        "score": "REAL",
-        "text": TEXT,
-        "correction": "TEXT",
-        "correction_ids": "BLOB",
-        "author": TEXT,
-        "created_at": REAL,
+        **_sql_columns(Feedback, "call_id", "thumbs", "score", "text", "correction", "correction_ids"),
+        **_sql_columns(Feedback, "author", "created_at"),
     },
     generated=("seq",),
     added_in=4,
 )
 
-# A judge's answers, keyed by the question, so that the same question is not paid for twice.
+# The answers of a judge by question, so that the same question is not paid for twice.
 JUDGMENTS = Table(
     "judgments",
     {"key": "BLOB PRIMARY KEY", "run_id": TEXT, "answer": TEXT, "cost": REAL, "created_at": REAL},

@@ -1,12 +1,12 @@
-"""Queries for runs, groups, sessions, rewards and endpoints."""
+"""Queries for runs, groups, sessions and rewards, and for the processes of a run: endpoints and leases."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from instar.errors import StoreError
+from instar.errors import LeaseLost, StoreError
 from instar.store.codec import sanitize_text
 from instar.store.database import Database
 from instar.store.models import Run
@@ -24,22 +24,8 @@ from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
 from instar.store.steps import refresh_consumed
 from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus
 
-_UPSERT_RUN = (
-    f"{RUNS.insert_sql} ON CONFLICT (run_id) DO UPDATE SET policy_id = excluded.policy_id, "
-    "config = excluded.config, status = excluded.status, reason = excluded.reason, "
-    "created_at = excluded.created_at"
-)
-_UPSERT_ENDPOINT = (
-    f"{ENDPOINTS.insert_sql} ON CONFLICT (run_id, role, name) DO UPDATE SET url = excluded.url, "
-    "pid = excluded.pid, doing = excluded.doing, log = excluded.log, heartbeat = excluded.heartbeat"
-)
-# A reward has the run, agent and policy of its session.
-_INSERT_REWARD = (
-    f"INSERT INTO {REWARDS.name} (session_id, run_id, agent_id, policy_id, call_id, value, source, scorer, "
-    "detail, created_at, reward_id, scorer_version, cost) SELECT session_id, run_id, agent_id, policy_id, "
-    ":call_id, :value, :source, :scorer, :detail, :created_at, :reward_id, :scorer_version, :cost "
-    "FROM sessions WHERE session_id = :session_id"
-)
+_UPSERT_RUN = RUNS.insert_sql + RUNS.on_conflict_update("run_id")
+_UPSERT_ENDPOINT = ENDPOINTS.insert_sql + ENDPOINTS.on_conflict_update("run_id", "role", "name")
 
 
 def put_run(db: Database, run: Run) -> None:
@@ -52,12 +38,11 @@ def put_run(db: Database, run: Run) -> None:
 
 
 def get_run(db: Database, run_id: str) -> Run | None:
-    row = db.execute("SELECT * FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-    return RUN_ROWS.decode(row) if row else None
+    return RUN_ROWS.select_one(db, "SELECT * FROM runs WHERE run_id = ?", (run_id,))
 
 
 def get_runs(db: Database) -> list[Run]:
-    return [RUN_ROWS.decode(row) for row in db.execute("SELECT * FROM runs ORDER BY created_at, run_id")]
+    return RUN_ROWS.select(db, "SELECT * FROM runs ORDER BY created_at, run_id")
 
 
 def open_group(db: Database, group: Group) -> None:
@@ -88,14 +73,15 @@ def get_groups(
     *,
     unclaimed_in_epoch: int | None = None,
 ) -> list[Group]:
-    """Return groups, ordered by index. ``unclaimed_in_epoch`` excludes groups with a claim in that epoch."""
+    """Return the groups, ordered by index. ``unclaimed_in_epoch`` excludes groups with a claim in that
+    epoch."""
     where, values = "run_id = ? AND channel = ?", list[Any]([run_id, channel.value])
     if status is not None:
         where += " AND status = ?"
         values.append(status.value)
     if unclaimed_in_epoch is not None:
-        # Two index ranges: groups claimed in exactly that epoch, which are nearly all groups, are never
-        # visited.
+        # These are two ranges of the index. Groups claimed in exactly that epoch, which are nearly all
+        # groups, are not read.
         where = (
             f"seq IN (SELECT seq FROM groups WHERE {where} AND claimed_epoch < ? UNION ALL "
             f"SELECT seq FROM groups WHERE {where} AND claimed_epoch > ? AND NOT EXISTS ("
@@ -113,31 +99,28 @@ def open_session(db: Database, session: Session, key_hash: str | None = None) ->
 
 
 def get_session(db: Database, session_id: str) -> Session | None:
-    return _find_session(db, "session_id", session_id)
+    return SESSION_ROWS.select_one(
+        db, "SELECT * FROM sessions WHERE session_id = ?", (sanitize_text(session_id),)
+    )
 
 
 def get_session_by_key(db: Database, key_hash: str) -> Session | None:
-    return _find_session(db, "key_hash", key_hash)
-
-
-def _find_session(db: Database, column: str, value: str) -> Session | None:
-    row = db.execute(f"SELECT * FROM sessions WHERE {column} = ?", (sanitize_text(value),)).fetchone()
-    return SESSION_ROWS.decode(row) if row else None
+    return SESSION_ROWS.select_one(db, "SELECT * FROM sessions WHERE key_hash = ?", (key_hash,))
 
 
 def get_session_by_external_id(db: Database, run_id: str, agent_id: str, external_id: str) -> Session | None:
-    """Return the newest open session that the agent gave this id."""
-    row = db.execute(
+    """Return the newest open session for which the agent sent this id."""
+    return SESSION_ROWS.select_one(
+        db,
         "SELECT * FROM sessions WHERE run_id = ? AND agent_id = ? AND external_id = ? AND status = ? "
         "ORDER BY seq DESC LIMIT 1",
         (run_id, agent_id, sanitize_text(external_id), SessionStatus.OPEN.value),
-    ).fetchone()
-    return SESSION_ROWS.decode(row) if row else None
+    )
 
 
 def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
-    """Return the ids of open live sessions whose last call ended before the time ``before``, and of those
-    without calls that were created before it."""
+    """Return the ids of open live sessions whose last call ended before the time ``before``. A session
+    without calls is included if it was created before that time."""
     rows = db.execute(
         """
         SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
@@ -155,10 +138,15 @@ def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
         if reward_exists(db, reward.reward_id):
             continue
         row = encode_reward(reward)
-        if db.execute(_INSERT_REWARD, row).rowcount == 0:
-            raise StoreError(f"There is no session {reward.session_id} to reward.")
+        insert_for_session(db, REWARDS.insert_for_session_sql, row)
         if reward.call_id is None:
             db.execute("UPDATE sessions SET reward = :value WHERE session_id = :session_id", row)
+
+
+def insert_for_session(db: Database, sql: str, row: Mapping[str, Any]) -> None:
+    """Insert a row with a statement that inserts nothing if the session is missing. Raise StoreError then."""
+    if db.execute(sql, row).rowcount == 0:
+        raise StoreError(f"There is no session {row['session_id']}.")
 
 
 def reward_exists(db: Database, reward_id: str | None) -> bool:
@@ -168,8 +156,7 @@ def reward_exists(db: Database, reward_id: str | None) -> bool:
 
 
 def get_rewards(db: Database, session_id: str) -> list[Reward]:
-    rows = db.execute("SELECT * FROM rewards WHERE session_id = ? ORDER BY seq", (session_id,))
-    return [REWARD_ROWS.decode(row) for row in rows]
+    return REWARD_ROWS.select(db, "SELECT * FROM rewards WHERE session_id = ? ORDER BY seq", (session_id,))
 
 
 def put_endpoint(db: Database, endpoint: Endpoint) -> None:
@@ -177,9 +164,35 @@ def put_endpoint(db: Database, endpoint: Endpoint) -> None:
 
 
 def get_endpoints(db: Database, run_id: str) -> list[Endpoint]:
-    rows = db.execute("SELECT * FROM endpoints WHERE run_id = ? ORDER BY role, name", (run_id,))
-    return [ENDPOINT_ROWS.decode(row) for row in rows]
+    return ENDPOINT_ROWS.select(db, "SELECT * FROM endpoints WHERE run_id = ? ORDER BY role, name", (run_id,))
 
 
 def remove_endpoint(db: Database, run_id: str, role: str, name: str) -> None:
     db.execute("DELETE FROM endpoints WHERE run_id = ? AND role = ? AND name = ?", (run_id, role, name))
+
+
+# --- leases: only the holder of the latest lease of a role may write as that role -----------------
+
+
+def take_lease(db: Database, run_id: str, name: str) -> int:
+    """Take and return the next lease of a role. Holders of earlier leases can no longer write."""
+    row = db.execute(
+        "INSERT INTO leases (run_id, name, lease) VALUES (?, ?, 1) "
+        "ON CONFLICT (run_id, name) DO UPDATE SET lease = leases.lease + 1 RETURNING lease",
+        (run_id, name),
+    ).fetchone()
+    return int(row["lease"])
+
+
+def make_lease_check(run_id: str, name: str, lease: int) -> Callable[[Database], None]:
+    """Return a check to run first in each transaction. The check locks the lease until the transaction ends,
+    and raises LeaseLost if a later lease was taken."""
+
+    def check(db: Database) -> None:
+        row = db.execute(
+            f"SELECT lease FROM leases WHERE run_id = ? AND name = ?{db.for_update}", (run_id, name)
+        ).fetchone()
+        if row is None or row["lease"] != lease:
+            raise LeaseLost(f"Another process has taken over the {name} of run {run_id!r}.")
+
+    return check

@@ -1,12 +1,15 @@
 """The embedded store: one SQLite file, shared by all processes of a run.
 
-The file uses a write-ahead log with ``synchronous=FULL``: a write that returned is on disk. Each process has
-one writer, which groups concurrent writes into one commit, and readers that never wait for the writer.
+The file uses a write-ahead log with ``synchronous=FULL``, so that a write is on disk when it returns. Each
+process has one writer, which groups concurrent writes into one commit, and readers that never wait for the
+writer.
 """
 
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Generator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -26,9 +29,9 @@ class SqliteStore(Store):
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
-        writer = None if read_only else Writer(_open_for_writing(path), str(path))
         if read_only:
             _check_readable(path)
+        writer = None if read_only else Writer(_open_for_writing(path), str(path))
         super().__init__(
             str(path), writer, ReaderPool(lambda: _open_for_reading(path), str(path), threads=READER_THREADS)
         )
@@ -38,40 +41,36 @@ class SqliteStore(Store):
         return cls(config.store_path, read_only=read_only)
 
 
+@contextmanager
+def _translated_errors(path: Path) -> Generator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise translate_error(error, path) from error
+
+
 def _open_for_writing(path: Path) -> SqliteDatabase:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # it holds the text of agents and people: only its owner may read it
+        path.touch(mode=0o600)  # only the owner may read the texts of agents and people
     except OSError as error:
         raise StoreError(f"cannot create {path}: {error}") from error
-    try:
+    with _translated_errors(path), ExitStack() as on_failure:
         connection = connect(path)
-        try:
-            migrations.create_or_migrate(connection, path)
-            connection.wait_in_begin()
-        except BaseException:  # any failure: close the connection, then re-raise
-            connection.close()
-            raise
-    except sqlite3.Error as error:
-        raise translate_error(error, path) from error
-    return connection
+        on_failure.callback(connection.close)
+        migrations.create_or_migrate(connection, path)
+        connection.wait_in_begin()
+        on_failure.pop_all()
+        return connection
 
 
 def _open_for_reading(path: Path) -> SqliteDatabase:
-    try:
+    with _translated_errors(path):
         return connect(path, read_only=True)
-    except sqlite3.Error as error:
-        raise translate_error(error, path) from error
 
 
 def _check_readable(path: Path) -> None:
     if not path.is_file():
         raise StoreError(f"there is no store at {path}")
-    try:
-        connection = connect(path, read_only=True)
-        try:
-            migrations.check_version(connection, path)
-        finally:
-            connection.close()
-    except sqlite3.Error as error:
-        raise translate_error(error, path) from error
+    with _translated_errors(path), closing(connect(path, read_only=True)) as connection:
+        migrations.check_version(connection, path)

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
 from instar.store.schema import Table
 
-BUSY_TIMEOUT = 30.0
-"""The number of seconds to wait for another process's write."""
+BUSY_TIMEOUT_SECONDS = 30.0
 
 MAX_INSERT_ROWS = 32
 
@@ -25,21 +24,18 @@ _DISK_FULL_CODES = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sq
 
 
 class SqliteDatabase(sqlite3.Connection):
-    """A connection to an SQLite file. A write transaction locks the complete file, so nothing else has to be
-    locked."""
+    """A connection to an SQLite file. A write transaction locks the file, so rows and names need no locks."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
     for_update: ClassVar[str] = ""
     json_rows: ClassVar[str] = "json_group_array(json_array({}))"
     json_texts: ClassVar[str] = "SELECT value FROM json_each({})"
     path: Path
-    busy_timeout = BUSY_TIMEOUT
+    busy_timeout = BUSY_TIMEOUT_SECONDS
 
-    def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT) -> None:
-        """Make `begin` wait for the lock, in place of SQLite.
-
-        SQLite sleeps up to 100 ms at a time, so a process that writes without pause would starve the others.
-        """
+    def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT_SECONDS) -> None:
+        """Make `begin` wait for the lock, because SQLite sleeps up to 100 ms at a time, so that a process
+        that writes without pause would starve the others."""
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
 
@@ -90,8 +86,7 @@ class SqliteDatabase(sqlite3.Connection):
             self.execute("ROLLBACK")
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """Return True if SQLite undid the transaction, which it does when the disk is full."""
-        return not self.in_transaction
+        return not self.in_transaction  # SQLite undoes the transaction if the disk is full
 
     def is_global_failure(self, error: Exception) -> bool:
         return is_busy(error)
@@ -104,14 +99,15 @@ class SqliteDatabase(sqlite3.Connection):
 
 
 def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
-    """Return a connection to an existing file, in autocommit mode. Any thread may use it, one at a time."""
+    """Return a connection to an existing file, in autocommit mode. One thread at a time may use it."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
-    if read_only and _is_archived(path):
-        uri += "&immutable=1"
+    has_log = path.with_name(f"{path.name}-wal").exists()
+    if read_only and not has_log and not os.access(path.parent, os.W_OK):
+        uri += "&immutable=1"  # SQLite cannot create the shared-memory file that it needs otherwise
     connection = sqlite3.connect(
         uri,
         uri=True,
-        timeout=BUSY_TIMEOUT,
+        timeout=BUSY_TIMEOUT_SECONDS,
         isolation_level=None,
         check_same_thread=False,
         factory=SqliteDatabase,
@@ -127,14 +123,8 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
     return connection
 
 
-def _is_archived(path: Path) -> bool:
-    """Return True if the file has no log and is in a folder where SQLite cannot create the shared-memory file
-    that it needs."""
-    return not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
-
-
 def primary_code(error: Exception) -> int:
-    """Return SQLite's error code without its extension, or 0 for an error of the Python module itself."""
+    """Return SQLite's error code without its extension, or 0 if the error has no code."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
@@ -146,7 +136,7 @@ def translate_error(error: Exception, path: Path) -> StoreError:
     """Return the error that callers of the store see for an error of SQLite."""
     code, primary = getattr(error, "sqlite_errorcode", 0), primary_code(error)
     if code in _UNIQUE_CODES:
-        return ConflictError(f"the row exists already: {error}")
+        return ConflictError(f"the row already exists: {error}")
     if primary == sqlite3.SQLITE_CONSTRAINT:
         return StoreError(f"the database rejected the row: {error}")
     if primary in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -154,12 +144,10 @@ def translate_error(error: Exception, path: Path) -> StoreError:
     if primary == sqlite3.SQLITE_FULL or code in _DISK_FULL_CODES:
         return StoreFull(
             f"the disk of {path} is full ({error}): free some space, or raise the quota or file-size limit. "
-            "Acknowledged writes are stored; the failed write left nothing behind"
+            "Earlier writes are stored, and nothing of the failed write is stored"
         )
     if is_busy(error):
-        return StoreError(
-            f"{path} stayed locked by another process ({error}): look for a process that uses it and hangs"
-        )
+        return StoreError(f"{path} stayed locked by another process ({error}): find the process that hangs")
     if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY):
         return StoreError(f"cannot open {path} ({error}): check its permissions, and that it is a file")
     return StoreError(f"{path}: {error}")

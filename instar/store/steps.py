@@ -21,33 +21,39 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 
 
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
-    """Insert a step in state ``claimed``, with all claims of the groups that it consumes. The claims cover
-    trained samples, and samples that are dropped because their group has no signal. Everything is inserted or
-    nothing. Raises ConflictError if a sample is already claimed in the same run and epoch."""
+    """Insert a step in state ``claimed`` and its claims, or nothing. The claims cover the samples that the
+    step trains on, and samples that are dropped because their group has no signal. Raises ConflictError if a
+    sample is already claimed in the same run and epoch."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
-            raise StoreError(f"The claim of {claim.sample_key} is not for step {step} of run {run_id}.")
+            raise StoreError(
+                f"The claim of sample {claim.sample_key} is for step {claim.step} of run {claim.run_id}; it "
+                f"must be for step {step} of run {run_id}."
+            )
     current = _lock_step(db, run_id, step)
     if current is not None and current.state is not StepState.RELEASED:
-        raise ConflictError(f"Step {step} of run {run_id} exists already ({current.state}).")
+        raise ConflictError(f"Step {step} of run {run_id} already exists in state {current.state}.")
     db.execute("DELETE FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
     db.execute(STEPS.insert_sql, STEP_ROWS.encode(Step(run_id, step, StepState.CLAIMED)))
     _add_claims(db, [encode_claim(claim, step) for claim in claims])
 
 
 def drop_samples(db: Database, claims: Sequence[Claim]) -> None:
-    """Record samples as dropped (stale, late), each with its reason. A drop that belongs to a step is
-    released together with the step."""
+    """Record that samples were dropped, each with a reason. A drop that belongs to a step is released
+    together with the step."""
     for claim in claims:
         if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
-            raise StoreError(f"The claim of {claim.sample_key} must be a drop with a reason.")
+            raise StoreError(
+                f"The claim of sample {claim.sample_key} has outcome {claim.outcome} and reason "
+                f"{claim.reason!r}; it must be a drop with a reason."
+            )
     _add_claims(db, [encode_claim(claim, claim.step) for claim in claims])
 
 
 def _add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
     for (run_id, epoch), group in groupby(claims, key=lambda claim: (claim["run_id"], claim["epoch"])):
         _check_unclaimed(db, run_id, epoch, [claim["sample_key"] for claim in group])
-    # If two processes get here at once, the unique index rejects the second.
+    # If two processes get here at the same time, the unique index rejects the second insert.
     db.insert(CLAIMS, [CLAIMS.values(claim) for claim in claims])
     refresh_consumed(db, {claim["group_id"] for claim in claims})
 
@@ -59,9 +65,9 @@ def _check_unclaimed(db: Database, run_id: str, epoch: int, sample_keys: Sequenc
         (run_id, epoch, json.dumps(sample_keys)),
     ).fetchone()
     if row is not None:
-        taken = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
+        claim = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
         raise ConflictError(
-            f"Sample {row['sample_key']} is claimed already {taken} in epoch {epoch} of run {run_id}."
+            f"Sample {row['sample_key']} is already claimed {claim} in epoch {epoch} of run {run_id}."
         )
 
 
@@ -75,8 +81,8 @@ def advance_step(
     version: int | None = None,
     metrics: Json | None = None,
 ) -> None:
-    """Move a step to a later state, or update it within its current state, because a commit whose outcome was
-    unknown is retried. Raises StoreError if the state is earlier than the current one."""
+    """Move a step to a later state, or update it within its current state: a commit whose outcome was unknown
+    is retried. Raises StoreError if ``state`` is earlier than the current state."""
     current = _lock_step(db, run_id, step)
     if current is None or current.state is StepState.RELEASED:
         raise StoreError(f"Step {step} of run {run_id} is not claimed.")
@@ -96,11 +102,11 @@ def advance_step(
         ),
     )
     if state is StepState.COMMITTED or version is not None:
-        refresh_consumed(db, _groups_of_step(db, run_id, step))
+        refresh_consumed(db, _get_group_ids(db, run_id, step))
 
 
 def release_steps(db: Database, run_id: str, after: int) -> list[int]:
-    """Release every unsaved step later than ``after``, with its claims, and return the numbers of these
+    """Release every unsaved step later than ``after`` with its claims, and return the numbers of the released
     steps. Recovery uses this."""
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step"
@@ -109,7 +115,7 @@ def release_steps(db: Database, run_id: str, after: int) -> list[int]:
     ).fetchall()
     released = [int(row["step"]) for row in rows]
     for step in released:
-        groups = _groups_of_step(db, run_id, step)
+        groups = _get_group_ids(db, run_id, step)
         db.execute("DELETE FROM claims WHERE run_id = ? AND step = ?", (run_id, step))
         db.execute(
             "UPDATE steps SET state = ?, updated_at = ? WHERE run_id = ? AND step = ?",
@@ -120,25 +126,23 @@ def release_steps(db: Database, run_id: str, after: int) -> list[int]:
 
 
 def _lock_step(db: Database, run_id: str, step: int) -> Step | None:
-    """Lock the row of a step and return the step, or None if there is none."""
-    row = db.execute(
-        f"SELECT * FROM steps WHERE run_id = ? AND step = ?{db.for_update}", (run_id, step)
-    ).fetchone()
-    return STEP_ROWS.decode(row) if row else None
+    return STEP_ROWS.select_one(
+        db, f"SELECT * FROM steps WHERE run_id = ? AND step = ?{db.for_update}", (run_id, step)
+    )
 
 
-def _groups_of_step(db: Database, run_id: str, step: int) -> list[str | None]:
+def _get_group_ids(db: Database, run_id: str, step: int) -> list[str | None]:
     rows = db.execute("SELECT DISTINCT group_id FROM claims WHERE run_id = ? AND step = ?", (run_id, step))
     return [row["group_id"] for row in rows]
 
 
 def get_steps(db: Database, run_id: str) -> list[Step]:
-    """Return the steps that are not released, ordered by number."""
-    rows = db.execute(
+    """Return all steps that are not released."""
+    return STEP_ROWS.select(
+        db,
         "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step",
         (run_id, StepState.RELEASED.value),
     )
-    return [STEP_ROWS.decode(row) for row in rows]
 
 
 def get_claims(
@@ -149,32 +153,34 @@ def get_claims(
         if value is not None:
             sql += f" AND {name} = ?"
             values.append(value)
-    return [CLAIM_ROWS.decode(row) for row in db.execute(sql + " ORDER BY seq", values)]
+    return CLAIM_ROWS.select(db, sql + " ORDER BY seq", values)
 
 
 def get_recent_claims(db: Database, run_id: str, epoch: int, groups: int) -> list[Claim]:
-    """Return claims in this epoch, in the order in which they were made: those of the last ``groups`` groups
-    of the train channel that have any."""
-    rows = db.execute(
+    """Return the claims in this epoch of the last ``groups`` groups of the train channel that have claims,
+    oldest first."""
+    return CLAIM_ROWS.select(
+        db,
         "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "
         "WHERE run_id = ? AND channel = ? AND claimed_epoch >= ? ORDER BY idx DESC LIMIT ?) ORDER BY seq",
         (run_id, epoch, run_id, Channel.TRAIN.value, epoch, groups),
     )
-    return [CLAIM_ROWS.decode(row) for row in rows]
 
 
 def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
     """Update the columns ``consumed`` and ``claimed_epoch`` of these groups.
 
-    A group is consumed if it was dropped, or if it has claims and each of them belongs to no step or to a
-    step that is committed or has published its version. Claims of a different run that trains on the same
-    groups do not count.
+    A group is consumed if it was dropped, or if it has claims and each claim belongs to no step or to a step
+    that is committed or has published its version. Claims of a different run that trains on the same groups
+    are ignored.
     """
     ids = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
-    among = f"group_id IN ({db.json_texts.format(':groups')})"
+    is_listed = f"group_id IN ({db.json_texts.format(':groups')})"
     if db.for_update:
-        # Lock first: an UPDATE that waits for a lock would evaluate the claims as they were before the wait.
-        db.execute(f"SELECT 1 FROM groups WHERE {among} ORDER BY group_id{db.for_update}", {"groups": ids})
+        # An UPDATE that waits for a lock would read the claims as they were before the wait, so lock first.
+        db.execute(
+            f"SELECT 1 FROM groups WHERE {is_listed} ORDER BY group_id{db.for_update}", {"groups": ids}
+        )
     db.execute(
         f"""
         UPDATE groups SET
@@ -188,7 +194,7 @@ def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
               WHERE c.group_id = groups.group_id AND c.run_id = groups.run_id AND c.step IS NOT NULL
                 AND COALESCE(s.state, '') != :committed AND s.version IS NULL))
             THEN 1 ELSE 0 END
-        WHERE {among}""",
+        WHERE {is_listed}""",
         {
             "groups": ids,
             "dropped_group": GroupStatus.DROPPED.value,
@@ -211,13 +217,13 @@ def get_progress(db: Database, run_id: str, channel: Channel = Channel.TRAIN) ->
             ready += row["n"]
         else:
             open_ += row["n"]
-    last = db.execute("SELECT MAX(idx) AS idx FROM groups WHERE run_id = ? AND channel = ?", key).fetchone()[
-        "idx"
-    ]
+    last_group = db.execute(
+        "SELECT MAX(idx) AS idx FROM groups WHERE run_id = ? AND channel = ?", key
+    ).fetchone()
     committed = db.execute(
         "SELECT COUNT(*) AS n FROM steps WHERE run_id = ? AND state = ?",
         (run_id, StepState.COMMITTED.value),
-    ).fetchone()["n"]
+    ).fetchone()
     run = db.execute("SELECT policy_id FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     sessions = db.execute(
         "SELECT status, CAST(SUM(n) AS BIGINT) AS n FROM session_counts "
@@ -228,8 +234,8 @@ def get_progress(db: Database, run_id: str, channel: Channel = Channel.TRAIN) ->
         groups_open=open_,
         groups_ready=ready,
         groups_consumed=consumed,
-        next_group_index=0 if last is None else last + 1,
-        committed_steps=committed,
+        next_group_index=0 if last_group["idx"] is None else last_group["idx"] + 1,
+        committed_steps=committed["n"],
         head_version=get_latest_policy(db, run["policy_id"]).version if run else 0,
         sessions={row["status"]: row["n"] for row in sessions},
     )

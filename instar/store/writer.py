@@ -1,12 +1,12 @@
 """The single writer of a process. Queued writes share a transaction, and therefore one wait for the disk.
 
-Each write is a function of the connection and runs in its own savepoint: a write that fails is undone alone,
-and only its caller gets the error. If the shared transaction cannot be committed, a write may run a second
-time by itself, so it must depend on nothing but the database.
+Each write is a function of the connection and runs in its own savepoint, so that a write that fails is undone
+alone and only its caller gets the error. If the shared transaction cannot be committed, a write may run a
+second time by itself, so it must depend on nothing but the database.
 
 Every statement releases the interpreter lock, and a busy event loop is slow to give it back. So consecutive
 writes of the same type are combined into few statements (`BatchableWrite`), or into a single statement if
-nothing has to be looked up first, and all callers of a commit are woken together.
+nothing has to be read first, and all callers of a commit are woken together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -27,10 +27,10 @@ T = TypeVar("T")
 WriteFunction = Callable[[Database], T]
 
 MAX_BATCH = 256
-GROUPING_WAIT = 0.0005
-"""The number of seconds to wait for more writes while they arrive in groups. A commit costs about the same
-for one write as for ten, so waiting pays under load. A write that arrives alone does not wait, nor does a
-group that has reached the size of the previous group."""
+GROUPING_WAIT_SECONDS = 0.0005
+"""The time to wait for more writes after a batch of several writes. A commit of ten writes costs about the
+same as a commit of one, so waiting pays under load. A batch that is as large as the previous one does not
+wait."""
 
 
 class BatchableWrite(ABC):
@@ -38,28 +38,24 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do the work that needs no database. This is called before the transaction begins."""
+        """Do the work that needs no database, before the transaction begins."""
 
     @abstractmethod
     def __call__(self, db: Database) -> None: ...
 
     @abstractmethod
     def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """Write this one and then ``others``, which have the same type.
-
-        Raise an error if any of them fails; each is then written by itself.
-        """
+        """Write this one and then ``others``, which have the same type. If an error is raised, each is then
+        written by itself."""
 
     @abstractmethod
     def write_single(self, db: Database, others: Sequence[Any]) -> bool:
-        """Write like `write_batch`, but in one autocommitted statement, and return True.
-
-        Return False, with nothing written, if one statement is not enough. Raise an error if any write fails.
-        """
+        """Write like `write_batch`, but in one statement that commits itself, and return True. Return False
+        and write nothing if one statement is not enough."""
 
     @abstractmethod
     def on_committed(self) -> None:
-        """Called by the writer once the write is on disk."""
+        """Handle the event that the write is on disk."""
 
 
 class _WriteJob:
@@ -72,6 +68,13 @@ class _WriteJob:
         self.result: Any = None
         self.error: Exception | None = None
 
+    def prepare(self) -> None:
+        if self.batchable is not None:
+            try:
+                self.batchable.prepare()
+            except Exception as error:  # noqa: BLE001 any error of a write belongs to its caller
+                self.error = error
+
     def resolve(self) -> None:
         """Set the result of the future. This must run on the caller's event loop."""
         if self.future.done():
@@ -83,11 +86,10 @@ class _WriteJob:
 
 
 class Writer:
-    """A thread that executes writes on its own connection. `commits` and `writes` show how well writes are
-    grouped."""
+    """A thread that executes writes on its own connection."""
 
     def __init__(self, db: Database, name: str, *, retry_timeout: float = 0.0) -> None:
-        """``name`` is the store's name in errors. A transient failure is retried for ``retry_timeout``
+        """``name`` is the store's name in errors. Transient failures are retried for ``retry_timeout``
         seconds."""
         self.commits = 0
         self.writes = 0
@@ -105,20 +107,17 @@ class Writer:
         self._thread.start()
 
     def submit(self, work: WriteFunction[T]) -> asyncio.Future[T]:
-        """Queue a write and return a future of the running event loop, which resolves once the write is on
-        disk.
-
-        Cancelling the future before the write starts prevents the write.
-        """
+        """Queue a write and return a future, which resolves once the write is on disk. Cancelling the future
+        before the write starts prevents the write."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._closed:
-                raise StoreError(f"the store {self._name} is closed")
+                raise StoreError(f"The store {self._name} is closed.")
             self._queue.put(_WriteJob(work, future))
         return future
 
     def close(self) -> None:
-        """Write everything that is queued, then stop the thread."""
+        """Execute all queued writes, then stop the thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -136,9 +135,11 @@ class Writer:
                 self._db.rollback()
                 _fail(jobs, error)
             _wake_callers(jobs)
-            # Callers are already awake: nothing slow here may delay them.
+            # The callers have already been woken, so that this does not delay them.
             self._previous_batch_size = len(jobs)
-            _notify_committed(jobs)
+            for job in jobs:
+                if job.error is None and job.batchable is not None:
+                    job.batchable.on_committed()
             jobs.clear()
         self._db.close()
 
@@ -149,10 +150,10 @@ class Writer:
         """
         jobs: list[_WriteJob] = []
         job = self._queue.get()
-        deadline = time.monotonic() + (GROUPING_WAIT if self._previous_batch_size > 1 else 0.0)
+        deadline = time.monotonic() + (GROUPING_WAIT_SECONDS if self._previous_batch_size > 1 else 0.0)
         while job is not None:
             jobs.append(job)
-            _prepare(job)
+            job.prepare()
             if len(jobs) == MAX_BATCH:
                 return jobs, False
             try:
@@ -198,7 +199,7 @@ class Writer:
                 if not self._db.is_transient(error) or time.monotonic() > deadline:
                     raise
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
-                    raise  # the group deadlocked with another writer's group; single writes do not
+                    raise  # the batch deadlocked with that of another writer; single writes do not
 
     def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:
@@ -226,7 +227,8 @@ class Writer:
         self._db.begin()
         if self.lease_check is not None:
             self.lease_check(self._db)
-        for batch in _group_by_type(jobs):
+        for _, group in groupby(jobs, key=lambda job: type(job.work)):
+            batch = list(group)
             if not self._write_batch(batch):
                 for job in batch:
                     self._write_job(job)
@@ -262,29 +264,9 @@ class Writer:
         return None
 
 
-def _prepare(job: _WriteJob) -> None:
-    if job.batchable is not None:
-        try:
-            job.batchable.prepare()
-        except Exception as error:  # noqa: BLE001 any error of a write belongs to its caller
-            job.error = error
-
-
-def _notify_committed(jobs: Sequence[_WriteJob]) -> None:
-    for job in jobs:
-        if job.error is None and job.batchable is not None:
-            job.batchable.on_committed()
-
-
 def _fail(jobs: Sequence[_WriteJob], error: Exception) -> None:
     for job in jobs:
         job.error = error
-
-
-def _group_by_type(jobs: Sequence[_WriteJob]) -> Iterator[list[_WriteJob]]:
-    """Yield runs of consecutive writes of the same type, in the order in which they were queued."""
-    for _, batch in groupby(jobs, key=lambda job: type(job.work)):
-        yield list(batch)
 
 
 def _wake_callers(jobs: Sequence[_WriteJob]) -> None:
@@ -293,7 +275,7 @@ def _wake_callers(jobs: Sequence[_WriteJob]) -> None:
         try:
             loop.call_soon_threadsafe(_resolve_jobs, finished)
         except RuntimeError:
-            continue  # the loop is closed, so nobody waits for these any more
+            continue  # the loop is closed, so nobody waits for these writes
 
 
 def _resolve_jobs(jobs: Sequence[_WriteJob]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from instar.store.base import SessionFilter, Store
-from instar.store.listing import MAX_START
+from instar.store.listing import MAX_START_SESSIONS
 from instar.types import Channel, Reward, RewardSource, SessionStatus, Tag
 
 from .factories import RUN, follow, ids, make_call, make_claim, make_group, make_session, user
@@ -84,7 +84,7 @@ class ListingTests:
         assert (rewards["s2"], rewards["s4"], rewards["s1"]) == (-1.0, 4.0, None)
 
     async def test_sessions_with_a_common_tag_returns_the_newest(self, store: Store) -> None:
-        names = [f"s{number:05}" for number in range(MAX_START + 5)]
+        names = [f"s{number:05}" for number in range(MAX_START_SESSIONS + 5)]
         await asyncio.gather(*(store.open_session(make_session(name)) for name in names))
         await store.add_tags([Tag(name, "seen") for name in names[:-1]])
         (row,) = await store.sessions(RUN, where=SessionFilter(tags=(("seen", None),)), limit=1)

@@ -117,7 +117,7 @@ class GroupAndStepTests:
     async def test_claim_step_of_a_claimed_sample_raises_conflict(self, store: Store) -> None:
         claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)
         await store.claim_step(RUN, 1, [claim])
-        with pytest.raises(ConflictError, match="a is claimed already by step 1"):
+        with pytest.raises(ConflictError, match="a is already claimed by step 1"):
             await store.claim_step(RUN, 2, [make_claim("b"), make_claim("a")])
         with pytest.raises(ConflictError):
             await store.drop_samples([make_dropped_claim("a")])
