@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from instar.types import Sample
 
-VOCAB = 300
-"""The size of the common vocabulary: every checked model has the token ids below this number."""
+VOCAB_SIZE = 300
+"""The size of the common vocabulary. Every checked model has the token ids below this number."""
 
 
 def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
-    """Return a sample with seeded logprobs and advantages. The tokens from index ``trained_from`` are
-    trained."""
+    """Return a sample with seeded logprobs and advantages whose tokens from ``trained_from`` are trained."""
     rng = np.random.default_rng([seed, len(ids)])
     mask = np.zeros(len(ids), np.float32)
     mask[trained_from:] = 1
@@ -28,14 +27,16 @@ def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, 
     return Sample(key, "s", np.asarray(ids, np.int32), **(fields | changes))
 
 
-def tree_samples(seed: int = 0) -> list[Sample]:
-    """Return samples with a common prefix, a prefix per group, and replies that begin alike. Two samples are
-    equal, one is a prefix of another, and one has nothing in common with the others."""
+def random_tokens(seed: int) -> Callable[[int], list[int]]:
+    """Return a function that returns the given number of random token ids."""
     rng = np.random.default_rng(seed)
+    return lambda count: rng.integers(3, VOCAB_SIZE, count).tolist()
 
-    def tokens(count: int) -> list[int]:
-        return [int(t) for t in rng.integers(3, VOCAB, count)]
 
+def tree_samples(seed: int = 0) -> list[Sample]:
+    """Return samples that share a prefix in each group and a prefix over all groups. Two samples are equal,
+    one sample is a prefix of another, and one sample shares no token with the others."""
+    tokens = random_tokens(seed)
     common = tokens(33)
     samples: list[Sample] = []
     for group in range(3):
@@ -43,24 +44,19 @@ def tree_samples(seed: int = 0) -> list[Sample]:
         for slot in range(3):
             reply = start[: slot + 2] + tokens(9 + 4 * slot)
             samples.append(make_sample(f"g{group}.{slot}", prefix + reply, len(prefix), seed + slot))
-    longest = [int(t) for t in samples[-1].token_ids]
+    longest = samples[-1].token_ids.tolist()
     samples.append(make_sample("twin", longest, len(longest) - 12, seed + 7))
     samples.append(make_sample("prefix", longest[:-4], len(longest) - 9, seed + 8))
     samples.append(make_sample("alone", tokens(6), 1, seed + 9))
-    # A tool's output in the middle must not be trained on.
-    holes = samples[1].mask.copy()
-    holes[-6:-3] = 0
-    samples[1] = make_sample("holes", samples[1].token_ids.tolist(), len(common), seed, mask=holes)
+    # One reply contains the output of a tool, which is not trained.
+    mask_with_gap = samples[1].mask.copy()
+    mask_with_gap[-6:-3] = 0
+    samples[1] = make_sample("gap", samples[1].token_ids.tolist(), len(common), seed, mask=mask_with_gap)
     return samples
 
 
 def edge_samples(context: int, seed: int = 3) -> list[Sample]:
-    """Return edge cases: a single token, no trained token, advantages of zero, the full context."""
-    rng = np.random.default_rng(seed)
-
-    def tokens(count: int) -> list[int]:
-        return [int(t) for t in rng.integers(3, VOCAB, count)]
-
+    tokens = random_tokens(seed)
     some_zero = make_sample("some zero", tokens(20), 4, seed)
     some_zero.advantages[8:12] = 0
     return [
@@ -69,5 +65,5 @@ def edge_samples(context: int, seed: int = 3) -> list[Sample]:
         make_sample("all zero", tokens(16), 5, seed, advantages=np.zeros(16, np.float32)),
         some_zero,
         make_sample("two tokens", tokens(2), 1, seed),
-        make_sample("whole context", tokens(context), context - 40, seed),
+        make_sample("full context", tokens(context), context - 40, seed),
     ]

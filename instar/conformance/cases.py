@@ -1,4 +1,4 @@
-"""The conformance cases. Each case begins at the same saved state and records arrays by name."""
+"""The conformance cases. Each case begins with the same saved state and records arrays by name."""
 
 from __future__ import annotations
 
@@ -15,30 +15,27 @@ from numpy.typing import NDArray
 
 from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig, LossName
-from instar.conformance.batches import edge_samples, make_sample, tree_samples
+from instar.conformance.batches import edge_samples, make_sample, random_tokens, tree_samples
 from instar.engines.base import Engine
 from instar.errors import BackendError, NonFiniteError
-from instar.types import Artifact, Floats, Policy, Sample, SamplingParams
+from instar.types import Artifact, Floats, Policy, SamplingParams
 
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
-RATES = (0.01, 0.002, 0.03, 0.005, 0.02)
-"""The learning rates of the five steps."""
+LEARNING_RATES = (0.01, 0.002, 0.03, 0.005, 0.02)
 LOSSES: tuple[LossName, ...] = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
-PROMPT = [int(t) for t in np.random.default_rng(11).integers(3, 300, 40)]
-REPLY_TOKENS = 24
+PROMPT = random_tokens(11)(40)
+SAMPLING_PARAMS = SamplingParams(max_tokens=24, seed=5)
 
-EngineFactory = Callable[[], Engine]
+ConformanceCase = Callable[["CaseContext"], Awaitable[None]]
 
 
 @dataclass
 class CaseContext:
-    """The backend under test, a folder that it may write to, and the arrays that the cases recorded."""
-
     backend: Backend
-    create_engine: EngineFactory
-    """Creates an engine that loads what the backend publishes."""
+    create_engine: Callable[[], Engine]
+    """Creates an engine that loads the policies of the backend."""
     folder: Path
-    context: int
+    max_context: int
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
     artifacts: dict[str, Artifact] = field(default_factory=dict[str, Artifact])
 
@@ -48,9 +45,8 @@ class CaseContext:
     def record_logprobs(self, name: str, values: Sequence[Floats]) -> None:
         self.arrays[name] = np.concatenate(values)
 
-    async def restore_initial_state(self) -> None:
-        """Load the state that every case begins with, so that no case depends on another."""
-        await self.backend.load_state(self.folder / "begin")
+    async def record_forward(self, name: str) -> None:
+        self.record_logprobs(name, await self.backend.forward(tree_samples()))
 
     async def train_step(self, number: int, adam: AdamConfig = ADAM) -> None:
         await self.backend.forward_backward(tree_samples(number), LossConfig())
@@ -61,39 +57,33 @@ class CaseContext:
         return self.artifacts[name]
 
 
-async def first_forward(context: CaseContext) -> None:
-    context.record_logprobs("forward", await context.backend.forward(tree_samples()))
-
-
-async def reference(context: CaseContext) -> None:
-    """Record the base model's logprobs after a step has changed the adapter."""
+async def record_reference(context: CaseContext) -> None:
+    """Record the logprobs of the base model after a step has changed the adapter."""
     await context.train_step(0)
     context.record_logprobs("reference", await context.backend.reference_logprobs(tree_samples()))
 
 
-def one_loss(name: LossName) -> Callable[[CaseContext], Awaitable[None]]:
+def record_loss(name: LossName) -> ConformanceCase:
     async def case(context: CaseContext) -> None:
         await context.train_step(5)
         result = await context.backend.forward_backward(tree_samples(), LossConfig(name=name))
         context.record(f"{name}/loss", result.loss)
         context.record(f"{name}/tokens", result.metrics["tokens"])
         context.record_logprobs(f"{name}/logprobs", result.logprobs)
-        step = await context.backend.optim_step(ADAM)
-        context.record(f"{name}/grad_norm", step.grad_norm)
-        context.record_logprobs(f"{name}/after", await context.backend.forward(tree_samples()))
+        context.record(f"{name}/grad_norm", (await context.backend.optim_step(ADAM)).grad_norm)
+        await context.record_forward(f"{name}/after")
 
     return case
 
 
-async def clipped_loss(context: CaseContext) -> None:
-    """Record a clipped loss with non-default bounds, on ratios that reach the bounds."""
+async def record_clipped_loss(context: CaseContext) -> None:
     loss = LossConfig(name="ppo", clip_low=0.5, clip_high=1.05)
     context.record("clipped/loss", (await context.backend.forward_backward(tree_samples(), loss)).loss)
     await context.backend.optim_step(ADAM)
 
 
-async def edges(context: CaseContext) -> None:
-    samples = edge_samples(context.context)
+async def record_edge_cases(context: CaseContext) -> None:
+    samples = edge_samples(context.max_context)
     result = await context.backend.forward_backward(samples, LossConfig())
     context.record("edges/loss", result.loss)
     context.record_logprobs("edges/logprobs", result.logprobs)
@@ -101,8 +91,8 @@ async def edges(context: CaseContext) -> None:
     context.record_logprobs("edges/after", await context.backend.forward(samples))
 
 
-async def accumulation(context: CaseContext) -> None:
-    """Check that two backward passes before a step add up."""
+async def record_accumulation(context: CaseContext) -> None:
+    """Record the result of a step after two backward passes, which must add up."""
     samples = tree_samples()
     await context.backend.forward_backward(samples[:5], LossConfig())
     await context.backend.forward_backward(samples[5:], LossConfig())
@@ -110,57 +100,56 @@ async def accumulation(context: CaseContext) -> None:
     context.record_logprobs("accumulated", await context.backend.forward(samples))
 
 
-async def five_steps(context: CaseContext) -> None:
+async def record_five_steps(context: CaseContext) -> None:
     losses: list[float] = []
-    for number, lr in enumerate(RATES):
+    for number, lr in enumerate(LEARNING_RATES):
         result = await context.backend.forward_backward(tree_samples(number), LossConfig())
         losses.append(result.loss)
         await context.backend.optim_step(ADAM.model_copy(update={"lr": lr}))
     context.record("five/losses", losses)
-    context.record_logprobs("five/forward", await context.backend.forward(tree_samples()))
+    await context.record_forward("five/forward")
     await context.publish("five")
 
 
-async def pipelined(context: CaseContext) -> None:
+async def record_pipelined_steps(context: CaseContext) -> None:
     """Record the results of calls that are all issued before the first is awaited."""
-    issued: list[asyncio.Future[Any]] = []
-    for number, lr in enumerate(RATES):
-        issued.append(
-            asyncio.ensure_future(context.backend.forward_backward(tree_samples(number), LossConfig()))
-        )
-        await asyncio.sleep(0)
-        issued.append(asyncio.ensure_future(context.backend.optim_step(ADAM.model_copy(update={"lr": lr}))))
-        await asyncio.sleep(0)
-    await asyncio.gather(*issued)
-    context.record_logprobs("pipelined", await context.backend.forward(tree_samples()))
+    tasks: list[asyncio.Future[Any]] = []
+    for number, lr in enumerate(LEARNING_RATES):
+        for call in (
+            context.backend.forward_backward(tree_samples(number), LossConfig()),
+            context.backend.optim_step(ADAM.model_copy(update={"lr": lr})),
+        ):
+            tasks.append(asyncio.ensure_future(call))
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    await context.record_forward("pipelined")
 
 
-async def resume(context: CaseContext) -> None:
-    """Check that a step has the same result after a state is saved and after it is loaded."""
+async def record_resume(context: CaseContext) -> None:
+    """Record the results of the same step after a state is saved and after it is loaded."""
     await context.train_step(0)
     await context.train_step(1)
-    await context.backend.save_state(context.folder / "middle")
-    context.record_logprobs("resume/saved", await context.backend.forward(tree_samples()))
+    await context.backend.save_state(context.folder / "two-steps")
+    await context.record_forward("resume/saved")
     await context.train_step(2)
-    context.record_logprobs("resume/straight", await context.backend.forward(tree_samples()))
-    await context.backend.load_state(context.folder / "middle")
+    await context.record_forward("resume/straight")
+    await context.backend.load_state(context.folder / "two-steps")
     await context.train_step(2)
-    context.record_logprobs("resume/resumed", await context.backend.forward(tree_samples()))
-    await context.backend.load_state(context.folder / "middle", optimizer=False)
-    context.record_logprobs("resume/weights", await context.backend.forward(tree_samples()))
+    await context.record_forward("resume/resumed")
+    await context.backend.load_state(context.folder / "two-steps", optimizer=False)
+    await context.record_forward("resume/weights")
     await context.train_step(2)
-    context.record_logprobs("resume/fresh_optimizer", await context.backend.forward(tree_samples()))
+    await context.record_forward("resume/fresh_optimizer")
 
 
-async def sampling(context: CaseContext) -> None:
-    """Check that the published policy samples with the trained policy's logprobs."""
+async def record_sampling(context: CaseContext) -> None:
     await context.train_step(0)
     await context.train_step(1, ADAM.model_copy(update={"lr": 0.05}))
     await _sample_and_score(context, "sampled", version=1)
 
 
-async def collected(context: CaseContext) -> None:
-    """Check that garbage collection between the calls frees nothing that the backend needs."""
+async def record_sampling_after_collection(context: CaseContext) -> None:
+    """Record samples after garbage collection, which must not free objects that the backend needs."""
     gc.collect()
     await context.train_step(0)
     gc.collect()
@@ -172,7 +161,12 @@ async def _sample_and_score(context: CaseContext, name: str, version: int) -> No
     engine = context.create_engine()
     try:
         await engine.load(Policy("check", version, artifact))
-        tokens, logprobs, versions = await _generate(engine)
+        tokens, logprobs, versions = list[int](), list[float](), list[int]()
+        async with aclosing(engine.generate(PROMPT, SAMPLING_PARAMS)) as chunks:
+            async for chunk in chunks:
+                tokens += chunk.token_ids
+                logprobs += chunk.logprobs
+                versions += chunk.versions
     finally:
         await engine.close()
     sample = make_sample(name, [*PROMPT, *tokens], len(PROMPT))
@@ -182,58 +176,42 @@ async def _sample_and_score(context: CaseContext, name: str, version: int) -> No
     context.record(f"{name}/versions", versions)
 
 
-async def _generate(engine: Engine) -> tuple[list[int], list[float], list[int]]:
-    params = SamplingParams(max_tokens=REPLY_TOKENS, seed=5)
-    tokens, logprobs, versions = list[int](), list[float](), list[int]()
-    async with aclosing(engine.generate(PROMPT, params)) as chunks:
-        async for chunk in chunks:
-            tokens += chunk.token_ids
-            logprobs += chunk.logprobs
-            versions += chunk.versions
-    return tokens, logprobs, versions
-
-
-async def refusals(context: CaseContext) -> None:
-    """Check that samples with missing numbers are rejected before the call, and that a loss that is not
-    finite is reported."""
-    backend = context.backend
+async def record_refusals(context: CaseContext) -> None:
+    """Record whether samples with missing numbers and a loss that is not finite are rejected."""
     with_nan = np.array([0, 0, -1, np.nan], np.float32)
+    too_unlikely = np.full(4, -1000, np.float32)
     invalid = [
-        make_sample("no logprob", [4, 5, 6, 7], 2, logprobs=with_nan),
-        make_sample("no advantage", [4, 5, 6, 7], 2, advantages=with_nan),
-        make_sample("first token", [4, 5], 0),
+        (make_sample("no logprob", [4, 5, 6, 7], 2, logprobs=with_nan), BackendError),
+        (make_sample("no advantage", [4, 5, 6, 7], 2, advantages=with_nan), BackendError),
+        (make_sample("first token", [4, 5], 0), BackendError),
+        (make_sample("not finite", [4, 5, 6, 7], 2, logprobs=too_unlikely), NonFiniteError),
     ]
-    for sample in invalid:
-        context.record(f"refused/{sample.sample_key}", await _rejects(backend, sample, BackendError))
-    far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
-    context.record("refused/not finite", await _rejects(backend, far, NonFiniteError))
+    for sample, expected_error in invalid:
+        is_rejected = False
+        try:
+            await context.backend.forward_backward([sample], LossConfig())
+        except expected_error:
+            is_rejected = True
+        context.record(f"refused/{sample.sample_key}", is_rejected)
 
 
-async def _rejects(backend: Backend, sample: Sample, error: type[Exception]) -> bool:
-    try:
-        await backend.forward_backward([sample], LossConfig())
-    except error:
-        return True
-    return False
-
-
-def select_cases(backend: Backend) -> dict[str, Callable[[CaseContext], Awaitable[None]]]:
+def select_cases(backend: Backend) -> dict[str, ConformanceCase]:
     """Return the cases that fit the backend's capabilities, in order."""
     capabilities = backend.capabilities
-    cases: dict[str, Callable[[CaseContext], Awaitable[None]]] = {"forward": first_forward}
+    cases: dict[str, ConformanceCase] = {"forward": lambda context: context.record_forward("forward")}
     if capabilities.reference:
-        cases["reference"] = reference
-    cases |= {name: one_loss(name) for name in LOSSES if name in capabilities.losses}
+        cases["reference"] = record_reference
+    cases |= {name: record_loss(name) for name in LOSSES if name in capabilities.losses}
     if "ppo" in capabilities.losses:
-        cases["clipped"] = clipped_loss
+        cases["clipped"] = record_clipped_loss
     cases |= {
-        "edges": edges,
-        "accumulated": accumulation,
-        "five": five_steps,
-        "pipelined": pipelined,
-        "resume": resume,
-        "sampled": sampling,
-        "collected": collected,
-        "refused": refusals,
+        "edges": record_edge_cases,
+        "accumulated": record_accumulation,
+        "five": record_five_steps,
+        "pipelined": record_pipelined_steps,
+        "resume": record_resume,
+        "sampled": record_sampling,
+        "collected": record_sampling_after_collection,
+        "refused": record_refusals,
     }
     return cases

@@ -1,5 +1,4 @@
-"""Implements `instar backends check NAME`: runs the cases on the local backend and on a second one, and
-compares the results."""
+"""Implements `instar backends check NAME`."""
 
 from __future__ import annotations
 
@@ -29,22 +28,22 @@ from instar.conformance.server import PROTOCOLS, ServerProcess, run_server
 from instar.errors import BackendError, ConfigError
 from instar.types import Json
 
-CONTEXT = 256
+MAX_CONTEXT = 256
 SEED = 3
 RANK = 8
 TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
-OTHER_KERNELS = {"verl": 10.0}
-"""Factors on the tolerance for backends with different kernels. They sum in a different order, and Adam
-amplifies differences of small gradients. Our protocol servers use the local backend itself."""
-RUN_DEADLINE = 900.0
+TOLERANCE_FACTORS = {"verl": 10.0}
+"""The factors on the tolerance for backends whose kernels sum in a different order than the local backend.
+Adam amplifies the differences between small gradients."""
+RUN_TIMEOUT_SECONDS = 900.0
 Report = Callable[[str], None]
 
 
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Run and print the checks; exit with 1 if one failed. ``url`` is a server to check instead of our
-    own."""
+    """Run and print the checks, and exit with 1 if a check failed. ``url`` is the address of a server to
+    check instead of Instar's protocol server."""
     if dtype not in TOLERANCE:
         raise ConfigError(f"--dtype: received {dtype!r}; supported: {', '.join(TOLERANCE)}")
     console = Console(stderr=as_json)
@@ -58,7 +57,10 @@ def run_check(
             typer.echo(json.dumps(asdict(check)))
         typer.echo(json.dumps({"backend": name, "passed": len(checks) - failed, "failed": failed}))
     else:
-        console.print(_table(checks))
+        table = Table("check", "", "difference")
+        for check in checks:
+            table.add_row(check.name, "[green]passed" if check.passed else "[red]failed", check.detail)
+        console.print(table)
         console.print(f"{name}: {len(checks) - failed} passed, {failed} failed")
     if failed:
         raise typer.Exit(1)
@@ -76,33 +78,30 @@ def check_backend(
 
     with tempfile.TemporaryDirectory(prefix="instar-check-") as scratch:
         folder = Path(scratch)
-        make_tiny_model(folder / "model", context=CONTEXT)
-        model = ModelConfig(name=str(folder / "model"), dtype=dtype, device="cpu", max_context=CONTEXT)
+        make_tiny_model(folder / "model", context=MAX_CONTEXT)
+        model = ModelConfig(name=str(folder / "model"), dtype=dtype, device="cpu", max_context=MAX_CONTEXT)
         report("the local backend in this process")
-        expected = _record_expected(model, folder / "expected")
+        local: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
+        (folder / "expected").mkdir()
+        config = RunConfig.model_validate(build_job(model, local, SEED))
+        result, arrays = asyncio.run(run_cases(config, folder / "expected"))
+        weights = _load_weights(Path(result.artifacts["five"].path))
+        expected = BackendRecord(result, arrays, weights)
         with _prepare_backend(name, model, folder, url, python) as (section, server):
             actual = _record_actual(model, section, folder / "actual", python, server, report)
-        return compare(expected, actual, CONTEXT, TOLERANCE[dtype] * OTHER_KERNELS.get(name, 1.0))
-
-
-def _record_expected(model: ModelConfig, folder: Path) -> BackendRecord:
-    section: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
-    config = RunConfig.model_validate(build_job(model, section, SEED))
-    folder.mkdir()
-    result, arrays = asyncio.run(run_cases(config, folder))
-    return BackendRecord(result, arrays, _load_weights(Path(result.artifacts["five"].path)))
+        return compare(expected, actual, MAX_CONTEXT, TOLERANCE[dtype] * TOLERANCE_FACTORS.get(name, 1.0))
 
 
 @contextmanager
 def _prepare_backend(
     name: str, model: ModelConfig, folder: Path, url: str | None, python: str | None
 ) -> Generator[tuple[Json, ServerProcess | None]]:
-    """Provide the backend's config section, and the server process if we start one."""
+    """Provide the backend's config section, and the server process if this command starts one."""
     if name in ("local", "verl"):
         yield {"type": name, "lora": {"rank": RANK}} | ({"threads": 1} if name == "local" else {}), None
         return
     if name not in SERVICES:
-        raise ConfigError(f"unknown backend {name!r}; supported: local, verl, {', '.join(SERVICES)}")
+        raise ConfigError(f"backend: received {name!r}; supported: local, verl, {', '.join(SERVICES)}")
     section: Json = {"type": name, "rank": RANK, "python": python, "deadline": 120.0}
     if url is not None:
         yield section | {"base_url": url}, None
@@ -119,8 +118,7 @@ def _record_actual(
     server: ServerProcess | None,
     report: Report,
 ) -> BackendRecord:
-    """Run the cases in a new process with the backend's interpreter and return the results. The key is passed
-    in the environment."""
+    """Return the results of the cases in a new process with the backend's interpreter."""
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(build_job(model, section, SEED)))
     env = dict(os.environ)
@@ -135,34 +133,23 @@ def _record_actual(
         assert child.stdout is not None
         for line in child.stdout:
             report(line.decode().strip())
-        code = child.wait(RUN_DEADLINE)
+        code = child.wait(RUN_TIMEOUT_SECONDS)
     finally:
         child.kill()
         child.wait()
     if code != 0:
-        raise BackendError(f"the check failed:\n{(folder / 'run.log').read_text()[-2000:]}")
+        raise BackendError(f"the check exited with {code}:\n{(folder / 'run.log').read_text()[-2000:]}")
     result = msgspec.json.decode((folder / "result.json").read_bytes(), type=ConformanceResult)
+    artifact, adapter = result.artifacts.get("five"), None
+    if artifact is not None and artifact.kind != "remote":
+        adapter = Path(artifact.path)
+    elif artifact is not None and server is not None:
+        adapter = server.adapter_folder(artifact.path)
     with np.load(folder / "arrays.npz") as arrays:
-        return BackendRecord(result, dict(arrays), _find_weights(result, server))
-
-
-def _find_weights(result: ConformanceResult, server: ServerProcess | None) -> dict[str, Any] | None:
-    artifact = result.artifacts.get("five")
-    if artifact is None:
-        return None
-    if artifact.kind == "remote":
-        return None if server is None else _load_weights(server.adapter_folder(artifact.path))
-    return _load_weights(Path(artifact.path))
+        return BackendRecord(result, dict(arrays), None if adapter is None else _load_weights(adapter))
 
 
 def _load_weights(folder: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     return load_file(folder / "adapter_model.safetensors")
-
-
-def _table(checks: list[CheckResult]) -> Table:
-    table = Table("check", "", "difference")
-    for check in checks:
-        table.add_row(check.name, "[green]passed" if check.passed else "[red]failed", check.detail)
-    return table

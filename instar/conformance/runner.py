@@ -1,8 +1,7 @@
-"""Runs the conformance cases on one backend and writes the result: ``python -m instar.conformance.runner JOB
-OUT``.
+"""Runs the conformance cases on one backend: ``python -m instar.conformance.runner JOB OUTPUT_FOLDER``.
 
-It is a separate process, so that a backend whose packages conflict with others runs in its own environment.
-It needs no torch unless the backend does. The service's key comes from the environment.
+This is a separate process, so that a backend whose packages conflict with others runs in its own environment.
+The environment needs torch only if the backend does. The service's key is an environment variable.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import typer
 
 from instar.backends.base import Backend
 from instar.config import CloudEngineConfig, LocalEngineConfig, ModelConfig, RunConfig
@@ -25,22 +25,21 @@ from instar.engines.factory import create_engine
 from instar.registry import resolve_section
 from instar.types import Artifact, Json
 
-CASE_DEADLINE = 180.0
+CASE_TIMEOUT_SECONDS = 180.0
 
 
 class ConformanceResult(msgspec.Struct):
     losses: list[str]
     cases: list[str]
     failures: dict[str, str]
-    """The errors of the cases that failed."""
+    """The errors of the failed cases by case name."""
     artifacts: dict[str, Artifact]
 
 
 async def run_cases(
     config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
-    """Run the cases and return the result and the recorded arrays. ``report`` is called with the name of each
-    case."""
+    """Return the result and the recorded arrays. ``report`` is called with the name of each case."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
@@ -52,8 +51,8 @@ async def run_cases(
         for name, case in select_cases(backend).items():
             report(name)
             try:
-                async with asyncio.timeout(CASE_DEADLINE):
-                    await context.restore_initial_state()
+                async with asyncio.timeout(CASE_TIMEOUT_SECONDS):
+                    await backend.load_state(folder / "begin")
                     await case(context)
             except Exception as error:  # noqa: BLE001 - any error is the result of the case
                 result.failures[name] = f"{type(error).__name__}: {error}"
@@ -76,16 +75,11 @@ def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
     }
 
 
-def _report(name: str) -> None:
-    sys.stdout.write(f"{name}\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     job, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = RunConfig.model_validate(json.loads(job.read_text()))
     (out / "work").mkdir(parents=True, exist_ok=True)
-    result, arrays = asyncio.run(run_cases(config, out / "work", _report))
+    result, arrays = asyncio.run(run_cases(config, out / "work", typer.echo))
     np.savez(out / "arrays.npz", **arrays)
     (out / "result.json").write_bytes(msgspec.json.encode(result))
 

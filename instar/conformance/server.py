@@ -1,4 +1,4 @@
-"""Runs one of our protocol servers in a separate process while a backend is checked against it."""
+"""Runs a protocol server in a separate process while a backend is checked against it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from instar.config import ModelConfig
 from instar.errors import InstarError
 
-START_DEADLINE = 120.0
-STOP_DEADLINE = 20.0
+START_TIMEOUT_SECONDS = 120.0
+STOP_TIMEOUT_SECONDS = 20.0
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
 """The protocol that each service uses."""
 
@@ -29,7 +29,7 @@ class ServerProcess:
     process: subprocess.Popen[str] = field(repr=False)
 
     def adapter_folder(self, path: str) -> Path:
-        """Return the adapter's folder for a sampler path, in the form of either protocol."""
+        """Return the adapter's folder for a sampler path of either protocol."""
         model, _, name = path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"
 
@@ -38,12 +38,12 @@ class ServerProcess:
 def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
 ) -> Generator[ServerProcess]:
-    """Provide a running server. The server's output goes to ``folder``/server.log."""
+    """Provide a running server that logs to ``folder``/server.log."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
     command += ["--device", model.device, "--context", str(model.max_context)]
-    # Some SDKs cannot end a session, so the models of finished cases stay loaded.
+    # The limit is high, because some SDKs cannot end a session and the models of finished cases stay loaded.
     command += ["--dir", str(folder / "checkpoints"), "--port", str(port), "--max-models", "64"]
     command += [] if threads is None else ["--threads", str(threads)]
     log = folder / "server.log"
@@ -55,7 +55,7 @@ def run_server(
     finally:
         process.terminate()
         try:
-            process.wait(STOP_DEADLINE)
+            process.wait(STOP_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -63,7 +63,7 @@ def run_server(
 
 def _read_first_line(process: subprocess.Popen[str], log: Path) -> str:
     assert process.stdout is not None
-    watchdog = threading.Timer(START_DEADLINE, process.kill)
+    watchdog = threading.Timer(START_TIMEOUT_SECONDS, process.kill)
     watchdog.start()
     try:
         if line := process.stdout.readline():

@@ -1,9 +1,9 @@
-"""Trains and samples at a service over lines that are bad in every way at every place, and prints as JSON
-what came of it.
+"""Trains and samples on a service while a proxy injects faults, and prints the results as JSON.
 
-Run by the interpreter of an environment that has the service's SDK. Its arguments are the service's name and
-address, the model's folder, a folder to write in, and what to try: `faults`, `even` or `odd` for half of
-them, or `idle`, where the service forgets whom it does not hear of. The key is in the service's variable.
+The interpreter must have the service's SDK. The arguments are the service's name and address, the folder of
+the model, a folder to write to, and the selection of cases: `faults` for all faults, `even` or `odd` for one
+half of them, or `idle`, where the service expires sessions without heartbeats. The key is in the service's
+environment variable.
 """
 
 from __future__ import annotations
@@ -27,28 +27,26 @@ from instar.clouds.base import SERVICES
 from instar.config import AdamConfig, BackendConfig, CloudEngineConfig, LossConfig, ModelConfig
 from instar.conformance.batches import make_sample
 from instar.engines.base import Engine
-from instar.errors import BackendError, EngineError, InstarError
+from instar.errors import BackendError, EngineError
 from instar.registry import load_object, resolve_section
 from instar.types import Policy, Sample, SamplingParams
 from tests.integration.backends.faulty_proxy import ANY_ENDPOINT, FAULTS, PERMANENT_FAULTS, Fault, FaultyProxy
 
 ADAM = AdamConfig(lr=0.01)
 CONCURRENCY = 8
-DEADLINE, SHORT_DEADLINE = 150.0, 8.0
-"""Of a call; the short one where the line does not answer. The SDKs themselves wait for up to 90 s."""
+DEADLINE_SECONDS, SHORT_DEADLINE_SECONDS = 150.0, 8.0
+"""The deadlines of a call. The short one applies to faults without a response. The SDKs wait for up to 90
+s."""
 IDLE_SECONDS = 5.0
-"""Seconds without a word, after which the service has forgotten the session."""
+"""The time without a heartbeat, after which the service has ended the session."""
 MAX_ERRORS = 6
-TICK = 0.02
+TICK_SECONDS = 0.02
 SAMPLERS = {
     "tinker": "instar.engines.cloud.tinker:TinkerSampler",
     "mint": "instar.engines.cloud.tinker:MintSampler",
     "weaver": "instar.engines.cloud.weaver:WeaverSampler",
 }
-
-
-ACTIONS = 14
-"""Of the scene."""
+ACTION_COUNT = 14
 
 
 def make_batch(step: int) -> list[Sample]:
@@ -57,8 +55,8 @@ def make_batch(step: int) -> list[Sample]:
 
 
 class TrainingScenario:
-    """What every run does, in order. An action that fails is done again from the last saved state on, as the
-    trainer does it."""
+    """The actions of every run, in order. After an error, the run continues from the last saved state, as the
+    trainer does."""
 
     def __init__(self, backend: Backend, engine: Engine, folder: Path) -> None:
         self.backend = backend
@@ -83,19 +81,18 @@ class TrainingScenario:
             ("step", lambda: self.step(3)),
             ("forward", lambda: self.forward("after")),
         ]
-        assert len(self.actions) == ACTIONS
+        assert len(self.actions) == ACTION_COUNT
 
     async def forward(self, name: str) -> None:
         self.results[name] = [row[1:].tolist() for row in await self.backend.forward(make_batch(0))]
 
     async def step(self, number: int) -> None:
-        """Both calls are on their way before the first is answered."""
+        # Both calls are sent before the response to the first call arrives.
         calls = (
             self.backend.forward_backward(make_batch(number), LossConfig()),
             self.backend.optim_step(ADAM),
         )
-        done, moved = await asyncio.gather(*calls, return_exceptions=True)
-        for result in (done, moved):
+        for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
@@ -125,7 +122,7 @@ class TrainingScenario:
         ]
 
     async def restore_state(self) -> int:
-        """To the last saved state; the action to go on with."""
+        """Load the last saved state and return the index of the next action."""
         if self.saved_state is None:
             await self.backend.start()
             return 1
@@ -134,76 +131,74 @@ class TrainingScenario:
 
 
 async def run_actions(
-    scene: TrainingScenario, line: FaultyProxy, key: str, idle_before: int | None
+    scenario: TrainingScenario, proxy: FaultyProxy, key: str, idle_before: int | None
 ) -> list[dict[str, Any]]:
-    """The errors on the way."""
+    """Run all actions and return the errors."""
     errors: list[dict[str, Any]] = []
-    place, lost = 0, False
-    while place < len(scene.actions):
-        name, act = scene.actions[place]
-        if place == idle_before:
+    index, must_restore = 0, False
+    while index < len(scenario.actions):
+        name, action = scenario.actions[index]
+        if index == idle_before:
             idle_before = None
             await asyncio.sleep(IDLE_SECONDS)
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
-            if lost:
-                name = "go back"
-                place = await scene.restore_state()
-                lost = False
+            if must_restore:
+                name = "restore_state"
+                index = await scenario.restore_state()
+                must_restore = False
             else:
-                await act()
-                place += 1
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is judged by who reads this
-            errors.append(describe_error(name, error, time.monotonic() - began, key))
-            line.disable_fault()
-            lost = lost or not name.startswith("sampler")
+                await action()
+                index += 1
+        except Exception as error:  # noqa: BLE001 - the test checks the type of every error
+            errors.append(describe_error(name, error, time.monotonic() - started_at, key))
+            proxy.disable_fault()
+            must_restore = must_restore or not name.startswith("sampler")
             if len(errors) > MAX_ERRORS:
                 break
     return errors
 
 
 def describe_error(name: str, error: Exception, seconds: float, key: str) -> dict[str, Any]:
-    complete = "".join(traceback.format_exception(error))
     return {
-        "in": name,
-        "error": type(error).__name__,
-        "expected": isinstance(error, (BackendError, EngineError)),
-        "ours": isinstance(error, InstarError),
+        "action": name,
+        "type": type(error).__name__,
+        "is_expected": isinstance(error, (BackendError, EngineError)),
         "text": str(error),
         "seconds": seconds,
-        "key_shown": key in complete,
+        "contains_key": key in "".join(traceback.format_exception(error)),
     }
 
 
 class StallMonitor:
-    """How long the event loop was not to be had, by a clock that stands still while the machine has no time
-    for this process."""
+    """Measures the longest time that the event loop was blocked. The clock is a thread of this process, so
+    the time during which the machine does not run the process is not counted."""
 
     def __init__(self) -> None:
-        self._beats = 0
-        self._over = threading.Event()
-        self.longest = 0.0
+        self._ticks = 0
+        self._stopped = threading.Event()
+        self.longest_seconds = 0.0
 
-    def _beat(self) -> None:
-        while not self._over.wait(TICK):
-            self._beats += 1
+    def _count_ticks(self) -> None:
+        while not self._stopped.wait(TICK_SECONDS):
+            self._ticks += 1
 
     async def __aenter__(self) -> StallMonitor:
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._count_ticks, daemon=True).start()
         self._task = asyncio.create_task(self._tick())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._task.cancel()
 
     async def _tick(self) -> None:
-        before = self._beats
+        previous = self._ticks
         while True:
-            await asyncio.sleep(TICK)
-            now = self._beats
-            self.longest = max(self.longest, (now - before) * TICK)
-            before = now
+            await asyncio.sleep(TICK_SECONDS)
+            current = self._ticks
+            self.longest_seconds = max(self.longest_seconds, (current - previous) * TICK_SECONDS)
+            previous = current
 
 
 class FaultRunner:
@@ -216,67 +211,72 @@ class FaultRunner:
         self.slots = asyncio.Semaphore(CONCURRENCY)
 
     async def run(
-        self, line: FaultyProxy, name: str, deadline: float = DEADLINE, idle_before: int | None = None
+        self,
+        proxy: FaultyProxy,
+        name: str,
+        deadline: float = DEADLINE_SECONDS,
+        idle_before: int | None = None,
     ) -> dict[str, Any]:
-        sent = {"type": self.service, "base_url": line.url, "rank": 4, "deadline": deadline}
-        section = TypeAdapter[Any](BackendConfig).validate_python(sent)
+        fields = {"type": self.service, "base_url": proxy.url, "rank": 4, "deadline": deadline}
+        section = TypeAdapter[Any](BackendConfig).validate_python(fields)
         backend: Backend = resolve_section("backends", section)(self.model, section, seed=7)
         sampler: Any = load_object(SAMPLERS[self.service])
         engine: Engine = sampler(self.model, section, CloudEngineConfig())
         folder = self.folder / name
         folder.mkdir()
-        scene = TrainingScenario(backend, engine, folder)
-        errors = await run_actions(scene, line, self.key, idle_before)
-        played = time.monotonic()
+        scenario = TrainingScenario(backend, engine, folder)
+        errors = await run_actions(scenario, proxy, self.key, idle_before)
+        finished_at = time.monotonic()
         await engine.close()
         await backend.close()
         return {
-            "told": scene.results,
+            "results": scenario.results,
             "errors": errors,
-            "struck": line.fault_count,
+            "fault_count": proxy.fault_count,
             "deadline": deadline,
-            "closing": time.monotonic() - played,
+            "close_seconds": time.monotonic() - finished_at,
         }
 
-    async def run_with_fault(self, number: int, place: str, count: int, fault: Fault) -> dict[str, Any]:
-        """The fault in the middle of the requests that are made for this."""
-        line = FaultyProxy(self.url, place, fault, after=count // 2)
-        deadline = SHORT_DEADLINE if fault.hangs or fault in PERMANENT_FAULTS else DEADLINE
-        async with self.slots, line.serve():
-            result = await self.run(line, str(number), deadline)
-        return {"place": place, "fault": fault.name, "lasts": fault in PERMANENT_FAULTS, **result}
+    async def run_with_fault(self, number: int, endpoint: str, count: int, fault: Fault) -> dict[str, Any]:
+        """Return the result of a run with a fault after half of the ``count`` requests to the endpoint."""
+        proxy = FaultyProxy(self.url, endpoint, fault, after=count // 2)
+        deadline = SHORT_DEADLINE_SECONDS if fault.hangs or fault in PERMANENT_FAULTS else DEADLINE_SECONDS
+        async with self.slots, proxy.serve():
+            result = await self.run(proxy, str(number), deadline)
+        is_permanent = fault in PERMANENT_FAULTS
+        return {"endpoint": endpoint, "fault": fault.name, "is_permanent": is_permanent, **result}
 
-    async def run_with_idle(self, place: int) -> dict[str, Any]:
-        async with self.slots, FaultyProxy(self.url).serve() as line:
-            return await self.run(line, str(place), idle_before=place)
+    async def run_with_idle(self, action: int) -> dict[str, Any]:
+        async with self.slots, FaultyProxy(self.url).serve() as proxy:
+            return await self.run(proxy, str(action), idle_before=action)
 
-    async def main(self, what: str) -> dict[str, Any]:
-        async with FaultyProxy(self.url).serve() as line:
-            undisturbed = await self.run(line, "undisturbed")
-        assert not undisturbed["errors"], undisturbed["errors"]
-        places = {place: count for place, count in line.request_counts.items() if "finish" not in place}
-        if what == "idle":
-            cases = [self.run_with_idle(place) for place in range(1, ACTIONS)]
+    async def main(self, selection: str) -> dict[str, Any]:
+        async with FaultyProxy(self.url).serve() as proxy:
+            baseline = await self.run(proxy, "baseline")
+        assert not baseline["errors"], baseline["errors"]
+        counts = {name: count for name, count in proxy.request_counts.items() if "finish" not in name}
+        if selection == "idle":
+            cases = [self.run_with_idle(action) for action in range(1, ACTION_COUNT)]
         else:
-            chosen = [
-                (place, count, fault)
-                for index, (place, count) in enumerate(places.items())
+            selected = [
+                (endpoint, count, fault)
+                for index, (endpoint, count) in enumerate(counts.items())
                 for number, fault in enumerate(FAULTS)
-                if what == "faults" or ("even", "odd")[(index + number) % 2] == what
+                if selection == "faults" or ("even", "odd")[(index + number) % 2] == selection
             ]
-            chosen += [(ANY_ENDPOINT, line.request_counts.total(), fault) for fault in PERMANENT_FAULTS]
-            cases = [self.run_with_fault(number, *case) for number, case in enumerate(chosen)]
-        async with StallMonitor() as ticker:
-            played = await asyncio.gather(*cases)
+            selected += [(ANY_ENDPOINT, proxy.request_counts.total(), fault) for fault in PERMANENT_FAULTS]
+            cases = [self.run_with_fault(number, *case) for number, case in enumerate(selected)]
+        async with StallMonitor() as monitor:
+            case_results = await asyncio.gather(*cases)
         return {
-            "undisturbed": undisturbed["told"],
-            "places": list(places),
-            "cases": played,
-            "longest_stall": ticker.longest,
+            "baseline": baseline["results"],
+            "endpoints": list(counts),
+            "cases": case_results,
+            "longest_stall_seconds": monitor.longest_seconds,
         }
 
 
 if __name__ == "__main__":
-    service, url, model, folder, what = sys.argv[1:]
+    service, url, model, folder, selection = sys.argv[1:]
     Path(folder).mkdir()
-    print(json.dumps(asyncio.run(FaultRunner(service, url, model, Path(folder)).main(what))))
+    print(json.dumps(asyncio.run(FaultRunner(service, url, model, Path(folder)).main(selection))))

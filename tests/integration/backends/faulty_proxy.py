@@ -1,4 +1,4 @@
-"""An HTTP proxy before a service that lets requests through, or does to one of them what bad lines do."""
+"""An HTTP proxy that forwards requests to a service and injects a fault into some of them."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ import aiohttp
 from aiohttp import web
 
 ID_PATTERN = re.compile(r"\b(session|model|op)-[0-9a-f]+|\bsampling-(?!sessions)[^/]*")
-ANY_ENDPOINT = "everywhere"
-REQUEST_TYPE = "X-Tinker-Request-Type"
-"""Tells what a question for a result is about."""
+ANY_ENDPOINT = "any endpoint"
+REQUEST_TYPE_HEADER = "X-Tinker-Request-Type"
+"""The header with the type of the operation whose result a Tinker client requests."""
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
     times: float = 1
-    """Requests that it strikes, one after the other."""
+    """The number of consecutive requests with this fault."""
     status: int | None = None
-    """Of an answer in the service's place."""
+    """The status of a response that the proxy sends instead of the service."""
     body: bytes = b""
     content_type: str = "application/json"
     forwards: bool = False
-    """Whether the request reaches the service."""
+    """True if the request reaches the service."""
     truncates: bool = False
-    """Half of the service's answer arrives, as if that was all."""
+    """True if the client receives only the first half of the response's body."""
     hangs: bool = False
-    """No answer comes; otherwise, where there is none, the connection is cut."""
+    """True if the client receives no response. Otherwise a fault without a response closes the connection."""
 
 
 FAULTS = [
     Fault("503", times=2, status=503, body=b'{"error": "unavailable", "message": "m", "retryable": true}'),
     Fault("429", times=2, status=429, body=b'{"error": "rate_limited", "message": "m", "retryable": true}'),
     Fault("502", times=2, status=502, body=b"<html>bad gateway", content_type="text/html"),
-    Fault("cut before"),
-    Fault("cut after", forwards=True),
+    Fault("closed before"),
+    Fault("closed after", forwards=True),
     Fault("truncated", forwards=True, truncates=True),
-    Fault("HTML", status=200, body=b"<html>log in first", content_type="text/html"),
-    Fault("nonsense", status=200, body=b'{"nothing": "of use"}'),
-    Fault("no answer", hangs=True),
+    Fault("HTML", status=200, body=b"<html>please log in", content_type="text/html"),
+    Fault("unknown fields", status=200, body=b'{"unknown": "field"}'),
+    Fault("no response", hangs=True),
     Fault("late", forwards=True, hangs=True),
 ]
-TRANSIENT_FAULTS = ("503", "429", "502", "cut before", "cut after")
-"""Faults that a client is to get over by itself."""
+TRANSIENT_FAULTS = ("503", "429", "502", "closed before", "closed after")
+"""The faults that a client must survive without an error."""
 PERMANENT_FAULTS = [
-    replace(fault, times=float("inf")) for fault in FAULTS if fault.name in ("503", "cut before", "no answer")
+    replace(fault, times=float("inf"))
+    for fault in FAULTS
+    if fault.name in ("503", "closed before", "no response")
 ]
 
 
 class FaultyProxy:
-    """``places`` counts the requests by what they ask for. A fault strikes at one place, or everywhere, from
-    the given request on."""
+    """Injects ``fault`` into requests to an endpoint, or to `ANY_ENDPOINT`, after the first ``after``
+    requests. ``request_counts`` has the number of requests to each endpoint."""
 
-    def __init__(self, url: str, place: str = "", fault: Fault | None = None, after: int = 0) -> None:
+    def __init__(self, url: str, endpoint: str = "", fault: Fault | None = None, after: int = 0) -> None:
         self._target_url = url
-        self._endpoint = place
+        self._endpoint = endpoint
         self._fault = fault
         self._after = after
         self._remaining = fault.times if fault else 0.0
@@ -94,22 +96,23 @@ class FaultyProxy:
         self.fault_count += 1
         if fault.status is not None:
             return web.Response(status=fault.status, body=fault.body, content_type=fault.content_type)
-        answer = await self._forward(request, body) if fault.forwards else None
+        response = await self._forward(request, body) if fault.forwards else None
         if fault.truncates:
-            assert answer is not None
-            assert isinstance(answer.body, bytes)
-            answer.body = answer.body[: len(answer.body) // 2]
-            return answer
+            assert response is not None
+            assert isinstance(response.body, bytes)
+            response.body = response.body[: len(response.body) // 2]
+            return response
         if fault.hangs:
             await asyncio.Event().wait()
         assert request.transport is not None
         request.transport.abort()
         return web.Response()
 
-    def _next_fault(self, place: str) -> Fault | None:
-        self.request_counts[place] += 1
-        seen = self.request_counts.total() if self._endpoint == ANY_ENDPOINT else self.request_counts[place]
-        if self._endpoint not in (place, ANY_ENDPOINT) or seen <= self._after or self._remaining <= 0:
+    def _next_fault(self, endpoint: str) -> Fault | None:
+        self.request_counts[endpoint] += 1
+        counts = self.request_counts
+        count = counts.total() if self._endpoint == ANY_ENDPOINT else counts[endpoint]
+        if self._endpoint not in (endpoint, ANY_ENDPOINT) or count <= self._after or self._remaining <= 0:
             return None
         self._remaining -= 1
         return self._fault
@@ -122,16 +125,16 @@ class FaultyProxy:
             headers=headers,
             data=body or None,
             skip_auto_headers=["Content-Type"],
-        ) as answer:
-            kind = answer.headers.get("content-type")
-            kept = {} if kind is None else {"content-type": kind}
-            response = web.Response(status=answer.status, body=await answer.read(), headers=kept)
-            if answer.headers.get("connection") == "close":
+        ) as upstream:
+            content_type = upstream.headers.get("content-type")
+            headers = {} if content_type is None else {"content-type": content_type}
+            response = web.Response(status=upstream.status, body=await upstream.read(), headers=headers)
+            if upstream.headers.get("connection") == "close":
                 response.force_close()
             return response
 
 
 def _endpoint_name(request: web.Request) -> str:
     path = ID_PATTERN.sub("*", request.path.removeprefix("/api/v1/"))
-    about = request.headers.get(REQUEST_TYPE) if path == "retrieve_future" else None
-    return f"{request.method} {path}" + (f" {about}" if about else "")
+    request_type = request.headers.get(REQUEST_TYPE_HEADER) if path == "retrieve_future" else None
+    return f"{request.method} {path}" + (f" {request_type}" if request_type else "")

@@ -1,5 +1,5 @@
-"""`instar train` through each service's SDK, at a server of its protocol: a whole run as users start it,
-with gateway, cloud engine, trainer and rollout in processes of their own."""
+"""`instar train` through each service's SDK, at a server of its protocol: a whole run as users start it, with
+gateway, cloud engine, trainer and rollout in processes of their own."""
 
 from __future__ import annotations
 

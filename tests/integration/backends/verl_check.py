@@ -1,7 +1,7 @@
-"""What `backend: verl` must do, run by an interpreter that has verl: two ranks under FSDP on the CPU.
+"""Checks the verl backend with two FSDP ranks on the CPU, in an interpreter that has verl.
 
-The scenes of `instar.conformance` are played on the local backend and on verl and compared; then what those
-leave open. Prints one line for each check and exits with 1 when one failed.
+The cases of `instar.conformance` run on the local backend and on verl, and the results are compared. More
+checks follow. The program prints one line for each check and exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -31,8 +32,8 @@ from instar.errors import BackendError, BackendLost, NonFiniteError
 CONTEXT = 256
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
-"""Of weights after five steps: Adam divides small gradients by their own size, rounding and all. The local
-backend differs from itself by 1.6e-5 when it adds up its gradient in other passes."""
+"""The tolerance of the weights after five steps. Adam divides small gradients by their own size, which
+amplifies rounding: the local backend differs from itself by 1.6e-5 with different micro batches."""
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -54,26 +55,24 @@ def make_backend(model: ModelConfig, **settings: object) -> VerlBackend:
 
 
 async def check_against_local(checks: CheckReport, model: ModelConfig, folder: Path) -> None:
-    plays: list[BackendRecord] = []
-    trained: list[dict[str, np.ndarray]] = []
+    records: list[BackendRecord] = []
+    adapters: list[dict[str, np.ndarray]] = []
     for section in ({"type": "local", "lora": LORA}, {"type": "verl", "lora": LORA, "ranks": 2}):
         config = RunConfig.model_validate(build_job(model, section, seed=3))
-        work = folder / section["type"]
-        work.mkdir()
-        shown, arrays = await run_cases(config, work, lambda name: print(f"     {name}", flush=True))
-        weights = load_file(Path(shown.artifacts["five"].path) / "adapter_model.safetensors")
-        plays.append(BackendRecord(shown, arrays, None))
-        trained.append(weights)
-    for check in compare(*plays, CONTEXT, TOLERANCE):
+        case_folder = folder / section["type"]
+        case_folder.mkdir()
+        result, arrays = await run_cases(config, case_folder, lambda name: print(f"     {name}", flush=True))
+        adapters.append(load_file(Path(result.artifacts["five"].path) / "adapter_model.safetensors"))
+        records.append(BackendRecord(result, arrays, None))
+    for check in compare(*records, CONTEXT, TOLERANCE):
         checks.add(check)
-    gap = max(
-        difference(trained[0][name], trained[1][name]) for name in trained[0].keys() | trained[1].keys()
-    )
+    expected, actual = adapters
+    gap = max(difference(expected[name], actual[name]) for name in expected.keys() | actual.keys())
     checks.check("the adapter after five steps", gap < WEIGHT_TOLERANCE, f"{gap:.1e}")
 
 
 def check_listeners(checks: CheckReport) -> None:
-    found = [
+    addresses = [
         connection.laddr.ip
         for pid in (
             *list_rank_pids(),
@@ -82,9 +81,11 @@ def check_listeners(checks: CheckReport) -> None:
         for connection in psutil.Process(pid).net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
-    others = {ip for ip in found if not ip_address(ip.removeprefix("::ffff:")).is_loopback}
+    others = {ip for ip in addresses if not ip_address(ip.removeprefix("::ffff:")).is_loopback}
     checks.check(
-        "Ray and its workers listen on loopback", bool(found) and not others, f"{len(found)} {others}"
+        "Ray and its workers listen on loopback",
+        bool(addresses) and not others,
+        f"{len(addresses)} {others}",
     )
 
 
@@ -106,14 +107,14 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
 
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
     norms: list[float] = []
-    for with_bad in (False, True):
+    for with_non_finite in (False, True):
         await backend.load_state(folder / "two")
         await backend.forward_backward(tree_samples(), LossConfig())
-        if with_bad:
-            named = await catch(
+        if with_non_finite:
+            error = await catch(
                 NonFiniteError, backend.forward_backward([*tree_samples(1), far], LossConfig())
             )
-            checks.check("a loss that is not finite names its sample", "far" in str(named), str(named))
+            checks.check("a loss that is not finite names its sample", "far" in str(error), str(error))
         norms.append((await backend.optim_step(ADAM)).grad_norm)
     checks.check("a loss that is not finite adds nothing", norms[0] == norms[1], str(norms))
 
@@ -135,24 +136,24 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
 
 
 async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
-    """A rank killed in mid-call is BackendLost, soon; a saved state begins new ranks."""
+    """Check that a call raises BackendLost when a rank is killed, and that loading a state starts new
+    ranks."""
     expected = await backend.forward(tree_samples())
     await backend.save_state(folder / "alive")
-    work = asyncio.create_task(train_repeatedly(backend))
+    training = asyncio.create_task(train_repeatedly(backend))
     await asyncio.sleep(1.0)
-    began = time.monotonic()
+    killed_at = time.monotonic()
     os.kill(list_rank_pids()[-1], signal.SIGKILL)
-    lost = await catch(BackendLost, work)
-    checks.check(
-        "a killed rank is BackendLost", lost is not None, f"{time.monotonic() - began:.1f} s: {lost}"
-    )
+    error = await catch(BackendLost, training)
+    seconds = time.monotonic() - killed_at
+    checks.check("a killed rank raises BackendLost", error is not None, f"{seconds:.1f} s: {error}")
     checks.check(
         "... until a state is loaded", await catch(BackendLost, backend.forward(tree_samples())) is not None
     )
     await backend.load_state(folder / "alive")
-    found = await backend.forward(tree_samples())
+    actual = await backend.forward(tree_samples())
     checks.check(
-        "... into new ranks", all(np.array_equal(a[1:], b[1:]) for a, b in zip(expected, found, strict=True))
+        "... into new ranks", all(np.array_equal(a[1:], b[1:]) for a, b in zip(expected, actual, strict=True))
     )
 
 
@@ -164,19 +165,19 @@ async def train_repeatedly(backend: VerlBackend) -> None:
 async def check_close(checks: CheckReport, backend: VerlBackend) -> None:
     await backend.close()
     await backend.close()
-    checks.check("a closed backend says so", "closed" in str(await catch(BackendError, backend.forward([]))))
-    checks.check("no worker is left", not list_rank_pids())
+    checks.check("a closed backend raises", "closed" in str(await catch(BackendError, backend.forward([]))))
+    checks.check("no worker is running", not list_rank_pids())
 
 
 async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder: Path) -> None:
-    """And in small passes."""
+    """Check training of all weights in small micro batches."""
     from instar.backends.local.backend import LocalBackend
     from instar.config import LocalBackendConfig
 
     forwards: list[np.ndarray] = []
     weights: list[dict[str, np.ndarray]] = []
-    passes = 0.0
-    handed = True
+    micro_batches = 0.0
+    tensors_match = True
     for name, backend in {
         "local": LocalBackend(model, LocalBackendConfig(lora=None), seed=3),
         "verl": make_backend(model, lora=None, micro_batch_tokens=60),
@@ -184,9 +185,9 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
         try:
             await backend.start()
             for number in range(3):
-                done = await backend.forward_backward(tree_samples(number), LossConfig())
-                passes = done.metrics["micro_batches"]
-                # Weights that were gathered for this must not be used again after the step.
+                result = await backend.forward_backward(tree_samples(number), LossConfig())
+                micro_batches = result.metrics["micro_batches"]
+                # The weights that are gathered for this forward pass must not be used after the step.
                 await backend.forward(tree_samples(number))
                 await backend.optim_step(ADAM)
             forwards.append(np.concatenate(await backend.forward(tree_samples())))
@@ -194,23 +195,23 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
             assert artifact.kind == "weights"
             weights.append(load_file(Path(artifact.path) / "model.safetensors"))
             live = {key: tensor.numpy() async for key, tensor in backend.tensors()}
-            handed &= live.keys() == weights[-1].keys()
-            handed &= all(np.array_equal(live[key], weights[-1][key]) for key in live)
+            tensors_match &= live.keys() == weights[-1].keys()
+            tensors_match &= all(np.array_equal(live[key], weights[-1][key]) for key in live)
         finally:
             await backend.close()
-    checks.check("all weights: handed out as published", handed, "")
-    checks.check("all weights: in several passes", passes > 3, f"{passes:.0f}")
+    checks.check("all weights: tensors() equals the published weights", tensors_match, "")
+    checks.check("all weights: several micro batches", micro_batches > 3, f"{micro_batches:.0f}")
     gap = difference(forwards[0], forwards[1])
     checks.check("all weights: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
     checks.check("all weights: the same tensors are published", weights[0].keys() == weights[1].keys())
     gap = max(
         difference(weights[0][name], weights[1][name]) for name in weights[0].keys() & weights[1].keys()
     )
-    checks.check("all weights: as the local backend's", gap < 1e-4, f"{gap:.1e}")
+    checks.check("all weights: equal to the local backend's", gap < 1e-4, f"{gap:.1e}")
 
 
 async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder: Path, base: Path) -> None:
-    """The weights of an engine that serves no adapters: what is published, merged into the base model's."""
+    """Check that tensors() returns the published adapter merged into the base weights."""
     await backend.forward_backward(tree_samples(0), LossConfig())
     await backend.optim_step(ADAM)
     live = {name: tensor.numpy() async for name, tensor in backend.tensors()}
@@ -220,30 +221,30 @@ async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder
     for name in [name for name in adapter if name.endswith("lora_A.weight")]:
         delta = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * (LORA["alpha"] / LORA["rank"])
         merged[name.removeprefix("base_model.model.").replace("lora_A.", "")] += delta
-    checks.check("handed out: the same tensors", live.keys() == merged.keys())
+    checks.check("tensors(): the same names", live.keys() == merged.keys())
     gap = max(difference(live[name], merged[name]) for name in live.keys() & merged.keys())
-    checks.check("handed out: the adapter merged", gap < 1e-6, f"{gap:.1e}")
+    checks.check("tensors(): the adapter merged", gap < 1e-6, f"{gap:.1e}")
 
 
-async def catch(kind: type[Exception], work: object) -> Exception | None:
+async def catch(error_type: type[Exception], awaitable: Awaitable[object]) -> Exception | None:
     try:
-        await work  # type: ignore[misc]
-    except kind as error:
+        await awaitable
+    except error_type as error:
         return error
     return None
 
 
 def list_rank_pids() -> list[int]:
-    """Ray names its actors' processes after their class."""
-    found: list[int] = []
+    # Ray names the process of an actor after its class.
+    pids: list[int] = []
     for entry in Path("/proc").iterdir():
         try:
             title = (entry / "cmdline").read_bytes()
         except (OSError, NotADirectoryError):
             continue
         if entry.name.isdigit() and title.startswith(b"ray::InstarWorker"):
-            found.append(int(entry.name))
-    return sorted(found)
+            pids.append(int(entry.name))
+    return sorted(pids)
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
@@ -252,7 +253,7 @@ def read_all(folder: Path) -> dict[str, bytes]:
 
 async def main() -> int:
     checks = CheckReport()
-    began = time.monotonic()
+    started_at = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         path = make_tiny_model(folder / "tiny", context=CONTEXT)
@@ -260,7 +261,7 @@ async def main() -> int:
             {"name": str(path), "dtype": "fp32", "device": "cpu", "max_context": CONTEXT}
         )
         await check_against_local(checks, model, folder)
-        print(f"{time.monotonic() - began:.0f} s", flush=True)
+        print(f"{time.monotonic() - started_at:.0f} s", flush=True)
         backend = make_backend(model)
         try:
             await check_resume_and_non_finite(checks, backend, folder)
@@ -268,9 +269,9 @@ async def main() -> int:
             await check_killed_rank(checks, backend, folder)
         finally:
             await check_close(checks, backend)
-        print(f"{time.monotonic() - began:.0f} s", flush=True)
+        print(f"{time.monotonic() - started_at:.0f} s", flush=True)
         await check_full_finetuning(checks, model, folder)
-    print(f"{checks.failed} checks failed, {time.monotonic() - began:.0f} s")
+    print(f"{checks.failed} checks failed, {time.monotonic() - started_at:.0f} s")
     return int(checks.failed > 0)
 
 
