@@ -32,8 +32,7 @@ class ReplyDelta:
 
 
 class StreamParser(ABC):
-    """Converts sampled tokens to a reply while the tokens arrive. The concatenated deltas equal
-    ``message``."""
+    """Converts sampled tokens to a reply while they arrive. The concatenated deltas equal ``message``."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]: ...
@@ -118,8 +117,8 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph, and its prompt. The prompt is empty if a provider
-    renders it."""
+    """The place of a request in its session's graph, and its prompt, which is empty if a provider renders
+    it."""
 
     prompt_ids: Ids
     link: Link

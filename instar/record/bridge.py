@@ -91,8 +91,7 @@ class TemplateBridge:
         return conversation[end:]
 
     def _build_history(self, history_index: int, new: Sequence[Message]) -> list[Message]:
-        """Return a placeholder conversation that ends with a reply to which ``new`` is a valid
-        continuation."""
+        """Return a placeholder conversation with a reply to which ``new`` is a valid continuation."""
         question = Message(role="user", content="Hi")
         reply = Message(
             role="assistant", content=_PLACEHOLDER_REPLIES[history_index % len(_PLACEHOLDER_REPLIES)]

@@ -8,18 +8,13 @@ from instar.errors import RenderError
 from instar.record.base import Renderer
 from instar.types import Call, Ids, Message
 
-_CONVERSATION = (
-    Message(role="user", content="Hi"),
-    Message(role="assistant", content="Ok"),
-    Message(role="user", content="Hi"),
-)
+_QUESTION, _REPLY = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
 _REASONING_END = "\n</think>\n\n"
 
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
-    """Return the tokens of ``text`` as the reply to the call's prompt, with the token that ends a reply. A
-    tool call in ``text`` has the model's own format. Raise RenderError if the tokens do not parse as
-    ``text``."""
+    """Return the tokens of ``text`` as a reply to the call's prompt, including the token that ends a reply.
+    Raise RenderError if the model's format does not parse these tokens as ``text``."""
     prompt, end = call.prompt_ids.tolist(), _find_end_token(renderer, call)
     # If the prompt opens the reasoning, the text follows the end of the reasoning.
     for prefix in ("", _REASONING_END):
@@ -30,12 +25,10 @@ def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
 
 
 def _find_end_token(renderer: Renderer, call: Call) -> int:
-    """Return the token that ends a reply: the last token of the call's reply if it is a stop token, or else
-    the first stop token that the template writes after a reply."""
     stops = renderer.stop_token_ids
     if len(call.sampled_ids) and (last_id := int(call.sampled_ids[-1])) in stops:
         return last_id
-    prompt, complete = renderer.render(_CONVERSATION[:1]), renderer.render(_CONVERSATION)
+    prompt, complete = renderer.render([_QUESTION]), renderer.render([_QUESTION, _REPLY, _QUESTION])
     reply_start = next(
         (i for i, (a, b) in enumerate(zip(prompt, complete, strict=False)) if a != b), len(prompt)
     )

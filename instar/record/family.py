@@ -1,25 +1,276 @@
-"""Renderers from the `renderers` library, which has a renderer, a bridge and a parser for each model
-family."""
+"""Renderers and stream parsers from the `renderers` library, which supports a number of model families.
+
+The library parses only complete replies. For streaming, a reply is divided into runs of plain text between
+boundary tokens such as `<think>` and `<tool_call>`. At every boundary token, the library parses the reply so
+far, and complete text and tool calls are emitted. Within a run, the library is called until its result shows
+whether the run is reasoning or content. The rest of the run is emitted while it is decoded.
+
+Arguments are streamed if a family writes a call as `{"name": ..., "arguments": {...}}` between boundary
+tokens (Qwen3, Qwen3-VL). The calls of other families are emitted when they are complete. A call inside
+unclosed reasoning is emitted at the end of the reply, because it is only a draft if the reasoning is closed
+after it. White space around reasoning and content is dropped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
-from instar.record.base import StreamParser
+from instar.record.base import ReplyDelta, StreamParser
 from instar.record.bridge import PROBE_TOOL
-from instar.record.family_stream import FamilyStreamParser
 from instar.record.render import TokenizerRenderer, to_template_message
-from instar.types import Message, Tool
+from instar.record.stream import (
+    Detokenizer,
+    StopStringFilter,
+    build_reply,
+    complete_call_delta,
+    cut_at_stop,
+    overlap_length,
+)
+from instar.record.tool_calls import PartialToolCall, can_encode, parse_call
+from instar.types import Message, Tool, ToolCall, new_id
 
 if TYPE_CHECKING:
+    from renderers.base import ParsedResponse, ParsedToolCall
     from renderers.base import Renderer as LibraryRenderer
     from transformers import PreTrainedTokenizerFast
 
-
 _RENDER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """The errors that the library raises for messages and tools that the format of a family cannot express."""
+ParseReply = Callable[[list[int]], "ParsedResponse"]
+MARKERS = ("<think>", "</think>", "<tool_call", "<|", "<｜")
+"""Markers that a model writes as plain text if its tokenizer has no token for them."""
+_MARKER_PATTERN = re.compile("|".join(map(re.escape, MARKERS)))
+
+
+@dataclass(slots=True)
+class ReplyChannel:
+    pieces: list[str] = field(default_factory=list[str])
+    base: str = ""
+    """The complete text when the current run began."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def rest(self, complete_text: str) -> str:
+        """Return the part of the complete text after the part that was emitted."""
+        emitted = self.text
+        if complete_text.startswith(emitted):
+            return complete_text[len(emitted) :]
+        pairs = enumerate(zip(emitted, complete_text, strict=False))
+        return complete_text[next((i for i, (a, b) in pairs if a != b), len(complete_text)) :]
+
+    def ends_with_run(self, text: str, run: str) -> bool:
+        """Return True if ``text``, the channel's current text, is its earlier text and the run."""
+        if text == self.base or not text.startswith(self.base) or not text.endswith(run):
+            return False
+        return self.base.startswith(text[: len(text) - len(run)].rstrip())
+
+
+class FamilyStreamParser(StreamParser):
+    def __init__(
+        self,
+        parse: ParseReply,
+        decode: Callable[[list[int]], str],
+        tools: Sequence[Tool],
+        stop: Sequence[str],
+        *,
+        boundaries: Collection[int],
+        bare_calls: bool,
+        eager: bool,
+    ) -> None:
+        """Create a parser. ``bare_calls`` is True if a call in this format is a reply that is only JSON."""
+        self._parse = parse
+        self._decode = decode
+        self._tools = tools
+        self._stop = tuple(stop)
+        self._boundaries = boundaries
+        self._bare_calls = bare_calls and bool(tools)
+        self._eager = eager
+        self._held_for = (*MARKERS, *stop)
+        self._ids: list[int] = []
+        self._reasoning, self._content = ReplyChannel(), ReplyChannel()
+        self._calls: dict[int, ToolCall] = {}
+        self._has_call_in_reasoning: bool | None = None
+        """True if the first call began inside reasoning, or None before the first call."""
+        self._ended = False
+        self._begin_run()
+
+    def feed(self, ids: Sequence[int]) -> list[ReplyDelta]:
+        deltas: list[ReplyDelta] = []
+        for token in ids:
+            self._ids.append(token)
+            if token in self._boundaries:
+                deltas += self._process_boundary()
+            elif text := self._detokenizer.feed([token]):
+                deltas += self._process_text(text)
+        return deltas
+
+    def finish(self) -> list[ReplyDelta]:
+        deltas = self._close_call()
+        parsed = self._parse(self._ids)
+        reasoning, content = self._texts(parsed)
+        malformed: list[str] = []
+        for i, attempt in enumerate(parsed.tool_calls):
+            if i in self._calls:
+                continue
+            if self._tools and (call := _to_tool_call(attempt)):
+                deltas.append(self._emit_call(i, call))
+            elif attempt.token_span is None:
+                malformed.append(attempt.raw)
+            else:
+                start, end = attempt.token_span
+                malformed.append(self._decode(self._ids[start:end]))
+        content = cut_at_stop(content + "".join(malformed), self._stop)
+        return [*self._emit_rest(reasoning, content), *deltas]
+
+    @property
+    def message(self) -> Message:
+        return build_reply(self._content.text, self._reasoning.text, self._calls.values())
+
+    def _begin_run(self, text: str = "") -> None:
+        self._detokenizer = Detokenizer(self._decode, ())
+        self._run = text
+        self._channel: ReplyChannel | None = None
+        self._attempt: int | None = None
+        self._open: PartialToolCall | None = None
+        self._tried, self._try_at = 0, 1
+
+    def _process_text(self, text: str) -> list[ReplyDelta]:
+        if self._open is not None:
+            return self._open.feed(self._stop_filter.feed(text))
+        self._run += text
+        if self._channel is not None:
+            return self._emit_run(self._channel)
+        if self._attempt is not None:
+            return self._begin_call(self._attempt)
+        return self._place_run()
+
+    def _place_run(self) -> list[ReplyDelta]:
+        run = self._run.strip()
+        self._tried += bool(run)
+        if not run or self._tried < self._try_at:
+            return []
+        self._try_at *= 2  # the library is called less often the longer the run is
+        reasoning, content = self._texts(self._parse(self._ids), cut=False)
+        if self._bare_calls and content.startswith("{"):
+            return []
+        for channel, text in ((self._content, content), (self._reasoning, reasoning)):
+            decoded = text.rstrip("\ufffd")
+            if channel.ends_with_run(decoded, run):
+                self._channel = channel
+                self._run = channel.rest(decoded) + self._run[len(self._run.rstrip()) :]
+                return self._emit_run(channel)
+        return []
+
+    def _emit_run(self, channel: ReplyChannel) -> list[ReplyDelta]:
+        if self._ended:
+            return []
+        text = cut_at_stop(self._run, self._stop)
+        if len(text) < len(self._run):
+            self._ended = True
+            return self._emit(channel, text.rstrip())
+        if marker := _MARKER_PATTERN.search(text):
+            deltas = self._emit(channel, text[: marker.start()].rstrip())
+            return deltas + self._process_boundary(text[marker.end() :])
+        decided = self._decided(text)
+        self._run = text[len(decided) :]
+        return self._emit(channel, decided)
+
+    def _decided(self, text: str) -> str:
+        return text[: len(text) - max(overlap_length(text, held) for held in self._held_for)].rstrip()
+
+    def _emit(self, channel: ReplyChannel, text: str) -> list[ReplyDelta]:
+        if not text:
+            return []
+        channel.pieces.append(text)
+        return [ReplyDelta(text=text) if channel is self._content else ReplyDelta(reasoning=text)]
+
+    def _process_boundary(self, text: str = "") -> list[ReplyDelta]:
+        """Return the deltas that are certain at a boundary. ``text`` is the text after it in the same
+        token."""
+        deltas = self._close_call()
+        self._begin_run(text)
+        if self._ended:
+            return deltas
+        parsed = self._parse(self._ids)
+        self._reasoning.base, self._content.base = self._texts(parsed, cut=False)
+        deltas += self._emit_rest(*map(self._decided, self._texts(parsed)))
+        if parsed.tool_calls and self._tools:
+            if self._has_call_in_reasoning is None:
+                before_call = self._parse(self._ids[:-1])
+                self._has_call_in_reasoning = before_call.reasoning_complete is False
+            if not self._has_call_in_reasoning:
+                deltas += self._emit_closed_calls(parsed.tool_calls)
+        return deltas
+
+    def _emit_closed_calls(self, attempts: Sequence[ParsedToolCall]) -> list[ReplyDelta]:
+        deltas: list[ReplyDelta] = []
+        for i, attempt in enumerate(attempts):
+            if i in self._calls or attempt.token_span is None:
+                continue
+            if call := _to_tool_call(attempt):
+                deltas.append(self._emit_call(i, call))
+            elif self._eager and attempt.status == "unclosed_block" and i == len(attempts) - 1:
+                self._attempt = i
+        return deltas
+
+    def _emit_call(self, attempt: int, call: ToolCall) -> ReplyDelta:
+        delta = complete_call_delta(len(self._calls), call)
+        self._calls[attempt] = call
+        return delta
+
+    def _begin_call(self, attempt: int) -> list[ReplyDelta]:
+        stop_filter = StopStringFilter(self._stop)
+        started = PartialToolCall.try_start(stop_filter.feed(self._run), len(self._calls))
+        if started is None:
+            return []
+        self._stop_filter = stop_filter
+        self._open, deltas = started
+        self._calls[attempt] = self._open.call
+        return deltas
+
+    def _close_call(self) -> list[ReplyDelta]:
+        if self._open is None:
+            return []
+        call, self._open = self._open, None
+        rest = self._stop_filter.feed(self._detokenizer.finish()) + self._stop_filter.finish()
+        return [*call.feed(rest), *call.finish()]
+
+    def _texts(self, parsed: ParsedResponse, *, cut: bool = True) -> tuple[str, str]:
+        texts = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
+        return (cut_at_stop(texts[0], self._stop), cut_at_stop(texts[1], self._stop)) if cut else texts
+
+    def _emit_rest(self, reasoning: str, content: str) -> list[ReplyDelta]:
+        deltas = self._emit(self._reasoning, self._reasoning.rest(reasoning))
+        return deltas + self._emit(self._content, self._content.rest(content))
+
+
+def _to_tool_call(attempt: ParsedToolCall) -> ToolCall | None:
+    if attempt.status != "ok" or not attempt.name or not can_encode(attempt.name):
+        return None
+    return ToolCall(id=attempt.id or new_id("call"), name=attempt.name, arguments=_format_arguments(attempt))
+
+
+def _format_arguments(attempt: ParsedToolCall) -> str:
+    """Return the arguments as the model generated them if the library provides this text, or else as JSON."""
+    arguments: Any = attempt.arguments
+    if isinstance(arguments, str):
+        return arguments
+    call = parse_call(attempt.raw)
+    for text in (attempt.raw.strip(), call["arguments"] if call else ""):
+        try:
+            if isinstance(arguments, dict) and json.loads(text) == arguments:
+                return text
+        except (ValueError, RecursionError):
+            continue
+    text = json.dumps(arguments or {}, ensure_ascii=False)
+    return text if can_encode(text) else json.dumps(arguments)
 
 
 class FamilyRenderer(TokenizerRenderer):
@@ -30,13 +281,10 @@ class FamilyRenderer(TokenizerRenderer):
         super().__init__(tokenizer)
         self._library: LibraryRenderer = create_renderer(tokenizer, cast(Any, config_from_name(family)))
         self._boundaries = frozenset(tokenizer.added_tokens_decoder)
-        self._hidden_ids = frozenset({*tokenizer.all_special_ids, *self.stop_token_ids})
+        self._stop_token_ids = tuple(self._library.get_stop_token_ids())
+        self._hidden_ids = frozenset({*tokenizer.all_special_ids, *self._stop_token_ids})
         probe = self._library.parse_response(self.encode('{"name": "probe", "arguments": {}}'))
         self._bare_calls = bool(probe.tool_calls)
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return tuple(self._library.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         try:
@@ -52,7 +300,7 @@ class FamilyRenderer(TokenizerRenderer):
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         try:
-            library_messages, library_tools = _to_library_messages(messages), _to_library_tools(tools)
+            library_messages, library_tools = _to_library_format(messages, tools)
             return list(
                 self._library.render_ids(library_messages, tools=library_tools, add_generation_prompt=True)
             )
@@ -73,11 +321,9 @@ class FamilyRenderer(TokenizerRenderer):
     ) -> list[int] | None:
         before = [*prompt_ids, *sampled_ids]
         try:
+            library_messages, library_tools = _to_library_format(new_messages, tools)
             bridged = self._library.bridge_to_next_turn(
-                list(prompt_ids),
-                list(sampled_ids),
-                _to_library_messages(new_messages),
-                tools=_to_library_tools(tools),
+                list(prompt_ids), list(sampled_ids), library_messages, tools=library_tools
             )
         except _RENDER_ERRORS:
             return None
@@ -94,7 +340,8 @@ class FamilyRenderer(TokenizerRenderer):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        library_tools, prompt = _to_library_tools(tools), list(prompt_ids) or None
+        _, library_tools = _to_library_format((), tools)
+        prompt = list(prompt_ids) or None
         return FamilyStreamParser(
             lambda ids: self._library.parse_response(ids, tools=library_tools, prompt_ids=prompt),
             self._decode,
@@ -109,9 +356,5 @@ class FamilyRenderer(TokenizerRenderer):
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _to_library_messages(messages: Sequence[Message]) -> Any:
-    return [to_template_message(message) for message in messages]
-
-
-def _to_library_tools(tools: Sequence[Tool]) -> Any:
-    return [dict(tool) for tool in tools] or None
+def _to_library_format(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Any, Any]:
+    return [to_template_message(message) for message in messages], [dict(tool) for tool in tools] or None

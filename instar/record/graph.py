@@ -14,25 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from instar.record import hashing, nodes
 from instar.record.base import Placement, Renderer
-from instar.record.hashing import (
-    DIGEST_SIZE,
-    HashChain,
-    MessageHasher,
-    is_prompt_digest,
-    normalize_call_id,
-    unpack_digests,
-    unpack_prompt_digest,
-)
-from instar.record.nodes import (
-    EMPTY_IDS,
-    CallNode,
-    choose_parent,
-    common_prefix_length,
-    extend_prompt,
-    matches_reply,
-    tool_call_ids,
-)
+from instar.record.hashing import DIGEST_SIZE, HashChain, MessageHasher, normalize_call_id
+from instar.record.nodes import EMPTY_IDS, CallNode, common_prefix_length, tool_call_ids
 from instar.record.redact import parse_redaction_reason
 from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
@@ -67,19 +52,16 @@ class MessageGraph:
     def finished_requests(self) -> int:
         return len(self._finished)
 
-    # --- placement ----------------------------------------------------------------------------------
-
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Return the chain with the recorded digests of the replies that the agent changed. A message matches
-        a recorded reply if its tool call ids are equal and its arguments contain all generated arguments.
-        Agents add default arguments."""
+        """Return the chain with the recorded digests of our replies to which the agent added default
+        arguments."""
         known = len(chain)
         while known and chain.canonical[known] not in self._by_prefix:
             known -= 1
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):
             node = self._by_tool_call.get(next(map(normalize_call_id, tool_call_ids(message)), ""))
-            if node and node.reply and matches_reply(message, node.reply):
+            if node and node.reply and nodes.matches_reply(message, node.reply):
                 digests[i] = node.reply_digest[:DIGEST_SIZE] + digests[i][DIGEST_SIZE:]
         return chain if digests == chain.digests[known:] else chain.prefix(known).extend(digests)
 
@@ -124,7 +106,6 @@ class MessageGraph:
         return replace(placement, prompt_ids=prompt_ids, link=link, base_tokens=shared)
 
     def release(self, placement: Placement) -> None:
-        """Record that the placed request is no longer in flight."""
         self._in_flight[placement.key] -= 1
         if self._in_flight[placement.key] <= 0:
             del self._in_flight[placement.key]
@@ -134,13 +115,11 @@ class MessageGraph:
         return placement
 
     def _link(self, key: bytes, link: Link) -> Link:
-        """Return SIBLING if the same request is in flight, or else ``link``."""
         return Link.SIBLING if self._in_flight[key] else link
 
     def _place_sibling(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        """Return the place of a request that equals a recorded request, or None."""
         if not (same := self._by_request.get(chain.key)):
             return None
         node = same[-1]
@@ -153,14 +132,13 @@ class MessageGraph:
     def _place_extension(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        """Return the place after the call whose messages and reply are the longest prefix, or None."""
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
             same = self._by_conversation.get(chain.canonical[count], ())
             if not (candidates := [node for node in same if node.tools_digest == chain.tools_digest]):
                 continue
-            parent = choose_parent(candidates, tool_call_ids(messages[count - 1]))
+            parent = nodes.choose_parent(candidates, tool_call_ids(messages[count - 1]))
             shared = parent.shared_messages(chain.exact)
             placement = Placement(
                 prompt_ids=EMPTY_IDS,
@@ -173,14 +151,12 @@ class MessageGraph:
             )
             if renderer is None:
                 return placement
-            return extend_prompt(placement, parent, messages, count, tools, renderer)
+            return nodes.extend_prompt(placement, parent, messages, count, tools, renderer)
         return None
 
     def _place_branch(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
-        """Render the request and return its place. The base is the recorded call with the longest shared
-        prefix."""
         key = chain.key
         prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else EMPTY_IDS
         if not self._nodes:
@@ -227,8 +203,6 @@ class MessageGraph:
     def _newest_nodes(self, count: int) -> Iterator[CallNode]:
         return islice(reversed(self._nodes.values()), count)
 
-    # --- recorded calls -----------------------------------------------------------------------------
-
     def find_recorded(self, key: bytes) -> list[str]:
         """Return the call ids of the newest finished request with this key, in the order of its choices."""
         return _newest_request(node for node in self._by_request.get(key, ()) if node.is_ok)
@@ -251,8 +225,8 @@ class MessageGraph:
 
     def find_by_idempotency_key(self, key: bytes, client_key: str) -> list[str]:
         """Return the call ids of the newest finished request with this key and this idempotency key."""
-        nodes = self._by_request.get(key, ())
-        return _newest_request(node for node in nodes if node.is_ok and node.client_key == client_key)
+        matching = self._by_request.get(key, ())
+        return _newest_request(node for node in matching if node.is_ok and node.client_key == client_key)
 
     def mark_undelivered(self, key: bytes) -> None:
         """Record that the client of a request with this key disconnected before it received the reply."""
@@ -296,7 +270,7 @@ class MessageGraph:
         )
         if chain is None:
             self._add_node(node, placement.key)
-            node.prompt_and_reply = unpack_prompt_digest(call.digests)[1] if call.digests else None
+            node.prompt_and_reply = hashing.unpack_prompt_digest(call.digests)[1] if call.digests else None
         else:
             self._add_chain(node, chain)
 
@@ -320,7 +294,6 @@ class MessageGraph:
             self._finished.add(node.request_id)
 
     def _add_chain(self, node: CallNode, chain: HashChain) -> None:
-        """Add a node with the chain of its messages and reply."""
         node.tools_digest, node.reply_digest = chain.tools_digest, chain.digests[-1]
         node.exact = chain.exact[1 + node.base_messages :]
         self._add_node(node, chain.canonical[-2] + chain.tools_digest)
@@ -347,12 +320,12 @@ class MessageGraph:
             if part.message_count == 0:
                 self._add_node(node, self._prompt_key(node.prompt_ids()))
                 continue
-            if is_prompt_digest(part.digests):
-                key, node.prompt_and_reply = unpack_prompt_digest(part.digests)
+            if hashing.is_prompt_digest(part.digests):
+                key, node.prompt_and_reply = hashing.unpack_prompt_digest(part.digests)
                 self._add_node(node, key)
                 continue
             if part.digests:
-                tools, digests = unpack_digests(part.digests)
+                tools, digests = hashing.unpack_digests(part.digests)
             else:
                 tools = self._hasher.hash_tools(part.tools)
                 digests = [self._hasher.hash_message(message) for message in (*part.messages, part.reply)]
@@ -384,6 +357,6 @@ def _stored_prefix_length(node: CallNode, prompt: Ids) -> int:
     return common_prefix_length(node.sequence(), prompt) if node.is_stored else 0
 
 
-def _newest_request(nodes: Iterable[CallNode]) -> list[str]:
-    finished = list(nodes)
+def _newest_request(recorded: Iterable[CallNode]) -> list[str]:
+    finished = list(recorded)
     return [node.call_id for node in finished if node.request_id == finished[-1].request_id]

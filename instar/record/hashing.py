@@ -71,7 +71,6 @@ def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def is_prompt_digest(packed: bytes) -> bool:
-    """Return True if ``packed`` is the result of ``pack_prompt``."""
     return len(packed) == _PROMPT_DIGEST.size
 
 

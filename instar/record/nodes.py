@@ -81,15 +81,13 @@ class CallNode:
         return 0
 
     def redacted_within(self, count: int) -> int | None:
-        """Return the index of the first redacted message, or None if it is not in the first ``count``
-        messages."""
+        """Return the index of the first redacted message if it is less than ``count``, or else None."""
         first = self.first_redacted_message
         return first if first is not None and first < count else None
 
 
 def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
-    """Return the newest of the best candidates. A candidate with these tool call ids is better than a call
-    that succeeded, which is better than a failed call."""
+    """Return the best candidate: one with these tool call ids, one that succeeded, the newest one."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         node = candidates[index]
@@ -137,8 +135,7 @@ def extend_prompt(
     tools: Sequence[Tool],
     renderer: Renderer,
 ) -> Placement | None:
-    """Return the placement with a prompt that continues the parent's tokens with ``messages[count:]``, or
-    None if there is no exact continuation."""
+    """Return the placement with the prompt, or None if the parent cannot be continued exactly."""
     if not parent.has_tokens:
         return None
     tokens = parent.sequence()

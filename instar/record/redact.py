@@ -21,8 +21,7 @@ _REASON_PREFIX = "redacted from message "
 
 
 def redaction_reason(message_index: int, reason: str | None) -> str:
-    """Return the reason for which a call with a redacted secret is not trainable. ``message_index`` is the
-    index of the first redacted message, and ``reason`` an additional reason."""
+    """Return the reason of a call that is not trainable because a secret was redacted from it."""
     return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
 
 

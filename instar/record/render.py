@@ -20,7 +20,7 @@ from instar.models import load_tokenizer
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL, TemplateBridge
 from instar.record.hashing import parse_arguments
-from instar.record.stream import THINK_OPEN, Detokenizer, PlainTextScanner, ReplyScanner, TextStreamParser
+from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
 from instar.types import Json, Message, Tool, ToolCall
 
@@ -91,25 +91,17 @@ class CachingEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_cached_chars: int = _MAX_CACHED_CHARS) -> None:
         self._backend: Any = tokenizer.backend_tokenizer
-        self._max_size = max_cached_chars
+        self._max_cached_chars = max_cached_chars
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
-        self._size = 0
+        self.cache_size = 0
         self._added_ids: dict[str, int] = {}
-        self._splitter = self._create_splitter()
-
-    @property
-    def is_splitting(self) -> bool:
-        return self._splitter is not None
-
-    @property
-    def cache_size(self) -> int:
-        """The number of characters in the cache."""
-        return self._size
+        self.splitter = self._create_splitter()
+        """Splits text into pieces. It is None if pieces cannot be encoded separately."""
 
     def __call__(self, text: str) -> list[int]:
-        if self._splitter is None:
+        if self.splitter is None:
             return self.encode_uncached(text)
-        return list(chain.from_iterable(map(self._encode_piece, self._splitter.split(text))))
+        return list(chain.from_iterable(map(self._encode_piece, self.splitter.split(text))))
 
     def encode_uncached(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -124,24 +116,23 @@ class CachingEncoder:
             return cached
         ids = self.encode_uncached(piece)
         self._cache[piece] = ids
-        self._size += len(piece)
-        while self._size > self._max_size:
-            self._size -= len(self._cache.popitem(last=False)[0])
+        self.cache_size += len(piece)
+        while self.cache_size > self._max_cached_chars:
+            self.cache_size -= len(self._cache.popitem(last=False)[0])
         return ids
 
     def _create_splitter(self) -> re.Pattern[str] | None:
-        """Return the pattern that splits text into pieces, or None if the pieces cannot be encoded
-        separately."""
+        """Return the pattern that splits text, or None if the pieces cannot be encoded separately."""
         added: list[dict[str, Any]] = json.loads(self._backend.to_str())["added_tokens"]
         if not added or any(t["lstrip"] or t["rstrip"] or t["single_word"] or t["normalized"] for t in added):
             return None
         self._added_ids = {token["content"]: token["id"] for token in added}
         longest_first = sorted(self._added_ids, key=len, reverse=True)
-        self._splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self.splitter = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         pairs = zip(longest_first, longest_first[::-1], strict=True)
         texts = [probe.format(*pair) for pair in list(pairs)[:8] for probe in _ENCODING_PROBES]
         is_exact = all(self(text) == self.encode_uncached(text) for text in texts)
-        return self._splitter if is_exact else None
+        return self.splitter if is_exact else None
 
 
 class TokenizerRenderer(Renderer):
@@ -149,11 +140,17 @@ class TokenizerRenderer(Renderer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        self._stop_token_ids: tuple[int, ...] = ()
         self._hidden_ids: frozenset[int] = frozenset()
         """The tokens that are not part of a reply's text."""
 
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self._stop_token_ids
+
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, PlainTextScanner())
+        scanner = ReplyScanner(plain_text=True)
+        return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id])
@@ -204,10 +201,6 @@ class TemplateRenderer(TokenizerRenderer):
         )
         self.bridged_roles = self._bridge.roles
         """The roles that can follow a reply without rendering the history again."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return self._stop_token_ids
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if self.uses_generic_tools:

@@ -19,8 +19,7 @@ _REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Detokenizer:
-    """Converts tokens to text. Only a window of the last tokens is decoded, so that the cost does not grow
-    with the length of the reply."""
+    """Converts tokens to text. It decodes only a window of the last tokens, so that its cost is constant."""
 
     _MAX_WINDOW_TOKENS, _KEPT_TOKENS = 32, 8
 
@@ -49,23 +48,21 @@ class Detokenizer:
 
 
 class StopStringFilter:
-    """Returns text up to the first stop string."""
-
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
         self._held = ""
-        self.done = False
+        self._is_stopped = False
 
     def feed(self, text: str) -> str:
         if not self._stop:
             return text
-        if self.done:
+        if self._is_stopped:
             return ""
         text = self._held + text
-        positions = [at for at in map(text.find, self._stop) if at >= 0]
-        if positions:
-            self.done, self._held = True, ""
-            return text[: min(positions)]
+        before_stop = cut_at_stop(text, self._stop)
+        if len(before_stop) < len(text):
+            self._is_stopped, self._held = True, ""
+            return before_stop
         keep = max(overlap_length(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -73,6 +70,11 @@ class StopStringFilter:
     def finish(self) -> str:
         held, self._held = self._held, ""
         return held
+
+
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    positions = [at for at in map(text.find, stop) if at >= 0]
+    return text[: min(positions)] if positions else text
 
 
 def overlap_length(text: str, marker: str) -> int:
@@ -97,14 +99,15 @@ def complete_call_delta(index: int, call: ToolCall) -> ReplyDelta:
 
 
 class ReplyScanner:
-    """Splits text into reasoning, content and tool calls, without the white space next to a call. With
-    ``eager``, the arguments of a call are emitted before the call is complete."""
+    """Splits text into reasoning, content and tool calls. White space next to a call is dropped."""
 
-    def __init__(self, *, calls: bool, reasoning: bool = False, eager: bool = False) -> None:
+    def __init__(
+        self, *, calls: bool = False, reasoning: bool = False, eager: bool = False, plain_text: bool = False
+    ) -> None:
         self._look_for_calls = calls
         self._eager = eager
         self._open: PartialToolCall | None = None
-        self._state = "reasoning" if reasoning else "start"
+        self._state = "plain text" if plain_text else "reasoning" if reasoning else "start"
         self._buffer = ""
         self._space = ""
         self._trim_next = False
@@ -139,6 +142,10 @@ class ReplyScanner:
     def _advance(self) -> bool:
         """Process the next part of the text. Return False if more text is needed."""
         if not self._buffer:
+            return False
+        if self._state == "plain text":
+            self._emit_text(self._buffer)
+            self._buffer = ""
             return False
         if self._state == "start":
             return self._scan_start()
@@ -246,26 +253,8 @@ class ReplyScanner:
             self._out.append(ReplyDelta(text=text))
 
 
-class PlainTextScanner:
-    """A replacement of ``ReplyScanner`` for replies that are plain text."""
-
-    def __init__(self) -> None:
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.tool_calls: list[ToolCall] = []
-
-    def feed(self, text: str) -> list[ReplyDelta]:
-        self.content.append(text)
-        return [ReplyDelta(text=text)] if text else []
-
-    def finish(self) -> list[ReplyDelta]:
-        return []
-
-
 class TextStreamParser(StreamParser):
-    def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str], scanner: ReplyScanner | PlainTextScanner
-    ) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], scanner: ReplyScanner) -> None:
         self._detokenizer = detokenizer
         self._stop_filter = StopStringFilter(stop)
         self._scanner = scanner

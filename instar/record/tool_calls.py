@@ -33,7 +33,6 @@ _decoder = json.JSONDecoder()
 
 
 def format_tool_list(tools: Iterable[Tool]) -> str:
-    """Return the text that lists the tools at the end of the system message."""
     return "\n".join(["Tools:", *map(_format_tool, tools), CALL_INSTRUCTIONS])
 
 
@@ -66,8 +65,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def format_call(call: ToolCall) -> str:
-    """Return the text with which a model makes this call. Arguments that are not a JSON object become a JSON
-    string."""
+    """Return the text of a call. Arguments that are not a JSON object become a JSON string."""
     arguments = call["arguments"]
     try:
         is_object = isinstance(json.loads(arguments), dict)
@@ -134,8 +132,7 @@ def _to_plain(message: Message, tool_role: bool) -> Message:
 
 
 def _split_members(text: str) -> dict[str, str]:
-    """Return the members of a JSON object, with their values as text. Raise ValueError if ``text`` is not a
-    JSON object."""
+    """Return the members of a JSON object with their values as text, or raise ValueError."""
     if not text.startswith("{"):
         raise ValueError("the text does not begin with an object")
     members: dict[str, str] = {}
@@ -167,8 +164,6 @@ def _expect_char(text: str, at: int, char: str) -> int:
     return at + 1
 
 
-# --- streamed calls -----------------------------------------------------------------------------
-
 _HEAD = re.compile(
     r"""[ \t\r\n]*\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\.)+")"""
     r"""[ \t\r\n]*,[ \t\r\n]*"arguments"[ \t\r\n]*:[ \t\r\n]*(?=\{)"""
@@ -198,8 +193,7 @@ class JsonObjectTracker:
         self._escaped = 0
 
     def feed(self, text: str) -> int:
-        """Return the number of characters that were processed. Unless the object is complete or broken, the
-        caller passes the remaining characters again, followed by more text."""
+        """Return the number of processed characters. The caller passes the others again, with more text."""
         at = 0
         while at < len(text) and not (self.is_complete or self.is_broken):
             length = self._read_string(text, at) if self._in_string else self._read_token(text, at)
@@ -283,12 +277,8 @@ class JsonObjectTracker:
 
 
 class PartialToolCall:
-    """A call ``{"name": ..., "arguments": {...}}`` that the model is still generating. The arguments are
-    emitted as generated, once their first value has begun.
-
-    An emitted call stays a call. If the arguments are no longer valid JSON, all later text belongs to the
-    arguments, because their end is unknown.
-    """
+    """A call ``{"name": ..., "arguments": {...}}`` whose arguments are emitted while they are generated. If
+    the arguments stop being valid JSON, all later text belongs to them, because their end is unknown."""
 
     def __init__(self, name: str, index: int) -> None:
         self.call = ToolCall(id=new_id("call"), name=name, arguments="")

@@ -20,8 +20,6 @@ MAX_REASON_CHARS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """The part of a finished session that a scorer sees."""
-
     session_id: str
     calls: Sequence[Call]
     returned: float | None
@@ -29,7 +27,6 @@ class Transcript:
 
     @property
     def final(self) -> Message | None:
-        """The reply of the last call, or None if the session has no calls."""
         return self.calls[-1].reply if self.calls else None
 
     @property
@@ -39,8 +36,6 @@ class Transcript:
 
 @dataclass(slots=True)
 class ScoringContext:
-    """The parts of the run that a scorer may use."""
-
     run_id: str
     store: Store
     base_url: str = ""
@@ -58,13 +53,11 @@ class WorkerTextScorer(ABC):
     check_name: str
     """The name of the check in ``rules/check_worker.py``."""
     check_args: Json
-    """The arguments that the worker creates the check with."""
     requires_sandbox: bool
     """True if the scorer may only run in a sandbox."""
 
     @abstractmethod
-    def build_request(self, task: Task, text: str) -> Json:
-        """Return the request to the worker for one final text."""
+    def build_request(self, task: Task, text: str) -> Json: ...
 
     @abstractmethod
     def __call__(self, task: Task, text: str) -> float:
@@ -96,7 +89,7 @@ class Scorer(ABC):
         """Return any number of rewards for the session and its calls. Raises ScoreError if this fails."""
 
     async def close(self) -> None:  # noqa: B027 - most scorers have no resources to release
-        """Release the resources of the scorer."""
+        ...
 
 
 class GroupScorer(Scorer):
@@ -108,8 +101,7 @@ class GroupScorer(Scorer):
         return await self.score_group(task, [transcript])
 
     @abstractmethod
-    async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
-        """Return any number of rewards for the sessions. Raises ScoreError if this fails."""
+    async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,6 @@ from instar.types import RewardSource, Task
 
 
 class TextScorerSource(Protocol):
-    """A task set that may have its own scorer."""
-
     @property
     def scorer(self) -> Callable[[Task, str], float] | None: ...
 
@@ -31,7 +29,16 @@ def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -
                 f"reward.{index}: reward.{names.index(name)} has the same name {name!r}; remove one of them, "
                 "or give it a different name"
             )
-    _check_combined_names(config, scorers)
+    known = {*(source.value for source in RewardSource), *names}
+    combine = config.scoring.combine
+    settings = {"prefer": combine.prefer, "weights": combine.weights, "veto": combine.veto}
+    for setting, combined_names in settings.items():
+        for name in combined_names:
+            if name not in known:
+                raise ConfigError(
+                    f"scoring.combine.{setting}: given {name!r}, which is not a scorer of this run; "
+                    f"allowed: {', '.join(sorted(known))}"
+                )
     return scorers
 
 
@@ -45,7 +52,6 @@ class BackgroundScorers:
 
     scorers: list[Scorer]
     live: list[Scorer]
-    """The scorers that can score sessions of the live channel."""
 
     def are_needed(self, *, live: bool) -> bool:
         """Return True if any session is scored in the background. ``live``: the run serves live sessions."""
@@ -77,17 +83,3 @@ def _create_scorer(section: RewardConfig, taskset: TextScorerSource | None) -> S
     if section.type == "rule":
         return create(section, taskset.scorer if taskset else None)
     return create(section)
-
-
-def _check_combined_names(config: RunConfig, scorers: list[Scorer]) -> None:
-    """Raise ConfigError if ``scoring.combine`` names a scorer or source that does not exist."""
-    known = {*(source.value for source in RewardSource), *(scorer.name for scorer in scorers)}
-    combine = config.scoring.combine
-    settings = {"prefer": combine.prefer, "weights": combine.weights, "veto": combine.veto}
-    for setting, names in settings.items():
-        for name in names:
-            if name not in known:
-                raise ConfigError(
-                    f"scoring.combine.{setting}: given {name!r}, which is not a scorer of this run; "
-                    f"allowed: {', '.join(sorted(known))}"
-                )

@@ -21,12 +21,10 @@ from instar.types import Channel, Group, GroupStatus, ScoreState, Session, Sessi
 
 POLL_SECONDS = 0.2
 FULL_SCAN_SECONDS = 30.0
-"""The interval at which all sessions are read again from the first one."""
 PENDING_PER_SLOT = 8
 """The number of pending sessions per concurrent attempt. Most of them wait for a slot or for a retry."""
 ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
 IDLE_STATUS = "idle"
-"""The start of the status text when nothing is left to score."""
 
 
 @dataclass
@@ -46,8 +44,7 @@ class ScoringCounts:
 
 
 class ScoringRunner:
-    """Scores sessions of rollouts with the background scorers, and sessions of the live channel with
-    ``live_scorers``."""
+    """Scores rollouts with the background scorers, and live sessions with ``live_scorers``."""
 
     def __init__(
         self,
@@ -85,7 +82,6 @@ class ScoringRunner:
 
     @property
     def status_text(self) -> str:
-        """The status text of the role."""
         counts, pending_groups = self.counts, len(self._group_queue.pending)
         failed = f", {counts.fallback} failed ({counts.last_reason[:80]})" if counts.fallback else ""
         groups = f", {pending_groups} groups waiting" if pending_groups else ""
@@ -112,8 +108,6 @@ class ScoringRunner:
         self.is_draining = True
 
     async def score(self, scorer: Scorer, task: Task, session_ids: list[str]) -> None:
-        """Score the sessions and record the scores and rewards."""
-
         async def load() -> list[Transcript]:
             return [Transcript(name, await self.store.calls(name), None) for name in session_ids]
 
@@ -132,8 +126,6 @@ class ScoringRunner:
 
 
 class _ScorerQueue:
-    """The queue of one scorer, which scores sessions one by one."""
-
     def __init__(self, runner: ScoringRunner, scorer: Scorer, channels: tuple[Channel, ...]) -> None:
         self.runner = runner
         self.scorer = scorer
@@ -206,8 +198,6 @@ class _ScorerQueue:
 
 @dataclass(frozen=True)
 class _PendingGroup:
-    """A group that waits for scores."""
-
     session_ids: list[str]
     missing: set[tuple[str, str]]
     """Pairs of session id and scorer name."""
@@ -225,7 +215,6 @@ class _GroupQueue:
         self.group_scorers = group_scorers
         self.pending: dict[str, _PendingGroup] = {}
         self._group_ids: dict[str, str] = {}
-        """The pending group that each session belongs to."""
         self._comparing: set[tuple[str, str]] = set()
         """The comparisons in progress, as pairs of group id and scorer key."""
         self._scored_during_read: set[tuple[str, str]] | None = None

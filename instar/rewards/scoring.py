@@ -31,9 +31,7 @@ logger = logging.getLogger(__name__)
 
 RETRY = RetryPolicy(first_delay=0.25, max_delay=30.0, jitter=(1.0, 1.5))
 MAX_REQUESTED_DELAY_SECONDS = 300.0
-"""The longest delay before a retry that a scorer may request."""
 CANCEL_GRACE_SECONDS = 2.0
-"""The time after which a cancelled attempt is abandoned."""
 
 LoadTranscripts = Callable[[], Awaitable[Sequence[Transcript]]]
 """Loads the sessions. Each attempt loads them again, so that they are not in memory between attempts."""

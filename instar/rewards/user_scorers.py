@@ -79,7 +79,11 @@ class RuleReward(Scorer):
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if self.function is not None:
-            value = await self._call(partial(self.function, task.data, transcript, **self.args))
+            rule = partial(self.function, task.data, transcript, **self.args)
+            # A slow rule must not block the event loop, and a thread can be abandoned at the deadline.
+            in_thread = self.runs_in_thread and not self._is_async
+            value = await run_in_daemon_thread(rule) if in_thread else rule()
+            value = await value if inspect.isawaitable(value) else value
         elif self.workers is not None and isinstance(self.text_scorer, WorkerTextScorer):
             request = self.text_scorer.build_request(task, transcript.final_text)
             value = (await self.workers.run_check(WORKER_SECONDS, **request)).get("value", 0.0)
@@ -89,8 +93,3 @@ class RuleReward(Scorer):
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise InstarError(f"reward rule {self.name} returned {value!r:.200}; it must be a finite number")
         return [Reward(transcript.session_id, float(value), RewardSource.RULE, scorer=self.name)]
-
-    async def _call(self, rule: Callable[[], Any]) -> Any:
-        # A slow rule must not block the event loop, and a thread can be abandoned at the deadline.
-        value = rule() if self._is_async or not self.runs_in_thread else await run_in_daemon_thread(rule)
-        return await value if inspect.isawaitable(value) else value

@@ -26,7 +26,6 @@ class JudgeAgreement:
     orders: float | None
     """The share of pairs that get the same result in both orders."""
     rule_sessions: int
-    """The number of sessions that were also scored by a rule."""
     rule_same_side: float | None
     """The share of these sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
@@ -42,14 +41,6 @@ async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -
         rewards = await store.rewards_by_session([row.session.session_id for row in rows])
         for session_rewards in rewards.values():
             _count(tallies, session_rewards)
-    return [tally.result(name) for name, tally in sorted(tallies.items())]
-
-
-def measure_agreement(sessions: Sequence[Sequence[Reward]]) -> list[JudgeAgreement]:
-    """Return the agreement of every judge. ``sessions`` contains the rewards of each session."""
-    tallies: dict[str, _Tally] = {}
-    for rewards in sessions:
-        _count(tallies, rewards)
     return [tally.result(name) for name, tally in sorted(tallies.items())]
 
 

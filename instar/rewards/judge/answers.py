@@ -66,7 +66,6 @@ def candidate_answers(reply: JudgeReply) -> Iterator[Json]:
 
 
 def convert_answer(answer: Json, answer_type: type[T]) -> T:
-    """Return the answer as an instance of ``answer_type``. Raises UnparseableAnswer."""
     try:
         return msgspec.convert(answer, answer_type, strict=False)
     except msgspec.ValidationError as error:

@@ -47,16 +47,12 @@ class JudgeReply:
 
 
 class JudgeHttpError(ScoreError):
-    """Raised if the endpoint responds with an error status."""
-
     def __init__(self, status: int, message: str, *, retryable: bool, retry_after: float | None) -> None:
         super().__init__(message, retryable=retryable, retry_after=retry_after)
         self.status = status
 
 
 class JudgeEndpoint(ABC):
-    """The endpoint of a judge. ``secret`` never appears in an error message."""
-
     def __init__(self, timeout: float, secret: str | None, *, use_proxy: bool = True) -> None:
         self._http = HttpClient(
             timeout=timeout, keep_alive=_KEEPALIVE_SECONDS, use_environment_proxy=use_proxy, secret=secret
@@ -70,7 +66,6 @@ class JudgeEndpoint(ABC):
         await self._http.close()
 
     async def _post_json(self, url: URL, headers: Mapping[str, str], body: Json) -> bytes:
-        """Return the body of the response. Raises ScoreError if the request fails."""
         data = json.dumps(body).encode()
         try:
             response = await self._http.post(url, data, headers=headers, max_bytes=MAX_RESPONSE_BYTES)
@@ -99,16 +94,21 @@ def _read_error_message(raw: bytes) -> str:
     return str(message or body)[:200]
 
 
-def _build_chat_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
-    # OpenAI's newer models reject `max_tokens`, which all other endpoints expect.
-    is_openai = (URL(config.endpoint).host or "").endswith(("openai.com", "openai.azure.com"))
-    body: Json = {
-        "model": config.model,
-        "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
-        "max_completion_tokens" if is_openai else "max_tokens": config.max_tokens,
-    }
+def _build_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
+    messages = [{"role": "user", "content": user}]
+    body: Json = {"model": config.model}
     if config.temperature is not None:
         body["temperature"] = config.temperature
+    if config.dialect == "messages":
+        body |= {"system": system, "messages": messages, "max_tokens": config.max_tokens}
+        if schema is not None:
+            tool = {"name": ANSWER_TOOL_NAME, "description": "Give the answer.", "input_schema": schema}
+            body |= {"tools": [tool], "tool_choice": {"type": "tool", "name": ANSWER_TOOL_NAME}}
+        return body
+    body["messages"] = [{"role": "system", "content": system}, *messages]
+    # OpenAI's newer models reject `max_tokens`, which all other endpoints expect.
+    is_openai = (URL(config.endpoint).host or "").endswith(("openai.com", "openai.azure.com"))
+    body["max_completion_tokens" if is_openai else "max_tokens"] = config.max_tokens
     if schema is not None:
         json_schema = {"name": ANSWER_TOOL_NAME, "strict": True, "schema": schema}
         body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
@@ -127,22 +127,6 @@ def _parse_chat_response(raw: bytes) -> JudgeReply:
         output_tokens=usage.completion_tokens or 0,
         is_truncated=response.choices[0].finish_reason == "length",
     )
-
-
-def _build_messages_request(config: JudgeRewardConfig, system: str, user: str, schema: Json | None) -> Json:
-    body: Json = {
-        "model": config.model,
-        "system": system,
-        "messages": [{"role": "user", "content": user}],
-        "max_tokens": config.max_tokens,
-    }
-    if config.temperature is not None:
-        body["temperature"] = config.temperature
-    if schema is not None:
-        tool = {"name": ANSWER_TOOL_NAME, "description": "Give the answer.", "input_schema": schema}
-        body["tools"] = [tool]
-        body["tool_choice"] = {"type": "tool", "name": ANSWER_TOOL_NAME}
-    return body
 
 
 def _parse_messages_response(raw: bytes) -> JudgeReply:
@@ -169,9 +153,12 @@ def _decode(raw: bytes, response_type: type[T]) -> T:
 
 class HttpJudgeEndpoint(JudgeEndpoint):
     def __init__(self, config: JudgeRewardConfig) -> None:
-        """Create the endpoint of a judge. Raises ConfigError for a missing key or an invalid URL."""
         self._config = config
-        key = _read_key(config)
+        key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env is not None else None
+        if key == "":
+            raise ConfigError(
+                f"reward.api_key_env: given {config.api_key_env!r}; the environment has no such variable"
+            )
         super().__init__(config.timeout, key)
         self._url = _build_url(config)
         self._headers = {"content-type": "application/json"}
@@ -198,22 +185,10 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         return reply
 
     async def _request_reply(self, system: str, user: str, schema: Json | None) -> JudgeReply:
-        is_anthropic = self._config.dialect == "messages"
-        build_request = _build_messages_request if is_anthropic else _build_chat_request
-        body = build_request(self._config, system, user, schema)
+        body = _build_request(self._config, system, user, schema)
         raw = await self._post_json(self._url, self._headers, body)
+        is_anthropic = self._config.dialect == "messages"
         return (_parse_messages_response if is_anthropic else _parse_chat_response)(raw)
-
-
-def _read_key(config: JudgeRewardConfig) -> str | None:
-    if config.api_key_env is None:
-        return None
-    key = os.environ.get(config.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(
-            f"reward.api_key_env: given {config.api_key_env!r}; the environment has no such variable"
-        )
-    return key
 
 
 def _build_url(config: JudgeRewardConfig) -> URL:
@@ -253,7 +228,7 @@ class RunModelEndpoint(JudgeEndpoint):
             raw = await self._post_json(
                 URL(session.base_url.rstrip("/") + "/chat/completions"),
                 _build_headers(session.api_key),
-                _build_chat_request(self._config, system, user, None),
+                _build_request(self._config, system, user, None),
             )
         finally:
             await self._context.store.end_session(

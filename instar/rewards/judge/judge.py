@@ -1,15 +1,85 @@
-"""The base class of all judges."""
+"""The base class of all judges. An answer of a judge is stored, and never requested or paid for twice."""
 
 from __future__ import annotations
 
-from instar.config.judge import JudgeRewardConfig
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from instar.config.judge import BudgetConfig, JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer, ScoringContext, Transcript
-from instar.rewards.judge.endpoint import is_judge_call
-from instar.rewards.judge.panel import JudgePanel
-from instar.rewards.judge.rubric import JudgePromptPart, Rubric
+from instar.rewards.judge.answers import UnparseableAnswer, candidate_answers, truncate
+from instar.rewards.judge.endpoint import (
+    HttpJudgeEndpoint,
+    JudgeEndpoint,
+    JudgeReply,
+    RunModelEndpoint,
+    is_judge_call,
+)
+from instar.rewards.judge.rubric import JudgePromptPart, Rubric, hash_json
 from instar.rewards.judge.session_steps import render_task
-from instar.types import Call, Json, Reward, RewardSource, Task
+from instar.store.base import Store
+from instar.types import Call, Json, Reward, RewardSource, Task, new_id
+
+T = TypeVar("T")
+ParseAnswer = Callable[[Json], T]
+"""Converts the JSON of an answer. Raises UnparseableAnswer if the JSON is not a valid answer."""
+
+CHARS_PER_TOKEN = 3
+"""A low estimate of the characters per token, so that the cost of a question is not underestimated."""
+_budgets: WeakKeyDictionary[Store, dict[str, JudgeBudget]] = WeakKeyDictionary()
+
+
+class JudgeBudget:
+    """The calls and dollars that all judges of a run have spent, including those of earlier processes."""
+
+    def __init__(self, calls: int, dollars: float) -> None:
+        self.calls = calls
+        self.dollars = dollars
+        self._pending_calls = 0
+        self._pending_dollars = 0.0
+        self._released = asyncio.Event()
+
+    @classmethod
+    async def for_run(cls, context: ScoringContext) -> JudgeBudget:
+        calls, dollars = await context.store.judgment_totals(context.run_id)
+        return _budgets.setdefault(context.store, {}).setdefault(context.run_id, cls(calls, dollars))
+
+    @asynccontextmanager
+    async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
+        """Reserve ``max_cost`` dollars for one call. Raises ScoreError if the budget is spent."""
+        while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
+            if not self._fits(budget, 0, max_cost):
+                if budget.calls is not None and self.calls >= budget.calls:
+                    raise ScoreError(f"the judge's budget of {budget.calls} answers is spent")
+                spent = f"${self.dollars:.4f} so far"
+                raise ScoreError(f"the judge's budget of ${budget.dollars:g} is spent: {spent}")
+            # Only calls in progress block this call, and they may cost less than was reserved for them.
+            await self._released.wait()
+        self._pending_calls += 1
+        self._pending_dollars += max_cost
+        try:
+            yield
+        finally:
+            self._pending_calls -= 1
+            self._pending_dollars -= max_cost
+            self._released.set()
+            self._released = asyncio.Event()
+
+    def _fits(self, budget: BudgetConfig, pending_calls: int, dollars: float) -> bool:
+        calls_fit = budget.calls is None or self.calls + pending_calls < budget.calls
+        return calls_fit and (budget.dollars is None or self.dollars + dollars <= budget.dollars)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeVote(Generic[T]):
+    answer: T
+    cost: float
+    """The cost in dollars; 0 if a different session paid for the answer."""
 
 
 class Judge(Scorer):
@@ -17,16 +87,34 @@ class Judge(Scorer):
 
     def __init__(self, config: JudgeRewardConfig) -> None:
         self.config = config
-        self.panel = JudgePanel(config, Rubric.load(config.rubric, config.criteria))
+        self.rubric = Rubric.load(config.rubric, config.criteria)
         self.name = f"judge:{config.name or config.rubric}"
-        self.version = self.panel.version
         self.max_session_chars = config.max_prompt_chars * 3 // 4
+        self._answer_settings = [
+            *(config.endpoint, config.dialect, config.model, config.temperature, config.max_tokens),
+            *(config.structured, self.rubric.version, config.max_prompt_chars),
+        ]
+        reward_settings = [config.rubric, config.votes, config.scale, config.pairs]
+        all_settings = [self._answer_settings, [*reward_settings, config.signals.model_dump()]]
+        self.version = hash_json(all_settings).hex()[:12]
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        """A lock for each question in progress, by key."""
+        self._context: ScoringContext | None = None
+        self._endpoint: JudgeEndpoint | None = None
+        self._budget: JudgeBudget | None = None
 
     async def start(self, context: ScoringContext) -> None:
-        await self.panel.start(context)
+        self._context = context
+        is_run_model = self.config.endpoint == "self"
+        self._endpoint = (
+            RunModelEndpoint(self.config, context) if is_run_model else HttpJudgeEndpoint(self.config)
+        )
+        self._budget = await JudgeBudget.for_run(context)
 
     async def close(self) -> None:
-        await self.panel.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not transcript.calls:
@@ -56,3 +144,91 @@ class Judge(Scorer):
             scorer_version=self.version,
             cost=cost,
         )
+
+    async def ask(
+        self, parts: Sequence[JudgePromptPart], parse: ParseAnswer[T], session_id: str, **fields: str
+    ) -> list[JudgeVote[T]]:
+        """Return all votes, which are requested concurrently. Raises ScoreError after all requests have
+        finished if any of them failed; the votes that arrived are stored and not requested again."""
+        low, high = self.config.scale
+        fields |= {"low": f"{low:g}", "high": f"{high:g}"}
+        hashed_parts = [[part.label, part.text] for part in parts]
+        keys = [
+            hash_json([self._answer_settings, fields, hashed_parts, number])
+            for number in range(self.config.votes)
+        ]
+        return await gather_all([self._vote(key, parts, fields, parse, session_id) for key in keys])
+
+    async def _vote(
+        self,
+        key: bytes,
+        parts: Sequence[JudgePromptPart],
+        fields: dict[str, str],
+        parse: ParseAnswer[T],
+        session_id: str,
+    ) -> JudgeVote[T]:
+        assert self._context is not None
+        lock = self._locks.get(key) or asyncio.Lock()
+        self._locks[key] = lock
+        async with lock:
+            if (stored := await self._context.store.judgment(key)) is None:
+                stored = await self._request(key, *self.rubric.render(parts, fields), parse, session_id)
+        return JudgeVote(parse(stored["answer"]), stored["cost"] if stored["session"] == session_id else 0.0)
+
+    async def _request(
+        self, key: bytes, system: str, user: str, parse: ParseAnswer[T], session_id: str
+    ) -> Json:
+        assert self._context is not None
+        assert self._budget is not None
+        assert self._endpoint is not None
+        store, run_id = self._context.store, self._context.run_id
+        tokens = (len(system) + len(user)) / CHARS_PER_TOKEN
+        async with (
+            self._slots,
+            self._budget.reserve(self.config.budget, self._price(tokens, self.config.max_tokens)),
+        ):
+            reply = await self._endpoint.ask(system, user, self.rubric.schema)
+            cost = self._price(reply.input_tokens, reply.output_tokens)
+            self._budget.calls += 1
+            self._budget.dollars += cost
+            try:
+                answer = _find_answer(reply, parse)
+            except UnparseableAnswer as error:
+                # The unusable reply was paid for and counts towards the budget, so it gets its own key.
+                unusable = {"unusable": truncate(reply.text), "session": session_id}
+                await store.put_judgment(hash_json([key.hex(), new_id("unusable")]), run_id, unusable, cost)
+                raise ScoreError(str(error), retryable=True) from error
+            judgment: Json = {"answer": answer, "cost": cost, "session": session_id}
+            await store.put_judgment(key, run_id, judgment, cost)
+        return judgment
+
+    def _price(self, input_tokens: float, output_tokens: float) -> float:
+        return (input_tokens * self.config.input_price + output_tokens * self.config.output_price) / 1e6
+
+
+def _find_answer(reply: JudgeReply, parse: ParseAnswer[T]) -> Json:
+    problem = "there is no JSON in it"
+    for candidate in candidate_answers(reply):
+        try:
+            parse(candidate)
+        except UnparseableAnswer as error:
+            problem = str(error)
+        else:
+            return candidate
+    truncated = " (it was truncated at max_tokens)" if reply.is_truncated else ""
+    raise UnparseableAnswer(f"the judge's answer cannot be parsed: {problem}{truncated}")
+
+
+async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """Return all results, or wait for all and raise the error that is least worth a retry."""
+
+    def severity(failure: BaseException) -> tuple[bool, bool, float]:
+        if not isinstance(failure, ScoreError):
+            return True, True, 0.0
+        return False, not failure.retryable, failure.retry_after or 0.0
+
+    results = await asyncio.gather(*awaitables, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures:
+        raise max(failures, key=severity)
+    return cast("list[T]", results)

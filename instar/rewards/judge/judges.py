@@ -10,25 +10,12 @@ from typing import Generic, TypeVar
 
 from instar.config.judge import JudgeRewardConfig
 from instar.rewards.base import Transcript
-from instar.rewards.judge.answers import (
-    ScoreAnswer,
-    StepScoresAnswer,
-    StepSignalsAnswer,
-    UnparseableAnswer,
-    convert_answer,
-    scale_to_unit,
-    truncate,
-)
-from instar.rewards.judge.judge import Judge
+from instar.rewards.judge import answers, session_steps
+from instar.rewards.judge.answers import convert_answer, scale_to_unit, truncate
+from instar.rewards.judge.judge import Judge, gather_all
 from instar.rewards.judge.pairwise import PairwiseJudge
-from instar.rewards.judge.panel import gather_all
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
-from instar.rewards.judge.session_steps import (
-    SessionStep,
-    build_steps,
-    render_conversation,
-    split_into_windows,
-)
+from instar.rewards.judge.session_steps import SessionStep
 from instar.types import Json, Reward, Task
 
 T = TypeVar("T")
@@ -40,16 +27,16 @@ class OutcomeJudge(Judge):
     """A judge that gives one score to a session."""
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
-        session = truncate_parts(render_conversation(transcript.calls), self.max_session_chars)
+        session = truncate_parts(session_steps.render_conversation(transcript.calls), self.max_session_chars)
         parts = [*self.task_parts(task), *session]
-        votes = await self.panel.ask(parts, self._parse_answer, transcript.session_id)
+        votes = await self.ask(parts, self._parse_answer, transcript.session_id)
         scores = [vote.answer[0] for vote in votes]
         detail = _describe_votes(scores, [vote.answer[1] for vote in votes])
         cost = sum(vote.cost for vote in votes)
         return [self.reward(transcript.session_id, fmean(scores), detail, cost)]
 
     def _parse_answer(self, json_answer: Json) -> tuple[float, str]:
-        answer = convert_answer(json_answer, ScoreAnswer)
+        answer = convert_answer(json_answer, answers.ScoreAnswer)
         return scale_to_unit(answer.score, self.config.scale), truncate(answer.reasons)
 
 
@@ -60,17 +47,16 @@ class StepJudge(Judge, Generic[T]):
     """True if a prompt shows what followed each step. Steps that nothing followed are then not judged."""
 
     @abstractmethod
-    def parse_answers(self, json_answer: Json) -> StepAnswers[T]:
-        """Return the answers. Raises UnparseableAnswer."""
+    def parse_answers(self, json_answer: Json) -> StepAnswers[T]: ...
 
     @abstractmethod
     def combine_votes(self, votes: Sequence[T], reasons: Sequence[str]) -> tuple[float, Json] | None:
         """Return the reward of a step and its detail, or None if the step gets no reward."""
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
-        complete = [step for step in build_steps(transcript.calls) if step.is_complete]
+        complete = [step for step in session_steps.build_steps(transcript.calls) if step.is_complete]
         steps = [step for step in complete if step.after] if self.shows_following else complete
-        windows = split_into_windows(steps, self._render_step, self.max_session_chars)
+        windows = session_steps.split_into_windows(steps, self._render_step, self.max_session_chars)
         task_parts = self.task_parts(task)
         rewards = await gather_all(
             [
@@ -87,18 +73,18 @@ class StepJudge(Judge, Generic[T]):
         self, session_id: str, steps: Sequence[SessionStep], parts: Sequence[JudgePromptPart]
     ) -> list[Reward]:
         def parse_complete(json_answer: Json) -> StepAnswers[T]:
-            answers = self.parse_answers(json_answer)
-            if missing := [step.number for step in steps if step.number not in answers]:
-                raise UnparseableAnswer(f"it has no answer for step {missing[0]}")
-            return answers
+            parsed = self.parse_answers(json_answer)
+            if missing := [step.number for step in steps if step.number not in parsed]:
+                raise answers.UnparseableAnswer(f"it has no answer for step {missing[0]}")
+            return parsed
 
         numbers = ", ".join(str(step.number) for step in steps)
-        votes = await self.panel.ask(parts, parse_complete, session_id, steps=numbers)
+        votes = await self.ask(parts, parse_complete, session_id, steps=numbers)
         cost = sum(vote.cost for vote in votes) / len(steps)
         rewards: list[Reward] = []
         for step in steps:
-            answers = [vote.answer[step.number] for vote in votes]
-            combined = self.combine_votes([vote for vote, _ in answers], [reasons for _, reasons in answers])
+            values = [vote.answer[step.number][0] for vote in votes]
+            combined = self.combine_votes(values, [vote.answer[step.number][1] for vote in votes])
             if combined is not None:
                 value, detail = combined
                 detail = {"step": step.number, **detail}
@@ -112,7 +98,7 @@ class ProcessJudge(StepJudge[float]):
     def parse_answers(self, json_answer: Json) -> StepAnswers[float]:
         return {
             answer.step: (scale_to_unit(answer.score, self.config.scale), truncate(answer.reasons))
-            for answer in convert_answer(json_answer, StepScoresAnswer).steps
+            for answer in convert_answer(json_answer, answers.StepScoresAnswer).steps
         }
 
     def combine_votes(self, votes: Sequence[float], reasons: Sequence[str]) -> tuple[float, Json]:
@@ -125,8 +111,8 @@ class FollowupJudge(StepJudge[str]):
     shows_following = True
 
     def parse_answers(self, json_answer: Json) -> StepAnswers[str]:
-        answers = convert_answer(json_answer, StepSignalsAnswer).steps
-        return {answer.step: (str(answer.signal), truncate(answer.reasons)) for answer in answers}
+        steps = convert_answer(json_answer, answers.StepSignalsAnswer).steps
+        return {answer.step: (str(answer.signal), truncate(answer.reasons)) for answer in steps}
 
     def combine_votes(self, votes: Sequence[str], reasons: Sequence[str]) -> tuple[float, Json] | None:
         (signal, count), *others = Counter(votes).most_common()

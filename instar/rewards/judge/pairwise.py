@@ -12,14 +12,12 @@ from typing import Literal
 from instar.rewards.base import GroupScorer, Transcript
 from instar.rewards.judge.answers import ComparisonAnswer, convert_answer, truncate
 from instar.rewards.judge.endpoint import is_judge_call
-from instar.rewards.judge.judge import Judge
-from instar.rewards.judge.panel import JudgeVote, gather_all
+from instar.rewards.judge.judge import Judge, JudgeVote, gather_all
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
 
 Winner = tuple[Literal["A", "B", "tie"], str]
-"""The winner and the reasons."""
 
 PRIOR_DRAWS = 0.5
 """The number of virtual draws of each session against an average session. They keep the strength of a session
@@ -34,8 +32,7 @@ class PairComparison:
     first: int
     second: int
     points: float
-    """The first session's points, 0..1, averaged over the votes. A vote on which the two orders disagree is a
-    draw."""
+    """The first session's mean points, 0..1. A vote on which the two orders disagree is a draw."""
     agreed: int
     """The number of votes on which both orders agree."""
     votes: int
@@ -72,7 +69,7 @@ class PairwiseJudge(GroupScorer, Judge):
             return PairComparison(a, b, 0.5, votes, votes, "the two sessions are identical")
         forward, backward = await gather_all(
             [
-                self.panel.ask(
+                self.ask(
                     [
                         *self.task_parts(task),
                         *(JudgePromptPart(f"session A, {part.label}", part.text) for part in rendered[x]),
@@ -131,8 +128,7 @@ def _combine_orders(
 
 
 def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
-    """Return at most ``max_pairs`` pairs of sessions, but at least the ``size - 1`` pairs that connect all
-    sessions."""
+    """Return at most ``max_pairs`` pairs, but at least ``size - 1`` pairs, which connect all sessions."""
     # The sessions form a ring. Neighbours come first, so that any two sessions are connected through others.
     ring = (
         (start, (start + distance) % size)

@@ -30,19 +30,11 @@ class JudgePromptPart:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class JudgeQuestion:
-    parts: Sequence[JudgePromptPart]
-    fields: Mapping[str, str]
-    """Values of the placeholders in the instructions, such as ``$steps``."""
-
-
 @dataclass(frozen=True)
 class Rubric:
     instructions: str
     criteria: str
     schema: Json
-    """The JSON schema of an answer."""
 
     @classmethod
     def load(cls, name: str, criteria: str | None = None) -> Rubric:
@@ -57,18 +49,18 @@ class Rubric:
     def version(self) -> str:
         return hash_json([FRAME, self.instructions, self.criteria, self.schema]).hex()
 
-    def render(self, question: JudgeQuestion) -> tuple[str, str]:
-        """Return the system prompt, and the user prompt with the session."""
-        # The mark is random and newer than the session, so the session cannot contain a line that begins with
-        # it.
+    def render(self, parts: Sequence[JudgePromptPart], fields: Mapping[str, str]) -> tuple[str, str]:
+        """Return the system prompt, and the user prompt with the parts. ``fields`` are the values of the
+        placeholders in the instructions, such as ``$steps``."""
+        # The session is older than the random mark and therefore cannot contain it.
         mark = f"#{secrets.token_hex(8)}"
         frame = Template(FRAME).substitute(mark=mark)
-        fields = {**question.fields, "criteria": self.criteria, "frame": frame}
+        values = {**fields, "criteria": self.criteria, "frame": frame}
         lines = [f"{mark} begin"]
-        for part in question.parts:
+        for part in parts:
             lines += [f"{mark} {part.label}", part.text] if part.text else [f"{mark} {part.label}"]
         lines.append(f"{mark} end")
-        return Template(self.instructions).substitute(fields), "\n".join(lines)
+        return Template(self.instructions).substitute(values), "\n".join(lines)
 
 
 def hash_json(value: object) -> bytes:
@@ -80,29 +72,18 @@ def truncate_parts(parts: Sequence[JudgePromptPart], max_chars: int) -> list[Jud
     total = sum(len(part.text) for part in parts)
     if total <= max_chars:
         return list(parts)
-    head, tail = _take_first(parts, max_chars // 2), _take_last(parts, max_chars - max_chars // 2)
-    return [*head, JudgePromptPart(f"omitted here: {total - max_chars} characters"), *tail]
-
-
-def _take_first(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
-    kept: list[JudgePromptPart] = []
+    head_end = max_chars // 2
+    tail_start = total - (max_chars - head_end)
+    head: list[JudgePromptPart] = []
+    tail: list[JudgePromptPart] = []
+    start = 0
     for part in parts:
-        kept.append(JudgePromptPart(part.label, part.text[:max_chars]))
-        max_chars -= len(part.text)
-        if max_chars <= 0:
-            break
-    return kept
-
-
-def _take_last(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
-    kept: list[JudgePromptPart] = []
-    for part in reversed(parts):
-        if len(part.text) > max_chars:
-            part = JudgePromptPart(f"{part.label}, last part", part.text[len(part.text) - max_chars :])
-            max_chars = 0
-        else:
-            max_chars -= len(part.text)
-        kept.append(part)
-        if max_chars <= 0:
-            break
-    return kept[::-1]
+        end = start + len(part.text)
+        if start < head_end:
+            head.append(JudgePromptPart(part.label, part.text[: head_end - start]))
+        if start >= tail_start and end > tail_start:
+            tail.append(part)
+        elif end > tail_start:
+            tail.append(JudgePromptPart(f"{part.label}, last part", part.text[tail_start - start :]))
+        start = end
+    return [*head, JudgePromptPart(f"omitted here: {total - max_chars} characters"), *tail]

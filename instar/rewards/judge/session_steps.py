@@ -15,8 +15,6 @@ MAX_FOLLOWING_CALLS = 3
 
 @dataclass(frozen=True, slots=True)
 class SessionStep:
-    """One call as a step of a session."""
-
     number: int
     call: Call
     before: tuple[JudgePromptPart, ...]
@@ -31,27 +29,25 @@ class SessionStep:
 
 def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
     numbers = {call.call_id: number for number, call in enumerate(calls, 1)}
-    by_id = {call.call_id: call for call in calls}
     following: dict[str, Call] = {}
     for call in calls:
         if call.parent_id is not None and call.link is Link.EXTENDS:
             following.setdefault(call.parent_id, call)
-    return [_build_step(call, number, numbers, by_id, following) for number, call in enumerate(calls, 1)]
-
-
-def _build_step(
-    call: Call, number: int, numbers: dict[str, int], by_id: dict[str, Call], following: dict[str, Call]
-) -> SessionStep:
-    parent = by_id.get(call.parent_id or "")
-    before: list[JudgePromptPart] = []
-    if parent is not None and numbers[parent.call_id] != number - 1:
-        before.append(JudgePromptPart(f"step {number} continues step {numbers[parent.call_id]}"))
-    elif parent is None and number > 1:
-        before.append(JudgePromptPart(f"step {number} starts a new conversation"))
-    before += [_render_part(f"step {number}", message) for message in _new_messages(call, parent)]
-    suffix = "" if call.status is CallStatus.OK else ", incomplete"
-    reply = JudgePromptPart(f"step {number}: assistant's reply{suffix}", _render_message(call.reply))
-    return SessionStep(number, call, tuple(before), reply, tuple(_render_following(call, number, following)))
+    steps: list[SessionStep] = []
+    for number, call in enumerate(calls, 1):
+        parent_number = numbers.get(call.parent_id or "")
+        before: list[JudgePromptPart] = []
+        if parent_number is not None and parent_number != number - 1:
+            before.append(JudgePromptPart(f"step {number} continues step {parent_number}"))
+        elif parent_number is None and number > 1:
+            before.append(JudgePromptPart(f"step {number} starts a new conversation"))
+        parent = None if parent_number is None else calls[parent_number - 1]
+        before += [_render_part(f"step {number}", message) for message in _new_messages(call, parent)]
+        suffix = "" if call.status is CallStatus.OK else ", incomplete"
+        reply = JudgePromptPart(f"step {number}: assistant's reply{suffix}", _render_message(call.reply))
+        after = tuple(_render_following(call, number, following))
+        steps.append(SessionStep(number, call, tuple(before), reply, after))
+    return steps
 
 
 def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
@@ -116,8 +112,7 @@ def split_into_windows(
     render_step: Callable[[SessionStep], Sequence[JudgePromptPart]],
     max_chars: int,
 ) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
-    """Yield windows of consecutive steps with their prompt parts. A window has at most ``max_chars``
-    characters, and as many steps as fit."""
+    """Yield windows of consecutive steps with their prompt parts, each of at most ``max_chars``."""
     window: list[SessionStep] = []
     parts: list[JudgePromptPart] = []
     size = 0

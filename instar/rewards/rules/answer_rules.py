@@ -1,5 +1,4 @@
-"""Rules that check an answer. Math, JSON schema and regex run in a worker process, because a check with their
-libraries may take forever."""
+"""Rules that check an answer, in this process or with a library in a worker process."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import re
 from abc import abstractmethod
 from typing import Any, TypeVar
 
-from instar.config import (
+from instar.config.rules import (
     ExactRewardConfig,
     JsonSchemaRewardConfig,
     MathRewardConfig,
@@ -38,6 +37,8 @@ WorkerC = TypeVar("WorkerC", bound=WorkerConfig)
 class ComparisonRule(AnswerRule[ComparisonC]):
     """A rule that compares the answer with the expected answers. Sessions without a task get no reward."""
 
+    no_answer_reason = NO_ANSWER
+
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         config = self.config
         if not task.data:
@@ -45,22 +46,19 @@ class ComparisonRule(AnswerRule[ComparisonC]):
         expected = get_expected_answers(task, config.expected, config.expected_after)
         part = config.part if isinstance(config, ExactRewardConfig) else "last_number"
         answer = extract_answer(transcript.final_text, part=part, after=config.after)
-        return self.compare(task, transcript, answer, expected)
+        is_correct = self.is_correct(task, answer, expected)
+        if is_correct is None:
+            return self.reward(transcript, 0.0, reason=self.no_answer_reason)
+        return self.reward(transcript, is_correct, answer=answer)
 
     @abstractmethod
-    def compare(
-        self, task: Task, transcript: Transcript, answer: str | None, expected: list[str]
-    ) -> list[Reward]: ...
+    def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
+        """Return True if the answer is one of the expected answers, or None if there is no answer."""
 
 
 class ExactReward(ComparisonRule[ExactRewardConfig]):
-    def compare(
-        self, task: Task, transcript: Transcript, answer: str | None, expected: list[str]
-    ) -> list[Reward]:
-        if answer is None:
-            return self.reward(transcript, 0.0, reason=NO_ANSWER)
-        is_correct = self._normalize(answer) in map(self._normalize, expected)
-        return self.reward(transcript, is_correct, answer=answer)
+    def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
+        return None if answer is None else self._normalize(answer) in map(self._normalize, expected)
 
     def _normalize(self, text: str) -> str:
         if self.config.part == "last_number":
@@ -73,27 +71,21 @@ class ExactReward(ComparisonRule[ExactRewardConfig]):
 
 
 class NumericReward(ComparisonRule[NumericRewardConfig]):
-    def compare(
-        self, task: Task, transcript: Transcript, answer: str | None, expected: list[str]
-    ) -> list[Reward]:
-        config = self.config
-        numbers = [self._parse_expected(task, text) for text in expected]
-        value = None if answer is None else parse_number(answer)
-        if value is None:
-            return self.reward(transcript, 0.0, reason="there is no number in the final text")
-        is_correct = any(
-            abs(value - number) <= max(config.tolerance, config.relative * abs(number)) for number in numbers
-        )
-        return self.reward(transcript, is_correct, answer=answer)
+    no_answer_reason = "there is no number in the final text"
 
-    def _parse_expected(self, task: Task, text: str) -> float:
-        number = find_last_number(text)
-        value = None if number is None else parse_number(number)
-        if value is None:
-            raise ScoreError(
-                f"task {task.task_id!r}: its {self.config.expected!r} is {text!r:.100}, which has no number"
-            )
-        return value
+    def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
+        config = self.config
+        numbers: list[float] = []
+        for text in expected:
+            if (number := parse_number(find_last_number(text) or "")) is None:
+                raise ScoreError(
+                    f"task {task.task_id!r}: its {config.expected!r} is {text!r:.100}, which has no number"
+                )
+            numbers.append(number)
+        if answer is None or (value := parse_number(answer)) is None:
+            return None
+        tolerances = [max(config.tolerance, config.relative * abs(number)) for number in numbers]
+        return any(abs(value - n) <= limit for n, limit in zip(numbers, tolerances, strict=True))
 
 
 class WorkerRule(AnswerRule[WorkerC]):

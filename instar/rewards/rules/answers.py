@@ -6,16 +6,7 @@ import hashlib
 import re
 from typing import Any, Generic, TypeVar, cast
 
-from instar.config import (
-    CommandRewardConfig,
-    ExactRewardConfig,
-    JsonSchemaRewardConfig,
-    MathRewardConfig,
-    NumericRewardConfig,
-    RegexRewardConfig,
-    Section,
-    TestsRewardConfig,
-)
+from instar.config import Section, rules
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer, Transcript
 from instar.types import Json, Reward, RewardSource, Task
@@ -26,13 +17,12 @@ NUMBER = re.compile(
 MINUS = "\N{MINUS SIGN}"
 CODE_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 MAX_DETAIL_CHARS = 500
-"""The maximum number of characters of a text in the detail of a reward."""
 RULES_VERSION = "2"
 """The version of the code of all rules. It changes when any rule may score the same answer differently."""
 
-ComparisonConfig = ExactRewardConfig | NumericRewardConfig
-WorkerConfig = MathRewardConfig | JsonSchemaRewardConfig | RegexRewardConfig
-SandboxedConfig = CommandRewardConfig | TestsRewardConfig
+ComparisonConfig = rules.ExactRewardConfig | rules.NumericRewardConfig
+WorkerConfig = rules.MathRewardConfig | rules.JsonSchemaRewardConfig | rules.RegexRewardConfig
+SandboxedConfig = rules.CommandRewardConfig | rules.TestsRewardConfig
 C = TypeVar("C", bound=ComparisonConfig | WorkerConfig | SandboxedConfig)
 
 

@@ -59,7 +59,12 @@ class SandboxedRule(AnswerRule[C]):
 class CommandReward(SandboxedRule[CommandRewardConfig]):
     def __init__(self, config: CommandRewardConfig) -> None:
         super().__init__(config)
-        self.files = {path.name: _read_text(path) for path in config.files}
+        self.files: dict[str, str] = {}
+        for path in config.files:
+            try:
+                self.files[path.name] = path.expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"reward.files: {path} cannot be read as text: {error}") from error
         # A changed script gives the rule a new version.
         self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
         program, *arguments = config.command
@@ -92,13 +97,6 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
         return self.reward(
             transcript, result.ok, reason=result.reason, output=result.output[-MAX_DETAIL_CHARS:]
         )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"reward.files: {path} cannot be read as text: {error}") from error
 
 
 class TestsReward(SandboxedRule[TestsRewardConfig]):

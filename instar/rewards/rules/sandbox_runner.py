@@ -42,7 +42,6 @@ def _read_and_delete(name: str) -> str:
 
 
 def _load(file: str) -> dict[str, Any] | None:
-    """Return the answer's namespace, or None if the answer's code fails."""
     module = types.ModuleType(Path(file).stem)
     sys.modules[module.__name__] = module
     source = Path(file).read_text(encoding="utf-8")
@@ -50,9 +49,8 @@ def _load(file: str) -> dict[str, Any] | None:
 
 
 def _execute(source: str, name: str, scope: dict[str, Any]) -> None:
-    exec(
-        compile(source, name, "exec", dont_inherit=True), scope
-    )  # without the __future__ imports of this file
+    # The code must not inherit the __future__ imports of this file.
+    exec(compile(source, name, "exec", dont_inherit=True), scope)
 
 
 def _run(test: str, name: str, names: dict[str, Any] | None) -> tuple[int, int]:
@@ -64,13 +62,17 @@ def _run(test: str, name: str, names: dict[str, Any] | None) -> tuple[int, int]:
     if not _succeeds(_execute, test, name, scope):
         return 0, 1
     defined: dict[str, Any] = {word: value for word, value in scope.items() if value is not names.get(word)}
-    counts = [_run_case(value) for value in defined.values() if _is_test_case(value)]
+    counts = [
+        _run_case(value)
+        for value in defined.values()
+        if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
+    ]
     counts += [
         (int(_succeeds(_call, value)), 1)
         for word, value in defined.items()
         if word.startswith("test") and callable(value) and not isinstance(value, type)
     ]
-    if not counts and any(_checks(statement) for statement in ast.parse(test).body):
+    if not counts and any(_contains_check(statement) for statement in ast.parse(test).body):
         return 1, 1
     return sum(passed for passed, _ in counts), sum(total for _, total in counts)
 
@@ -80,10 +82,10 @@ def _call(function: Callable[[], Any]) -> None:
     if inspect.iscoroutine(returned):
         asyncio.run(returned)
     elif inspect.isgenerator(returned) or inspect.isasyncgen(returned):
-        raise TypeError("a test that yields is not run by calling it")
+        raise TypeError("a test function must not be a generator")
 
 
-def _checks(node: ast.AST) -> bool:
+def _contains_check(node: ast.AST) -> bool:
     """Return True if the statement does anything other than import, define and assign."""
     match node:
         case ast.Assert() | ast.Raise():
@@ -93,13 +95,9 @@ def _checks(node: ast.AST) -> bool:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return False
         case ast.If() if "__name__" in ast.unparse(node.test):  # the module is not __main__
-            return any(_checks(child) for child in node.orelse)
+            return any(_contains_check(child) for child in node.orelse)
         case _:
-            return any(_checks(child) for child in ast.iter_child_nodes(node))
-
-
-def _is_test_case(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
+            return any(_contains_check(child) for child in ast.iter_child_nodes(node))
 
 
 class _Result(unittest.TestResult):
@@ -128,13 +126,13 @@ def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
     ]
     if not all(isinstance(test, unittest.TestCase) for test in failed):  # setUpClass or tearDownClass
         return 0, total
-    # A failed subTest holds the test that it belongs to.
+    # The attribute test_case of a failed subTest is the test that contains the subTest.
     return result.passed, result.passed + len({getattr(test, "test_case", test) for test in failed})
 
 
 def _has_skip_decorator(test: unittest.TestCase) -> bool:
     method = getattr(test, getattr(test, "_testMethodName", ""), None)
-    return any(getattr(each, "__unittest_skip__", False) for each in (test, method))
+    return any(getattr(owner, "__unittest_skip__", False) for owner in (test, method))
 
 
 def _succeeds(step: Callable[..., Any], *arguments: Any) -> bool:

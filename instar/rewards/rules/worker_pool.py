@@ -17,7 +17,6 @@ from instar.types import Json
 
 WORKER_SCRIPT = Path(__file__).with_name("check_worker.py")
 START_SECONDS = 120.0
-"""The maximum time in seconds that a worker may take to import its packages."""
 MAX_WORKERS = 4
 MAX_LINE_BYTES = 2**20
 ENVIRONMENT_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "LANG")
@@ -58,9 +57,16 @@ class CheckWorkerPool:
     async def _try_check(self, seconds: float, request: dict[str, Any]) -> dict[str, Any] | None:
         """Return the worker's result, or None if the worker died."""
         worker = self.idle_workers.pop() if self.idle_workers else await self._spawn()
+        assert worker.stdin is not None
+        assert worker.stdout is not None
         result = None
         try:
-            result = await self._send(worker, seconds, request)
+            async with asyncio.timeout(seconds):
+                with suppress(ConnectionError):
+                    worker.stdin.write(json.dumps({**request, "seconds": seconds}).encode() + b"\n")
+                    await worker.stdin.drain()
+                    line = await worker.stdout.readline()
+                    result = json.loads(line) if line else None
         except TimeoutError:
             return {"ok": False, "reason": f"the check took longer than {seconds:g} s"}
         finally:
@@ -73,20 +79,6 @@ class CheckWorkerPool:
     async def close(self) -> None:
         while self.idle_workers:
             await _kill(self.idle_workers.pop())
-
-    async def _send(
-        self, worker: asyncio.subprocess.Process, seconds: float, request: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        async with asyncio.timeout(seconds):
-            try:
-                worker.stdin.write(json.dumps({**request, "seconds": seconds}).encode() + b"\n")
-                await worker.stdin.drain()
-                line = await worker.stdout.readline()
-            except ConnectionError:
-                line = b""
-        return json.loads(line) if line else None
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         worker, status = await self._start_process()
@@ -103,7 +95,6 @@ class CheckWorkerPool:
         raise ScoreError(f"the worker process of {self.check_name} did not start", retryable=True)
 
     async def _start_process(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
-        """Start a process and return it with its first message."""
         script = (sys.executable, "-P", str(WORKER_SCRIPT), self.check_name, self.check_args)
         worker = await asyncio.create_subprocess_exec(
             *(*self.command_prefix, *script),

@@ -9,24 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
-LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
-    "time": "it ran longer than {seconds:g} s",
-    "memory": "it used more than {memory_mb} MB of memory",
-    "processes": "it had more than {processes} processes",
-    "output": "it wrote more than {output_kb} KB of output",
-    "files": "it wrote more than {files_mb} MB or more than {files} files",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of a job. Each limit applies to the sum over all processes of the job; ``memory_mb`` also limits
-    the address space of each process."""
+    """Limits of all processes of a job together. ``memory_mb`` also limits each process."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
     processes: int = 64
-    """The maximum number of processes; threads count as processes."""
     output_kb: int = 1024
     files_mb: int = 64
     files: int = 10_000
@@ -51,10 +42,8 @@ class SandboxResult:
     exit_code: int
     """127 if the command does not exist, 128 + n if the command was killed by signal n."""
     output: str
-    """The standard output and standard error, combined."""
     exceeded_limit: SandboxLimitName | None
     reason: str
-    """The reason for the failure, or an empty string if the job succeeded."""
 
     @property
     def ok(self) -> bool:

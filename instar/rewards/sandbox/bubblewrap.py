@@ -1,5 +1,4 @@
-"""A sandbox that uses namespaces. A job sees only its own processes and has no network. Its files are in
-memory."""
+"""A sandbox that uses namespaces. A job sees only its own processes and files and has no network."""
 
 from __future__ import annotations
 
@@ -10,17 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from instar.errors import ConfigError
-from instar.rewards.sandbox import seccomp
+from instar.rewards.sandbox import seccomp, supervise
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
-from instar.rewards.sandbox.supervise import (
-    LAUNCHER,
-    MB,
-    SandboxLaunch,
-    descendant_pids,
-    list_readable_paths,
-    pick_unused_uid,
-    supervise,
-)
 
 JOB_FOLDER, TEMPORARY_FOLDER = "/job", "/tmp"
 MOUNTED_LAUNCHER = "/run/launcher.py"
@@ -38,11 +28,11 @@ class BubblewrapSandbox(Sandbox):
         self.program = program
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
-        uid = pick_unused_uid()
+        uid = supervise.pick_unused_uid()
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
         if not limits.network:  # in the machine's network, the job could connect to abstract unix sockets
             families += (seccomp.AF_UNIX,)
-        launch = SandboxLaunch(
+        launch = supervise.SandboxLaunch(
             command_prefix=[self.program, *_namespace_flags(uid, limits), *_mount_flags(job, limits), "--"],
             launcher_path=MOUNTED_LAUNCHER,
             folder=JOB_FOLDER,
@@ -53,7 +43,7 @@ class BubblewrapSandbox(Sandbox):
             kill_job=_kill,
             measure_files=_measure_files,
         )
-        return await supervise(launch, job, limits)
+        return await supervise.supervise_job(launch, job, limits)
 
 
 def _namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
@@ -67,11 +57,11 @@ def _namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
 
 
 def _mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
-    size = str(limits.files_mb * MB)
+    size = str(limits.files_mb * supervise.MB)
     flags = ["--dev", "/dev", "--proc", "/proc"]
     for path in WRITABLE_FOLDERS:
         flags += ["--perms", "1777", "--size", size, "--tmpfs", path]
-    paths = list_readable_paths(job, limits)
+    paths = supervise.list_readable_paths(job, limits)
     # bubblewrap would make the parent folders accessible to its own user only, so they are created here.
     parents = {folder for path in (*paths, Path(MOUNTED_LAUNCHER)) for folder in path.parents}
     parents -= {Path("/"), Path("/dev"), *map(Path, WRITABLE_FOLDERS)}
@@ -83,13 +73,13 @@ def _mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
             flags += ["--symlink", str(path.readlink()), str(path)]
         else:
             flags += ["--ro-bind", str(path), str(path)]
-    flags += ["--ro-bind", str(LAUNCHER), MOUNTED_LAUNCHER]
+    flags += ["--ro-bind", str(supervise.LAUNCHER), MOUNTED_LAUNCHER]
     return [*flags, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
 def _kill(root: int) -> None:
     # When the first process of a PID namespace exits, the kernel kills all others, before bubblewrap exits.
-    for pid in descendant_pids(root)[:1] or [root]:
+    for pid in supervise.descendant_pids(root)[:1] or [root]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

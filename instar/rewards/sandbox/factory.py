@@ -18,22 +18,15 @@ async def create_sandbox(kind: str = "auto") -> Sandbox:
     problems: list[str] = []
     for name in SANDBOX_TYPES if kind == "auto" else [kind]:
         try:
-            return await _create_and_try(SANDBOX_TYPES[name])
-        except ConfigError as error:
+            sandbox = SANDBOX_TYPES[name]()
+            result = await sandbox.run(TRIAL_JOB, SandboxLimits(seconds=60.0))
+        except (ConfigError, ScoreError, OSError) as error:
             problems.append(f"{name}: {error}")
+            continue
+        if result.ok and result.output == "ok\n":
+            return sandbox
+        problems.append(f"{name}: the trial run failed: {result.reason} {result.output.strip()[-300:]}")
     raise ConfigError(
         "reward.sandbox: this machine has no working sandbox for code that a model wrote. "
         + "; ".join(problems)
     )
-
-
-async def _create_and_try(sandbox_type: type[Sandbox]) -> Sandbox:
-    sandbox = sandbox_type()
-    try:
-        result = await sandbox.run(TRIAL_JOB, SandboxLimits(seconds=60.0))
-    except (ScoreError, OSError) as error:
-        raise ConfigError(f"it does not work here: {error}") from error
-    if not result.ok or result.output != "ok\n":
-        output = result.output.strip()[-300:]
-        raise ConfigError(f"it does not work here: {result.reason or 'its output is wrong'}: {output}")
-    return sandbox

@@ -17,21 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from instar.errors import ConfigError
-from instar.rewards.sandbox import seccomp
+from instar.rewards.sandbox import launcher, seccomp, supervise
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
-from instar.rewards.sandbox.launcher import (
-    LANDLOCK_CREATE_RULESET_VERSION,
-    SCOPE_ABI,
-    SYS_LANDLOCK_CREATE_RULESET,
-    libc,
-)
-from instar.rewards.sandbox.supervise import (
-    LAUNCHER,
-    SandboxLaunch,
-    list_readable_paths,
-    pick_unused_uid,
-    supervise,
-)
 
 MIN_ABI = 3
 """The first version of Landlock that restricts truncation (Linux 6.2)."""
@@ -52,7 +39,7 @@ class LandlockSandbox(Sandbox):
         seccomp.check_supported()
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
-        uid = pick_unused_uid()
+        uid = supervise.pick_unused_uid()
         folder = Path(tempfile.mkdtemp(prefix="instar-job-"))
         try:
             temporary = folder / "tmp"
@@ -60,24 +47,26 @@ class LandlockSandbox(Sandbox):
             if uid is not None:
                 for path in (folder, temporary):
                     os.chown(path, uid, uid)
-            return await supervise(self._launch(job, limits, folder, uid), job, limits)
+            return await supervise.supervise_job(self._launch(job, limits, folder, uid), job, limits)
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
-    def _launch(self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None) -> SandboxLaunch:
+    def _launch(
+        self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None
+    ) -> supervise.SandboxLaunch:
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK) if limits.network else ()
-        return SandboxLaunch(
+        return supervise.SandboxLaunch(
             command_prefix=[],
-            launcher_path=str(LAUNCHER),
+            launcher_path=str(supervise.LAUNCHER),
             folder=str(folder),
             temporary=str(folder / "tmp"),
             seccomp=seccomp.build_filter(
-                families, shares_host_processes=True, allow_signals=self.abi >= SCOPE_ABI
+                families, shares_host_processes=True, allow_signals=self.abi >= launcher.SCOPE_ABI
             ),
             uid=uid,
             landlock={
                 "abi": self.abi,
-                "read": [str(path) for path in list_readable_paths(job, limits)],
+                "read": [str(path) for path in supervise.list_readable_paths(job, limits)],
                 "write": [str(folder)],
                 "devices": list(DEVICES),
             },
@@ -88,8 +77,8 @@ class LandlockSandbox(Sandbox):
 
 def landlock_abi() -> int:
     """Return the version of Landlock, or 0 if the kernel does not support it."""
-    size, flags = ctypes.c_size_t(0), ctypes.c_uint32(LANDLOCK_CREATE_RULESET_VERSION)
-    return max(0, libc.syscall(SYS_LANDLOCK_CREATE_RULESET, None, size, flags))
+    size, flags = ctypes.c_size_t(0), ctypes.c_uint32(launcher.LANDLOCK_CREATE_RULESET_VERSION)
+    return max(0, launcher.libc.syscall(launcher.SYS_LANDLOCK_CREATE_RULESET, None, size, flags))
 
 
 def _kill(root: int) -> None:

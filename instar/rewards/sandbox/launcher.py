@@ -48,8 +48,7 @@ def main() -> NoReturn:
 
 
 def supervise(settings: dict[str, Any]) -> NoReturn:
-    """Run the job in a process group that it cannot leave. Orphaned processes of the job become children of
-    the launcher."""
+    """Run the job in its own process group, and become the parent of its orphaned processes."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     job = os.fork()

@@ -82,7 +82,6 @@ def is_supported() -> bool:
 
 
 def check_supported() -> None:
-    """Raise ConfigError if there is no filter for this machine."""
     if not is_supported():
         known = " and ".join(_AUDIT_ARCHES)
         raise ConfigError(f"seccomp filters exist for {known}, but this machine is {platform.machine()}")
@@ -102,56 +101,57 @@ def build_filter(
     number = {name: numbers[column] for name, numbers in _SYSCALL_NUMBERS.items() if numbers[column] >= 0}
     denied = list(_DENIED_ALWAYS)
     conditional = {
-        "socket": _allow_values(socket_families),
+        "socket": _match_values(_FIRST_ARGUMENT_OFFSET, socket_families, _ALLOW, _DENY),
         "clone": _compare_bits(_NEW_NAMESPACES, if_set=_DENY, if_clear=_ALLOW),
     }
     if shares_host_processes:
         denied += _DENIED_ON_HOST
-        conditional["prlimit64"] = conditional["sched_setaffinity"] = _allow_values([0])
+        only_self = _match_values(_FIRST_ARGUMENT_OFFSET, [0], _ALLOW, _DENY)
+        conditional["prlimit64"] = conditional["sched_setaffinity"] = only_self
     if deny_new_processes:
         denied += _PROCESS_CALLS
         conditional["clone"] = _compare_bits(_CLONE_THREAD, if_set=_ALLOW, if_clear=_DENY)
     if not allow_signals:
         denied += _SIGNAL_CALLS
-        conditional["fcntl"] = [_load(_SECOND_ARGUMENT_OFFSET)]
-        for command in _SIGNAL_OWNER_COMMANDS:
-            conditional["fcntl"] += _return_if_equal(command, _DENY)
-        conditional["fcntl"].append(_return(_ALLOW))
-    program = [_load(_ARCH_OFFSET), _jump(_EQUAL, _AUDIT_ARCHES[machine], 1, 0), _return(_KILL)]
-    program += [_load(_NUMBER_OFFSET), _jump(_AT_LEAST, _X32_SYSCALL_BIT, 0, 1), _return(_DENY)]
-    program += [_jump(_AT_LEAST, _FIRST_UNKNOWN_NUMBER, 0, 1), _return(_ERRNO | errno.ENOSYS)]
-    # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
-    program += _return_if_equal(_CLONE3_NUMBER, _ERRNO | errno.ENOSYS)
+        conditional["fcntl"] = _match_values(_SECOND_ARGUMENT_OFFSET, _SIGNAL_OWNER_COMMANDS, _DENY, _ALLOW)
+    program = [
+        _instruction(_LOAD, _ARCH_OFFSET),
+        _instruction(_EQUAL, _AUDIT_ARCHES[machine], 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER_OFFSET),
+        _instruction(_AT_LEAST, _X32_SYSCALL_BIT, 0, 1),
+        _instruction(_RETURN, _DENY),
+        _instruction(_AT_LEAST, _FIRST_UNKNOWN_NUMBER, 0, 1),
+        _instruction(_RETURN, _ERRNO | errno.ENOSYS),
+        # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
+        *_return_if_equal(_CLONE3_NUMBER, _ERRNO | errno.ENOSYS),
+    ]
     for name in denied:
         if name in number:
             program += _return_if_equal(number[name], _DENY)
     for name, rule in conditional.items():
-        program += [_jump(_EQUAL, number[name], 0, len(rule)), *rule]
-    return b"".join([*program, _return(_ALLOW)])
+        program += [_instruction(_EQUAL, number[name], 0, len(rule)), *rule]
+    return b"".join([*program, _instruction(_RETURN, _ALLOW)])
 
 
-def _allow_values(values: Iterable[int]) -> list[bytes]:
-    """Return instructions that allow a call only if its first argument is one of the values."""
-    allowed = [instruction for value in values for instruction in _return_if_equal(value, _ALLOW)]
-    return [_load(_FIRST_ARGUMENT_OFFSET), *allowed, _return(_DENY)]
+def _match_values(offset: int, values: Iterable[int], if_equal: int, otherwise: int) -> list[bytes]:
+    matches = [instruction for value in values for instruction in _return_if_equal(value, if_equal)]
+    return [_instruction(_LOAD, offset), *matches, _instruction(_RETURN, otherwise)]
 
 
 def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
     """Return instructions that return ``if_set`` if the first argument of a call has any of the bits."""
-    return [_load(_FIRST_ARGUMENT_OFFSET), _jump(_ANY_BIT, mask, 0, 1), _return(if_set), _return(if_clear)]
+    return [
+        _instruction(_LOAD, _FIRST_ARGUMENT_OFFSET),
+        _instruction(_ANY_BIT, mask, 0, 1),
+        _instruction(_RETURN, if_set),
+        _instruction(_RETURN, if_clear),
+    ]
 
 
 def _return_if_equal(value: int, verdict: int) -> list[bytes]:
-    return [_jump(_EQUAL, value, 0, 1), _return(verdict)]
+    return [_instruction(_EQUAL, value, 0, 1), _instruction(_RETURN, verdict)]
 
 
-def _load(offset: int) -> bytes:
-    return struct.pack("=HBBI", _LOAD, 0, 0, offset)
-
-
-def _jump(test: int, value: int, if_true: int, if_false: int) -> bytes:
-    return struct.pack("=HBBI", test, if_true, if_false, value)
-
-
-def _return(verdict: int) -> bytes:
-    return struct.pack("=HBBI", _RETURN, 0, 0, verdict)
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from instar.errors import ScoreError
-from instar.rewards.sandbox.base import (
-    LIMIT_MESSAGES,
-    SandboxJob,
-    SandboxLimitName,
-    SandboxLimits,
-    SandboxResult,
-)
+from instar.rewards.sandbox.base import SandboxJob, SandboxLimitName, SandboxLimits, SandboxResult
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 CHECK_INTERVAL_SECONDS = 0.02
 KILL_TIMEOUT_SECONDS = 10.0
 MB = 2**20
+LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
+    "time": "it ran longer than {seconds:g} s",
+    "memory": "it used more than {memory_mb} MB of memory",
+    "processes": "it had more than {processes} processes",
+    "output": "it wrote more than {output_kb} KB of output",
+    "files": "it wrote more than {files_mb} MB or more than {files} files",
+}
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC_NAMES = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime")
@@ -41,9 +42,7 @@ class SandboxLaunch:
     command_prefix: list[str]
     """The command that starts Python with the launcher, such as bwrap with its options."""
     launcher_path: str
-    """The path of the launcher inside the sandbox."""
     folder: str
-    """The path of the job's folder inside the sandbox."""
     temporary: str
     seccomp: bytes
     uid: int | None
@@ -76,7 +75,7 @@ def pick_unused_uid() -> int | None:
     return random.randrange(max(first, upper // 2), upper) if size > 1000 else None
 
 
-async def supervise(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
+async def supervise_job(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
     status, child_status = os.pipe()
     os.set_blocking(status, False)
     try:
@@ -133,7 +132,17 @@ def _build_settings(
     return {
         "command": list(job.command),
         "files": dict(job.files),
-        "environment": _build_environment(launch, job),
+        # The job gets no variable of this process, because a variable may contain a key.
+        "environment": {
+            "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "HOME": launch.folder,
+            "TMPDIR": launch.temporary,
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            **{name: f"{launch.folder}/{file}" for name, file in job.file_variables.items()},
+        },
         "folder": launch.folder,
         "uid": launch.uid,
         "limits": rlimits,
@@ -143,26 +152,10 @@ def _build_settings(
     }
 
 
-def _build_environment(launch: SandboxLaunch, job: SandboxJob) -> dict[str, str]:
-    # The job gets no variable of this process, because a variable may contain a key.
-    python = str(Path(sys.executable).parent)
-    return {
-        "PATH": f"{python}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
-        "HOME": launch.folder,
-        "TMPDIR": launch.temporary,
-        "LANG": "C.UTF-8",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        **{name: f"{launch.folder}/{file}" for name, file in job.file_variables.items()},
-    }
-
-
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit, and kill its remaining processes. Return the limit and the
-    output."""
+    """Wait until the job exits or exceeds a limit, and return the limit and the output."""
     output = bytearray()
     output_full = asyncio.Event()
     tasks = [
@@ -218,7 +211,6 @@ def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits
 async def _kill_and_wait(
     process: asyncio.subprocess.Process, launch: SandboxLaunch, tasks: Iterable[asyncio.Task[None]]
 ) -> None:
-    """Kill the remaining processes of the job, and wait until they have exited and their output is read."""
     if process.returncode is None:
         launch.kill_job(process.pid)
         try:
@@ -252,8 +244,7 @@ async def _read_output(
 
 
 def descendant_pids(root: int) -> list[int]:
-    """Return the process ids of all descendants. Orphans are included, because the first process of the job
-    becomes their parent."""
+    """Return the process ids of all descendants, including orphans, whose parent is the launcher."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:

@@ -34,7 +34,7 @@ def texts(specials: list[str], count: int) -> list[str]:
 
 
 def check(encoder: CachingEncoder, specials: list[str]) -> None:
-    assert encoder.is_splitting
+    assert encoder.splitter is not None
     for text in texts(specials, 2000):
         assert encoder(text) == encoder.encode_uncached(text)
         assert encoder(text) == encoder.encode_uncached(text)  # from the cache
@@ -60,7 +60,7 @@ def test_caching_encoder_does_not_split_at_tokens_that_strip_space() -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<sep>", lstrip=True, normalized=False)])
     encoder = CachingEncoder(tokenizer)
-    assert not encoder.is_splitting
+    assert encoder.splitter is None
     assert encoder("a <sep> b") == tokenizer.encode("a <sep> b", add_special_tokens=False)
 
 

@@ -1,14 +1,28 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from instar.rewards.judge.agreement import measure_agreement, measure_run_agreement
+from instar.rewards.judge.agreement import JudgeAgreement, measure_run_agreement
 from instar.store.sqlite import SqliteStore
 from instar.types import Reward, RewardSource
 from tests.unit.data.builders import RUN, begin, make_session
+
+
+async def measure_agreement(path: Path, sessions: list[list[Reward]]) -> list[JudgeAgreement]:
+    """Return the agreement in a store with these rewards of each session."""
+    store = SqliteStore(path / f"{uuid4()}.db")
+    await begin(store)
+    for i, rewards in enumerate(sessions):
+        await store.open_session(make_session(f"s{i}"), None)
+        await store.add_rewards([replace(reward, session_id=f"s{i}") for reward in rewards])
+    result = await measure_run_agreement(store, RUN)
+    await store.close()
+    return result
 
 
 def judged(value: float, name: str = "judge:outcome", call_id: str | None = None, **detail: Any) -> Reward:
@@ -19,24 +33,29 @@ def ruled(value: float) -> Reward:
     return Reward("s", value, RewardSource.RULE, "math")
 
 
-def test_agreement_of_votes_is_one_minus_mean_difference() -> None:
-    (result,) = measure_agreement([[judged(0.5, votes=[0.5, 0.5])], [judged(0.5, votes=[0.0, 1.0])]])
+async def test_agreement_of_votes_is_one_minus_mean_difference(tmp_path: Path) -> None:
+    (result,) = await measure_agreement(
+        tmp_path, [[judged(0.5, votes=[0.5, 0.5])], [judged(0.5, votes=[0.0, 1.0])]]
+    )
     assert (result.judge, result.rewards, result.mean, result.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
     assert result.votes == 0.5
     assert (result.orders, result.rule_same_side, result.rule_correlation) == (None, None, None)
-    (result,) = measure_agreement([[judged(1, call_id="a", votes=["accepted", "accepted", "corrected"])]])
+    (result,) = await measure_agreement(
+        tmp_path, [[judged(1, call_id="a", votes=["accepted", "accepted", "corrected"])]]
+    )
     assert result.votes == pytest.approx(1 / 3)
-    assert measure_agreement([[judged(1, votes=[1.0])]])[0].votes is None
+    (result,) = await measure_agreement(tmp_path, [[judged(1, votes=[1.0])]])
+    assert result.votes is None
 
 
-def test_agreement_of_orders_is_share_of_agreeing_pairs() -> None:
-    (result,) = measure_agreement(
-        [[judged(0.5, orders=4, orders_agreed=1)], [judged(0.5, orders=4, orders_agreed=3)]]
+async def test_agreement_of_orders_is_share_of_agreeing_pairs(tmp_path: Path) -> None:
+    (result,) = await measure_agreement(
+        tmp_path, [[judged(0.5, orders=4, orders_agreed=1)], [judged(0.5, orders=4, orders_agreed=3)]]
     )
     assert result.orders == 0.5
 
 
-def test_agreement_compares_judge_with_rules() -> None:
+async def test_agreement_compares_judge_with_rules(tmp_path: Path) -> None:
     sessions = [
         [ruled(1.0), judged(0.9)],
         [ruled(0.0), judged(0.2)],
@@ -45,12 +64,12 @@ def test_agreement_compares_judge_with_rules() -> None:
         [ruled(1.0)],
         [ruled(1.0), judged(0.4, call_id="a", name="judge:process")],
     ]
-    outcome, process = measure_agreement(sessions)
+    outcome, process = await measure_agreement(tmp_path, sessions)
     assert outcome.rule_sessions == 3
     assert outcome.rule_same_side == pytest.approx(2 / 3)
     assert outcome.rule_correlation is not None
     assert 0.5 < outcome.rule_correlation < 1
-    assert process.rule_sessions == 0  # a step is no session
+    assert process.rule_sessions == 0  # a reward of a call is not a reward of the session
 
 
 async def test_run_agreement_reads_sessions_in_pages(tmp_path: Path) -> None:
