@@ -1,9 +1,7 @@
-"""`instar backends`: list the training backends and check them. `backends_serve` has the subcommand
-`serve`."""
+"""`instar backends`: list and check the training backends. The subcommand `serve` is in `backends_serve`."""
 
 from __future__ import annotations
 
-import json
 import os
 import typing
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from instar.backends.factory import known_capabilities
 from instar.backends.packages import REQUIREMENTS, InstalledPackage, inspect_packages
 from instar.cli.backends_serve import serve
 from instar.cli.options import AsJson, new_app
+from instar.cli.output import print_json
 from instar.config import AutoBackendConfig, LossName, RunConfig
 from instar.errors import ConfigError
 from instar.registry import list_names
@@ -32,7 +31,7 @@ class BackendRow:
     installed: bool
     version: str | None
     problem: str | None
-    """Why the backend cannot run here, with the command that fixes it; None if it can."""
+    """The reason that the backend cannot run here, with the command that fixes it."""
     detected: bool
     """True if `backend: auto` would choose the backend."""
     why: str | None
@@ -49,8 +48,8 @@ app.command()(serve)
 
 @app.callback(invoke_without_command=True)
 def backends(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show which backends are installed, which one `backend: auto` would choose and why, and what each
-    backend supports, unless a subcommand is given."""
+    """By default, show the installed backends, the choice of `backend: auto`, and what each backend
+    supports."""
     if context.invoked_subcommand is None:
         _print_backends(as_json=as_json)
 
@@ -59,13 +58,13 @@ def backends(context: typer.Context, as_json: AsJson = False) -> None:
 def check(
     name: Annotated[str, typer.Argument(help="local, tinker, mint, weaver or verl.")],
     url: Annotated[
-        str | None, typer.Option(help="A server to check against. Default: one that is started here.")
+        str | None, typer.Option(help="URL of a server to check. Default: a server on this machine.")
     ] = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter that has the backend's package.")] = None,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Compared to 1e-5, or to 2e-2.")] = "fp32",
+    python: Annotated[str | None, typer.Option(help="Python with the backend's package.")] = None,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Tolerance 1e-5, or 2e-2.")] = "fp32",
     as_json: AsJson = False,
 ) -> None:
-    """Run the conformance suite: a backend must compute the same numbers as the local one, step by step."""
+    """Run the conformance suite, which compares the results of the backend and of the local backend."""
     from instar.conformance.check import run_check
 
     run_check(name, url=url, python=python, dtype=dtype, as_json=as_json)
@@ -74,35 +73,35 @@ def check(
 def _print_backends(*, as_json: bool) -> None:
     rows, conflict = list_backends(os.environ)
     if as_json:
-        typer.echo(json.dumps({"backends": [asdict(row) for row in rows], "conflict": conflict}))
+        print_json({"backends": [asdict(row) for row in rows], "conflict": conflict})
         return
     console = Console()
     console.print(_table(rows))
-    for row in rows:
-        if row.problem and (row.why or row.version):  # it is configured or partly installed
-            console.print(f"{row.name}: {row.problem}", highlight=False, markup=False, soft_wrap=True)
-    if conflict:
-        console.print(
-            f"`backend: auto` cannot choose: {conflict}", highlight=False, markup=False, soft_wrap=True
-        )
+    # A backend without a reason and a version is neither configured nor partly installed.
+    lines = [f"{row.name}: {row.problem}" for row in rows if row.problem and (row.why or row.version)]
+    lines += [f"`backend: auto` cannot choose: {conflict}"] if conflict else []
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]:
-    """Return every backend, and the reason why `backend: auto` cannot choose one, or None if it can."""
-    clues = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
+    """Return all backends, and the error of `backend: auto` if the environment is ambiguous."""
+    reasons = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
     chosen, conflict = None, None
     try:
         detection = detect_backend(AutoBackendConfig(), env)
-        chosen, clues[detection.name] = detection.name, detection.reason
+        chosen, reasons[detection.name] = detection.name, detection.reason
     except ConfigError as error:
         conflict = str(error)
     installed = inspect_packages()
-    known = [*installed, *(other for other in list_names("backends") if other not in installed)]
-    return [_row(name, installed.get(name), name == chosen, clues.get(name)) for name in known], conflict
+    names = [*installed, *(name for name in list_names("backends") if name not in installed)]
+    return [_row(name, installed.get(name), name == chosen, reasons.get(name)) for name in names], conflict
 
 
 def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | None) -> BackendRow:
-    capabilities = _capabilities(name)
+    # The capabilities of a plugin's backend are unknown.
+    config = RunConfig.model_validate({"backend": name}).backend if name in REQUIREMENTS else None
+    capabilities = known_capabilities(config) if config else None
     return BackendRow(
         name=name,
         installed=package is None or package.problem is None,
@@ -115,13 +114,6 @@ def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | N
         optimizer=sorted(capabilities.optimizer) if capabilities else [],
         artifacts=sorted(capabilities.artifacts) if capabilities else [],
     )
-
-
-def _capabilities(name: str) -> BackendCapabilities | None:
-    """Return a backend's capabilities with default settings, or None for a backend that a plugin provides."""
-    if name not in REQUIREMENTS:
-        return None
-    return known_capabilities(RunConfig.model_validate({"backend": name}).backend)
 
 
 def _features(capabilities: BackendCapabilities) -> list[str]:
@@ -138,8 +130,8 @@ def _table(rows: list[BackendRow]) -> Table:
     for row in rows:
         state = Text(row.version or "yes", "green") if row.installed else Text(row.version or "no", "red")
         auto = Text(f"chosen: {row.why}" if row.detected else row.why or "", "bold" if row.detected else "")
-        every = set(row.losses) == set(typing.get_args(LossName))
-        lacks = [f"no {name}" for name in sorted(ADAM_FIELDS - set(row.optimizer)) if row.optimizer]
-        losses = "all" if every else ", ".join(row.losses)
-        table.add_row(row.name, state, auto, losses, ", ".join([*row.features, *lacks]))
+        has_all_losses = set(row.losses) == set(typing.get_args(LossName))
+        losses = "all" if has_all_losses else ", ".join(row.losses)
+        unsupported = [f"no {name}" for name in sorted(ADAM_FIELDS - set(row.optimizer)) if row.optimizer]
+        table.add_row(row.name, state, auto, losses, ", ".join([*row.features, *unsupported]))
     return table

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +15,7 @@ import typer
 from rich.console import Console
 
 from instar.cli.options import AsJson
+from instar.cli.output import print_json
 from instar.config import ModelConfig
 from instar.errors import ConfigError
 from instar.gateway.auth import MIN_KEY_LENGTH, MIN_REMOTE_KEY_LENGTH, is_loopback
@@ -33,15 +32,9 @@ class ClientConvention:
     """The key format that a protocol's SDKs accept, and the environment variables that they read."""
 
     new_key_prefix: str
-    prefixes: tuple[str, ...]
-    """Accepted beginnings of a key; empty if any key is accepted."""
-    services: tuple[str, ...]
-    """Prefixes of the SDKs' environment variables."""
-
-
-class Protocol(StrEnum):
-    tinker = "tinker"
-    weaver = "weaver"
+    accepted_prefixes: tuple[str, ...]
+    """The prefixes that a key may have; empty if a key needs no prefix."""
+    variable_prefixes: tuple[str, ...]
 
 
 CONVENTIONS = {
@@ -51,17 +44,19 @@ CONVENTIONS = {
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="The base model, as in `model.name` of a run.")],
-    protocol: Annotated[Protocol, typer.Option(help="The protocol to serve.")],
+    model: Annotated[str, typer.Option(help="The base model, like `model.name` of a run.")],
+    protocol: Annotated[Literal["tinker", "weaver"], typer.Option(help="The protocol to serve.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free port.")] = 0,
     folder: Annotated[Path | None, typer.Option("--dir", help="Folder for checkpoints.")] = None,
-    dtype: Annotated[Literal["auto", "bf16", "fp32"], typer.Option(help="Of the base weights.")] = "auto",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"], typer.Option(help="Type of the base weights.")
+    ] = "auto",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to use.")] = "auto",
     context: Annotated[int, typer.Option(min=1, help="Longest sequence, in tokens.")] = 2048,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: all.")] = None,
     max_models: Annotated[
-        int, typer.Option(min=1, help="Models in training at once.")
+        int, typer.Option(min=1, help="Maximum number of models in training.")
     ] = ServiceLimits().max_models,
     as_json: AsJson = False,
 ) -> None:
@@ -79,7 +74,7 @@ def serve(
     def announce(url: str) -> None:
         if as_json:
             details = {"url": url, "base_model": model, "dir": str(checkpoints)}
-            print(json.dumps(details | ({"api_key": new_key} if new_key else {})), flush=True)
+            print_json(details | ({"api_key": new_key} if new_key else {}))
         for line in _instructions(convention, url, model, checkpoints, new_key):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -104,22 +99,25 @@ def serve(
 
 
 def read_configured_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
-    """Return the keys from the environment, if any. Raises ConfigError, without quoting the key, if a key is
-    too short or if no client could send it."""
+    """Return the keys in the environment. Raise ConfigError if a key is too short or if no client could send
+    it; the message does not contain the key."""
     keys = [key.strip() for key in environment.get(KEYS, "").split(",") if key.strip()]
-    shortest = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
-    prefixes = CONVENTIONS[protocol].prefixes
-    for place, key in enumerate(keys, 1):
-        if len(key) < shortest:
+    min_length = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
+    prefixes = CONVENTIONS[protocol].accepted_prefixes
+    for number, key in enumerate(keys, 1):
+        if len(key) < min_length:
             raise ConfigError(
-                f"{KEYS}: key {place} has {len(key)} characters, too few for a server on {host}; use a "
-                f"random key of at least {shortest} characters."
+                f"{KEYS}: key {number} has {len(key)} characters, too few for a server on {host}; use a "
+                f"random key of at least {min_length} characters."
             )
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise ConfigError(f"{KEYS}: key {place} has characters that an HTTP header cannot carry.")
+            raise ConfigError(
+                f"{KEYS}: key {number} has characters that an HTTP header cannot contain; use printable "
+                "ASCII characters without spaces."
+            )
         if prefixes and not key.startswith(prefixes):
             raise ConfigError(
-                f"{KEYS}: key {place} must begin with {' or '.join(prefixes)} for {protocol}'s clients."
+                f"{KEYS}: key {number} must begin with {' or '.join(prefixes)} for {protocol}'s clients."
             )
     return keys
 
@@ -128,9 +126,9 @@ def _instructions(
     convention: ClientConvention, url: str, model: str, folder: Path, new_key: str | None
 ) -> Sequence[str]:
     key = new_key or f"<a key from {KEYS}>"
-    lines = [f"Serving {model} at {url}. Point a client at it:\n"]
-    lines += [f"  export {name}_BASE_URL={url} {name}_API_KEY={key}" for name in convention.services]
-    lines.append(f"\nCheckpoints are kept in {folder}. Ctrl-C stops.")
+    lines = [f"Serving {model} at {url}. Connect a client with:\n"]
+    lines += [f"  export {name}_BASE_URL={url} {name}_API_KEY={key}" for name in convention.variable_prefixes]
+    lines.append(f"\nCheckpoints are saved in {folder}. Press Ctrl-C to stop.")
     if new_key:
-        lines.append(f"Checkpoints belong to the key: set {KEYS} to it to use them after a restart.")
+        lines.append(f"Checkpoints belong to this key. Set {KEYS} to the key to use them after a restart.")
     return lines

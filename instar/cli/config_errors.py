@@ -1,4 +1,4 @@
-"""Explain mistakes in a run's settings, one line each: the path, the given value, and what is allowed."""
+"""Explain mistakes in a run's settings, one line each: the path, the value, and what is allowed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from pydantic import BaseModel, ValidationError
 from instar.config import RunConfig
 from instar.types import Json
 
-MAX_VALUE_LENGTH = 80
-"""The maximum length of the part of a value that a message repeats."""
+MAX_SHOWN_LENGTH = 80
+"""The maximum number of characters of a value in a message."""
 
 
 def explain(error: ValidationError, settings: Json | None = None) -> list[str]:
-    """Return one line for each wrong setting. ``settings`` are the settings as they were written in the
-    file."""
+    """Return one line for each wrong setting. ``settings`` is the content of the file."""
     by_path: dict[str, list[str]] = {}
     for item in error.errors():
-        path, section = locate(_written_location(item["loc"], settings or {}))
-        path, text = _explain(path, section, item)
+        location = item["loc"]
+        match location:
+            case (str() as name, int(), *rest) if not isinstance((settings or {}).get(name), list):
+                location = (name, *rest)  # the section was written without a list
+            case _:
+                pass
+        path, text = _explain(*locate(location), item)
         by_path.setdefault(path, []).append(text)
     # pydantic reports an error for each type that a setting accepts.
     return [
@@ -40,9 +44,9 @@ def _explain(path: str, section: type[BaseModel] | None, item: Any) -> tuple[str
         case "missing":
             return path, "missing; it has no default"
         case "literal_error":
-            return path, f"given {_shorten(value)}{suggest(value, _words(context['expected']))}"
+            return path, f"given {_shorten(value)}{suggest(value, _parse_words(context['expected']))}"
         case "union_tag_invalid":
-            allowed = _words(context["expected_tags"])
+            allowed = _parse_words(context["expected_tags"])
             return f"{path}.type", f"given {_shorten(context['tag'])}{suggest(context['tag'], allowed)}"
         case "union_tag_not_found":
             kinds = [word for kind in section_kinds(path) for word in kind]
@@ -64,31 +68,19 @@ def suggest(value: Any, allowed: Sequence[str]) -> str:
 
 def _shorten(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}…"
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}…"
 
 
-def _words(listed: str) -> list[str]:
-    """Return the words in pydantic's «'a', 'b' or 'c'»."""
-    return [word.strip(" '") for word in listed.replace(" or ", ", ").split(",")]
-
-
-# --- from pydantic's location to the path in the file -------------------------------------
-
-
-def _written_location(location: Sequence[str | int], settings: Json) -> list[str | int]:
-    """Return the location without the list index of a section that was written without a list."""
-    match location:
-        case [str() as name, int(), *rest] if not isinstance(settings.get(name), list):
-            return [name, *rest]
-        case _:
-            return list(location)
+def _parse_words(text: str) -> list[str]:
+    """Return the words in a text of pydantic such as «'a', 'b' or 'c'»."""
+    return [word.strip(" '") for word in text.replace(" or ", ", ").split(",")]
 
 
 def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
-    """Return the dotted path without pydantic's own parts (union tags, type names), and the section class
-    that holds its last part."""
+    """Return the dotted path without the parts that pydantic adds (union tags, type names), and the section
+    class with the field of the last part."""
     path: list[str] = []
-    holder: type[BaseModel] | None = None
+    parent: type[BaseModel] | None = None
     candidates: list[type[BaseModel]] = [RunConfig]
     for part in location:
         tagged = [section for section in candidates if part in kinds_of(section)]
@@ -97,13 +89,13 @@ def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
             continue
         owner = next((section for section in candidates if part in section.model_fields), None)
         if owner is not None:
-            holder, candidates = owner, sections_in(owner.model_fields[str(part)].annotation)
+            parent, candidates = owner, sections_in(owner.model_fields[str(part)].annotation)
         elif isinstance(part, str) and "[" in part:
             continue
         else:
-            holder = candidates[0] if len(candidates) == 1 else holder
+            parent = candidates[0] if len(candidates) == 1 else parent
         path.append(str(part))
-    return ".".join(path), holder
+    return ".".join(path), parent
 
 
 def section_kinds(path: str) -> list[tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """Read a run's YAML file into a RunConfig.
 
-A relative path in the file is relative to the file's folder; a relative path given with ``--set`` is relative
-to the working folder.
+A relative path in the file is relative to the file's folder. A relative path in ``--set`` is relative to the
+working folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEMO = Path(__file__).parent.parent / "demo" / "run.yaml"
 
 
 class ConfigMistakes(ConfigError):
-    """Raised with all mistakes in a run's settings, one line each."""
+    """All mistakes in a run's settings, one line each."""
 
     def __init__(self, origin: str, mistakes: Sequence[str]) -> None:
         self.mistakes = list(mistakes)
@@ -39,8 +39,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     importable, for functions that the settings refer to."""
     data = _read(path)
     folder = path.resolve().parent
-    _anchor(RunConfig, data, folder)
-    _anchor_other_paths(data, folder)
+    _make_paths_absolute(RunConfig, data, folder)
+    _make_other_paths_absolute(data, folder)
     _make_importable(folder)
     return validate(apply_overrides(data, overrides), str(path))
 
@@ -54,12 +54,12 @@ def validate(data: Json, origin: str) -> RunConfig:
 
 def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:
     for override in overrides:
-        _apply(data, override)
+        _apply_override(data, override)
     return data
 
 
-def _apply(data: Json, override: str) -> None:
-    """Apply one override, ``a.b.c=value``, to the settings. The value is YAML."""
+def _apply_override(data: Json, override: str) -> None:
+    """Apply an override of the form ``a.b.c=value`` to the settings. The value is YAML."""
     path, equals, text = override.partition("=")
     if path.endswith("api_key"):
         override = f"{path}=…"  # the messages below may be logged
@@ -68,7 +68,8 @@ def _apply(data: Json, override: str) -> None:
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ConfigError) as error:
-        raise ConfigError(f"--set {override}: the value is not valid YAML: {_first_line(error)}") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {reason}") from error
     *parents, last = path.split(".")
     for parent in parents:
         child: Any = {} if data.get(parent) is None else data[parent]
@@ -78,11 +79,8 @@ def _apply(data: Json, override: str) -> None:
     data[last] = value
 
 
-# --- the file -----------------------------------------------------------------------------------
-
-
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that rejects duplicate keys; YAML's own loaders silently drop the first one."""
+    """A YAML loader that rejects duplicate keys, of which the other loaders silently ignore the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -108,34 +106,40 @@ def _read(path: Path) -> Json:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, not {_kind(data)}")
+        kinds = {list: "a list", str: "text", int: "a number", float: "a number"}
+        raise ConfigError(f"{path}: expected a mapping of sections, not {kinds.get(type(data), repr(data))}")
     return cast(Json, data)
 
 
-def _anchor(section: type[BaseModel], data: Any, folder: Path) -> None:
-    """Make the paths in a file absolute, so that they do not depend on the working folder."""
+def _make_paths_absolute(section: type[BaseModel], data: Any, folder: Path) -> None:
     if not isinstance(data, dict):
         return
     values = cast(Json, data)
     for name, field in section.model_fields.items():
         value = values.get(name)
         if value is not None and Path in (field.annotation, *typing.get_args(field.annotation)):
-            values[name] = _anchored(value, folder)
+            values[name] = _absolute(value, folder)
         for inner in sections_in(field.annotation):
             for item in cast(list[Any], value) if isinstance(value, list) else [value]:
-                _anchor(inner, item, folder)
+                _make_paths_absolute(inner, item, folder)
 
 
-def _anchored(value: Any, folder: Path) -> Any:
+def _absolute(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
-        return [_anchored(item, folder) for item in cast(list[Any], value)]
+        return [_absolute(item, folder) for item in cast(list[Any], value)]
     return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
 
 
-def _anchor_other_paths(data: Json, folder: Path) -> None:
-    """Make other paths in the settings absolute, relative to the file's folder: the agent's working folder, a
-    model given as `./folder`, an interpreter given as `./env/bin/python` and folders of exported data."""
-    _anchor_data(data, folder)
+def _make_other_paths_absolute(data: Json, folder: Path) -> None:
+    """Make the paths absolute that are not typed as paths: the agent's working folder, a model such as
+    `./folder`, an interpreter such as `./env/bin/python`, and folders of exported data."""
+    match data:
+        case {"data": list() as sources}:
+            data["data"] = [_absolute_source(source, folder) for source in cast(list[Any], sources)]
+        case {"data": source}:
+            data["data"] = _absolute_source(source, folder)
+        case _:
+            pass
     match data:
         case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:
             agent["cwd"] = str(folder)
@@ -155,20 +159,10 @@ def _anchor_other_paths(data: Json, folder: Path) -> None:
                 pass
 
 
-def _anchor_data(data: Json, folder: Path) -> None:
-    match data:
-        case {"data": list() as sources}:
-            data["data"] = [_anchored_source(source, folder) for source in cast(list[Any], sources)]
-        case {"data": source}:
-            data["data"] = _anchored_source(source, folder)
-        case _:
-            pass
-
-
-def _anchored_source(source: Any, folder: Path) -> Any:
+def _absolute_source(source: Any, folder: Path) -> Any:
     match source:
         case {"source": str() as path}:
-            return {**cast(Json, source), "source": _anchored_source(path, folder)}
+            return {**cast(Json, source), "source": _absolute_source(path, folder)}
         case str() if source != LIVE and not source.startswith(DATASET_PREFIX):
             return str(folder / Path(source).expanduser())
         case _:
@@ -181,13 +175,5 @@ def _make_importable(folder: Path) -> None:
     for path in reversed(folders):
         if path not in sys.path:
             sys.path.insert(0, path)
-    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*folders, *known]))
-
-
-def _kind(value: Any) -> str:
-    return {list: "a list", str: "text", int: "a number", float: "a number"}.get(type(value), repr(value))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    existing = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*folders, *existing]))

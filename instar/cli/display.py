@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from instar.engines.base import EngineStatus
 
 BARS = " ▁▂▃▄▅▆▇█"
-REFRESH = 0.5
+REFRESH_SECONDS = 0.5
 ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "teacher")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return the last values as bars. The scale is from 0 to 1, or to the largest value if it is greater than
-    1."""
-    shown = values[-width:]
-    top = max([1.0, *shown])
-    return "".join(BARS[max(0, min(8, round(value / top * 8)))] for value in shown)
+    """Return the last values as bars on a scale from 0 to 1, or to the largest value if it exceeds 1."""
+    last_values = values[-width:]
+    top = max([1.0, *last_values])
+    return "".join(BARS[max(0, min(8, round(value / top * 8)))] for value in last_values)
 
 
 class Display:
@@ -45,14 +44,13 @@ class Display:
         self._rate = 0.0
 
     def log_event(self, text: str) -> None:
-        """Show an event in the panel, or print it."""
         self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
         if self._run is None or not self.console.is_terminal:
             self.console.print(text, highlight=False)
 
     def attach(self, run: LiveRun) -> None:
         self._run = run
-        show = self._live() if self.console.is_terminal else self._lines()
+        show = self._show_panel() if self.console.is_terminal else self._print_lines()
         self._task = asyncio.create_task(show)
         run.watchers.append(self._task)
 
@@ -62,15 +60,13 @@ class Display:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    # --- terminal --------------------------------------------------------------------------------
-
-    async def _live(self) -> None:
+    async def _show_panel(self) -> None:
         assert self._run is not None
         with Live(console=self.console, auto_refresh=False, transient=False) as live:
             try:
                 while True:
                     live.update(await self._render(self._run), refresh=True)
-                    await asyncio.sleep(REFRESH)
+                    await asyncio.sleep(REFRESH_SECONDS)
             except asyncio.CancelledError:
                 # Show the final state; the run's store is still open.
                 live.update(await self._render(self._run), refresh=True)
@@ -79,7 +75,7 @@ class Display:
     async def _render(self, run: LiveRun) -> RenderableType:
         steps = read_steps(run.folder.path)
         endpoints = await run.store.endpoints(run.run_id)
-        status = await self._status(run)
+        status = await self._read_status(run)
         progress = await run.store.progress(run.run_id)
         total = run.config.trainer.steps
         head = Table.grid(padding=(0, 2))
@@ -98,34 +94,36 @@ class Display:
             )
         head.add_row("tokens/s", f"{self._rate:.0f}")
         head.add_row("elapsed", f"{time.monotonic() - run.started:.0f} s")
-        for mode, values in _evaluations_by_mode(run).items():
+        accuracies: dict[str, list[float]] = {}
+        for record in read_metrics(run.folder.path):
+            if record["kind"] == "eval":
+                accuracies.setdefault(record["mode"], []).append(float(record["accuracy"]))
+        for mode, values in accuracies.items():
             head.add_row(f"held-out {mode}", " → ".join(f"{value:.2f}" for value in values[-6:]))
         body: list[RenderableType] = [head, Text(), roles_table(endpoints)]
         if self.events:
             body += [Text(), Text("\n".join(self.events[-4:]), style="dim")]
         return Panel(Group(*body), title=f"instar · {run.run_id}", border_style="cyan", padding=(1, 2))
 
-    async def _status(self, run: LiveRun) -> EngineStatus | None:
+    async def _read_status(self, run: LiveRun) -> EngineStatus | None:
         from instar.cluster.live_run import engine_status
 
         status = await engine_status(run)
         if status is not None:
-            at = time.monotonic()
-            if self._tokens is not None and at > self._tokens[0]:
-                fresh = (status.generated_tokens - self._tokens[1]) / (at - self._tokens[0])
-                self._rate = 0.7 * self._rate + 0.3 * max(0.0, fresh)
-            self._tokens = (at, status.generated_tokens)
+            now = time.monotonic()
+            if self._tokens is not None and now > self._tokens[0]:
+                rate = (status.generated_tokens - self._tokens[1]) / (now - self._tokens[0])
+                self._rate = 0.7 * self._rate + 0.3 * max(0.0, rate)
+            self._tokens = (now, status.generated_tokens)
         return status
 
-    # --- other outputs ---------------------------------------------------------------------------
-
-    async def _lines(self) -> None:
+    async def _print_lines(self) -> None:
         assert self._run is not None
-        # The earlier steps of a resumed run were printed before.
+        # The earlier steps of a resumed run were printed when they were trained.
         printed = len(list(read_metrics(self._run.folder.path)))
         phases: list[str] = []
 
-        def print_news(run: LiveRun) -> None:
+        def print_new_records(run: LiveRun) -> None:
             nonlocal printed
             records = list(read_metrics(run.folder.path))
             for record in records[printed:]:
@@ -137,15 +135,14 @@ class Display:
 
         try:
             while True:
-                print_news(self._run)
-                await asyncio.sleep(REFRESH)
+                print_new_records(self._run)
+                await asyncio.sleep(REFRESH_SECONDS)
         except asyncio.CancelledError:
-            print_news(self._run)
+            print_new_records(self._run)
             raise
 
 
 def format_record(record: Json) -> str:
-    """Return a metrics record as one line of text."""
     if record["kind"] == "eval":
         return (
             f"held-out tasks, {record['label']}, {record['mode']}: {record['accuracy']:.3f} "
@@ -159,15 +156,6 @@ def format_record(record: Json) -> str:
         f"version {record['version']}  staleness {record.get('staleness_mean', 0):.1f}  "
         f"{record['step_seconds']:.1f} s (waited {record['wait_seconds']:.1f} s)  {record['elapsed']:.0f} s"
     )
-
-
-def _evaluations_by_mode(run: LiveRun) -> dict[str, list[float]]:
-    """Return the held-out accuracy of each evaluation by mode, in order."""
-    by_mode: dict[str, list[float]] = {}
-    for record in read_metrics(run.folder.path):
-        if record["kind"] == "eval":
-            by_mode.setdefault(record["mode"], []).append(float(record["accuracy"]))
-    return by_mode
 
 
 def roles_table(endpoints: Sequence[Endpoint]) -> Table:

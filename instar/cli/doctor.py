@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from instar.cli.options import AsJson
+from instar.cli.output import print_json
 from instar.models import DEFAULT_MODEL, cache_dir, is_cached
 
 State = Literal["ok", "note", "missing"]
@@ -36,7 +36,7 @@ class DoctorFinding:
 def doctor(as_json: AsJson = False) -> None:
     findings = [check() for check in CHECKS]
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings]))
+        print_json([asdict(finding) for finding in findings])
     else:
         table = Table("what", "", "detail")
         for finding in findings:
@@ -47,10 +47,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _python() -> DoctorFinding:
-    version = platform.python_version()
-    return DoctorFinding(
-        "python", "ok" if sys.version_info >= (3, 11) else "missing", f"{version} (3.11+ needed)"
-    )
+    state: State = "ok" if sys.version_info >= (3, 11) else "missing"
+    return DoctorFinding("python", state, f"{platform.python_version()} (3.11+ needed)")
 
 
 def _package(name: str, extra: str | None = None) -> Callable[[], DoctorFinding]:
@@ -66,10 +64,8 @@ def _package(name: str, extra: str | None = None) -> Callable[[], DoctorFinding]
 
 def _machine() -> DoctorFinding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    state: State = "ok" if memory >= 8 else "note"
-    return DoctorFinding(
-        "machine", state, f"{os.cpu_count()} cores, {memory:.0f} GiB (the demo takes about 6 GiB)"
-    )
+    detail = f"{os.cpu_count()} cores, {memory:.0f} GiB (the demo uses about 6 GiB)"
+    return DoctorFinding("machine", "ok" if memory >= 8 else "note", detail)
 
 
 def _compute() -> DoctorFinding:
@@ -82,45 +78,36 @@ def _compute() -> DoctorFinding:
 
     device, dtype = device_and_dtype(ModelConfig())
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
-    slow = device == "cpu" and dtype == "fp32"
-    return DoctorFinding(
-        "compute",
-        "note" if slow else "ok",
-        f"{device}, {dtype} ({name})" + (", no fast bf16" if slow else ""),
-    )
+    if device == "cpu" and dtype == "fp32":
+        return DoctorFinding("compute", "note", f"{device}, {dtype} ({name}), no fast bf16")
+    return DoctorFinding("compute", "ok", f"{device}, {dtype} ({name})")
 
 
 def _disk() -> DoctorFinding:
-    free = shutil.disk_usage(".").free / 2**30
+    free_gib = shutil.disk_usage(".").free / 2**30
     durations: list[float] = []
     try:
         with tempfile.NamedTemporaryFile(dir=".") as file:
             for _ in range(20):
                 file.write(b"x" * 4096)
                 file.flush()
-                began = time.perf_counter()
+                started = time.perf_counter()
                 os.fsync(file.fileno())
-                durations.append(time.perf_counter() - began)
+                durations.append(time.perf_counter() - started)
     except OSError as error:
-        return DoctorFinding(
-            "disk", "note", f"cannot write to this folder, the default place for runs/: {error.strerror}"
-        )
-    state: State = "ok" if free >= 2 else "note"
-    return DoctorFinding(
-        "disk", state, f"{free:.0f} GiB free here, fsync {sorted(durations)[10] * 1000:.1f} ms"
-    )
+        detail = f"cannot write to this folder, in which runs/ is created by default: {error.strerror}"
+        return DoctorFinding("disk", "note", detail)
+    detail = f"{free_gib:.0f} GiB free here, fsync {sorted(durations)[10] * 1000:.1f} ms"
+    return DoctorFinding("disk", "ok" if free_gib >= 2 else "note", detail)
 
 
 def _backends() -> DoctorFinding:
     from instar.backends.packages import inspect_packages
 
-    ready = [
-        f"{name} ({package.version})"
-        for name, package in inspect_packages().items()
-        if package.problem is None
-    ]
-    state: State = "ok" if ready else "note"
-    return DoctorFinding("backends", state, f"{', '.join(ready) or 'none'}; see `instar backends`")
+    packages = inspect_packages().items()
+    usable = [f"{name} ({package.version})" for name, package in packages if package.problem is None]
+    detail = f"{', '.join(usable) or 'none'}; see `instar backends`"
+    return DoctorFinding("backends", "ok" if usable else "note", detail)
 
 
 def _sandbox() -> DoctorFinding:
@@ -130,9 +117,8 @@ def _sandbox() -> DoctorFinding:
     try:
         sandbox = asyncio.run(create_sandbox())
     except ConfigError as error:
-        return DoctorFinding(
-            "sandbox", "note", f"none, so rewards by command or unit tests are not available: {error}"
-        )
+        detail = f"none, so rewards by command or unit tests are not available: {error}"
+        return DoctorFinding("sandbox", "note", detail)
     return DoctorFinding("sandbox", "ok", f"{sandbox.name}, for rewards by command or unit tests")
 
 

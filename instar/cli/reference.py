@@ -25,36 +25,39 @@ is relative to the file; one given by `--set` is relative to the working folder.
 
 def render() -> str:
     parts = [HEAD]
-    _section(RunConfig, "", parts, set())
+    _render_section(RunConfig, "", parts, set())
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _section(section: type[BaseModel], path: str, parts: list[str], seen: set[tuple[str, str]]) -> None:
-    if (path, section.__name__) in seen:
+def _render_section(
+    section: type[BaseModel], path: str, parts: list[str], rendered: set[tuple[str, str]]
+) -> None:
+    """Append the text of the section and of the sections in it, unless it has been rendered at this path."""
+    if (path, section.__name__) in rendered:
         return
-    seen.add((path, section.__name__))
+    rendered.add((path, section.__name__))
     variant = section.model_fields.get("type")
-    words = typing.get_args(variant.annotation) if variant else ()
+    types = typing.get_args(variant.annotation) if variant else ()
     title = f"`{path}`" if path else "The run"
-    if words:
-        title += f" with `type: {words[0]}`"
+    if types:
+        title += f" with `type: {types[0]}`"
     parts.append(f"\n## {title}\n\n{(section.__doc__ or '').strip()}\n")
     rows: list[str] = []
-    inner: list[tuple[type[BaseModel], str]] = []
+    subsections: list[tuple[type[BaseModel], str]] = []
     for name, field in section.model_fields.items():
         if name == "type":
             continue
-        below = sections_in(field.annotation)
-        inner += [(child, f"{path}.{name}".lstrip(".")) for child in below]
+        children = sections_in(field.annotation)
+        subsections += [(child, f"{path}.{name}".lstrip(".")) for child in children]
         default = _default(field.get_default(call_default_factory=True))
         text = " ".join((field.description or "").split())
-        if below and not text:
-            text = " ".join((below[0].__doc__ or "").split())
+        if children and not text:
+            text = " ".join((children[0].__doc__ or "").split())
         rows.append(f"| `{name}` | {_type(field.annotation)} | {default} | {text} |")
     table = "| setting | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
     parts.append(table if rows else "It has no settings.")
-    for child, where in inner:
-        _section(child, where, parts, seen)
+    for child, child_path in subsections:
+        _render_section(child, child_path, parts, rendered)
 
 
 def _type(annotation: Any) -> str:

@@ -43,7 +43,7 @@ def _instructions(config: RunConfig, url: str, key: str) -> list[str]:
     engine = config.engine
     model = engine.base_url if isinstance(engine, UpstreamEngineConfig) else config.model.name
     return [
-        f"Serving {model}. Point an agent at it:\n",
+        f"Serving {model}. Connect an agent with:\n",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}\n",
     ]
@@ -63,7 +63,7 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
             print_json({"base_url": f"{run.gateway_url}/v1", **keys, "run_dir": str(run.folder.path)})
         for line in _instructions(config, run.gateway_url, key):
             console.print(line, highlight=False, soft_wrap=True)
-        console.print(f"Calls are recorded in {run.folder.path}. Ctrl-C stops.", highlight=False)
+        console.print(f"Calls are recorded in {run.folder.path}. Press Ctrl-C to stop.", highlight=False)
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, run.cluster.failure}, return_when=asyncio.FIRST_COMPLETED)
         run.cluster.raise_failure()

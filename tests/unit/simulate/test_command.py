@@ -1,4 +1,4 @@
-"""`instar simulate`, as it is typed."""
+"""The command `instar simulate`."""
 
 from __future__ import annotations
 
@@ -27,72 +27,74 @@ RUN: dict[str, Any] = {
 }
 
 
-def write(folder: Path, **more: Any) -> Path:
+def write_config(folder: Path, **more: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump({**RUN, **more}))
     return path
 
 
 def simulate(path: Path, *options: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["simulate", str(path), "--json", *options])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    result = CliRunner().invoke(app, ["simulate", str(path), "--json", *options])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.strip().splitlines()[-1])
 
 
 def test_simulate_json_prints_one_line(tmp_path: Path) -> None:
-    path = write(tmp_path, simulate={"tool": 1.0, "turns": [1, 2, 8]})
-    said = simulate(path)
-    assert (said["engines"], said["max_staleness"], said["steps"], said["samples"]) == (2, 1, 6, 48)
-    assert 0 < said["samples_per_hour"] <= 1.02 * said["bound"]
-    assert set(said["recommended"]) == {"engines", "max_staleness", "why"}
-    assert sum(said["staleness"].values()) == said["samples"]
+    path = write_config(tmp_path, simulate={"tool": 1.0, "turns": [1, 2, 8]})
+    output = simulate(path)
+    assert (output["engines"], output["max_staleness"], output["steps"], output["samples"]) == (2, 1, 6, 48)
+    assert 0 < output["samples_per_hour"] <= 1.02 * output["bound"]
+    assert set(output["recommended"]) == {"engines", "max_staleness", "why"}
+    assert sum(output["staleness"].values()) == output["samples"]
     assert simulate(path, "--no-sweep", "--engines", "1", "--max-staleness", "3")["max_staleness"] == 3
 
 
 def test_simulate_replays_a_workload_file(tmp_path: Path) -> None:
     workload = tmp_path / "work.jsonl"
     workload.write_text('{"turns": [[10, 100, 2.0], [10, 100, 8.0]]}\n')
-    sent = write(tmp_path, simulate={"workload": "work.jsonl", "train_base": 0, "train_per_token": 0})
-    option = simulate(sent, "--no-sweep")
-    assert option["seconds"] > 3 * 10, "three waves of 16 sessions, each of 10 s at least"
-    assert option == simulate(sent, "--no-sweep", "--workload", str(workload))
+    config_path = write_config(
+        tmp_path, simulate={"workload": "work.jsonl", "train_base": 0, "train_per_token": 0}
+    )
+    output = simulate(config_path, "--no-sweep")
+    assert output["seconds"] > 3 * 10, "three waves of 16 sessions, each of at least 10 s"
+    assert output == simulate(config_path, "--no-sweep", "--workload", str(workload))
 
 
 def test_simulate_prints_a_table(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["simulate", str(write(tmp_path, simulate={}))])
-    assert done.exit_code == 0, done.output
-    assert "samples per hour" in done.stdout
-    assert "Recommended:" in done.stdout
+    result = CliRunner().invoke(app, ["simulate", str(write_config(tmp_path, simulate={}))])
+    assert result.exit_code == 0, result.output
+    assert "samples per hour" in result.stdout
+    assert "Recommended:" in result.stdout
 
 
-@pytest.mark.parametrize("times", [{"zero_signal": 1.0}, {"failures": 1.0}])
-def test_simulate_reports_that_nothing_is_trained(tmp_path: Path, times: dict[str, Any]) -> None:
-    path = write(tmp_path, simulate={**times, "most_engines": 2, "most_staleness": 1})
-    said = simulate(path)
-    assert (said["samples"], said["bound"], said["of_bound"]) == (0, 0, None)
-    assert "recommended" not in said
-    done = CliRunner().invoke(app, ["simulate", str(path)])
-    assert done.exit_code == 0, done.output
-    assert "No sample would be trained on" in done.stdout
-    assert "Recommended" not in done.stdout
+@pytest.mark.parametrize("settings", [{"zero_signal": 1.0}, {"failures": 1.0}])
+def test_simulate_reports_that_nothing_is_trained(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = write_config(tmp_path, simulate={**settings, "most_engines": 2, "most_staleness": 1})
+    output = simulate(path)
+    assert (output["samples"], output["bound"], output["of_bound"]) == (0, 0, None)
+    assert "recommended" not in output
+    result = CliRunner().invoke(app, ["simulate", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "No sample would be trained on" in result.stdout
+    assert "Recommended" not in result.stdout
 
 
-def config(**more: Any) -> RunConfig:
+def make_config(**more: Any) -> RunConfig:
     return RunConfig.model_validate({**RUN, **more})
 
 
 def test_cluster_counts_the_live_groups_of_the_run() -> None:
     data = [{"source": "live", "share": 0.3}, {"source": "folder", "share": 0.7}]
-    mixed = config(data=data)
+    mixed = make_config(data=data)
     assert [cluster_from_config(mixed).count_live_groups(steps) for steps in range(7)] == [
         mixed.count_live_groups(steps) for steps in range(7)
     ]
     assert cluster_from_config(mixed).count_live_groups(5) == 3
-    assert cluster_from_config(config()).count_live_groups(5) == 10
+    assert cluster_from_config(make_config()).count_live_groups(5) == 10
 
 
 @pytest.mark.parametrize(
-    ("more", "goes_on"),
+    ("more", "expected"),
     [
         ({"engine": {"type": "local"}}, True),
         ({"engine": {"type": "scripted"}}, True),
@@ -106,12 +108,12 @@ def test_cluster_counts_the_live_groups_of_the_run() -> None:
         ({"engine": {"type": "local"}, "backend": {"type": "tinker"}}, False),
     ],
 )
-def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], goes_on: bool) -> None:
-    assert cluster_from_config(config(**more)).versions_per_token is goes_on
+def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], expected: bool) -> None:
+    assert cluster_from_config(make_config(**more)).versions_per_token is expected
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "said"),
+    ("more", "options", "message"),
     [
         ({"simulate": {}, "data": "folder"}, [], "data: no group of the run's steps is `live`"),
         ({}, [], "The simulation needs timings"),
@@ -121,11 +123,11 @@ def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], goes_on:
     ],
 )
 def test_simulate_rejects_invalid_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], options: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], options: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["simulate", str(write(tmp_path, **more)), *options])
-    assert said in capsys.readouterr().err
+        main(["simulate", str(write_config(tmp_path, **more)), *options])
+    assert message in capsys.readouterr().err
 
 
 def test_bench_workload_file_matches_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Times read off a run: the fits find what the figures were made with."""
+"""The fits of measured timings recover the parameters that the timings were generated with."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_fit_latency_separates_base_latency_and_crowding() -> None:
     calls: list[CallTiming] = []
     for wave in range(60):
         batch, at = (1, 4, 16)[wave % 3], 10.0 * wave
-        began = at + 0.02 * (1 + 0.25 * (batch - 1))
-        calls += [CallTiming(at, began, began + 1.0, 20)] * batch
+        first_token = at + 0.02 * (1 + 0.25 * (batch - 1))
+        calls += [CallTiming(at, first_token, first_token + 1.0, 20)] * batch
     latency, crowding = fit_latency(calls, engines=1)
     assert crowding == pytest.approx(0.25)
     assert latency.values == pytest.approx([0.02] * len(calls))
     same = [CallTiming(at, at + 0.3, at + 1.0, 20) for at in range(0, 50, 2)]
     assert fit_latency(same, engines=1)[1] == 0
-    quicker_in_company = [CallTiming(0.0, 0.5, 1.0, 20), *[CallTiming(2.0, 2.1, 3.0, 20)] * 16]
-    assert fit_latency(quicker_in_company, engines=1)[1] == 0
+    faster_if_shared = [CallTiming(0.0, 0.5, 1.0, 20), *[CallTiming(2.0, 2.1, 3.0, 20)] * 16]
+    assert fit_latency(faster_if_shared, engines=1)[1] == 0
 
 
 def test_fit_training_separates_base_and_token_time() -> None:
@@ -62,16 +62,16 @@ def test_fit_training_separates_base_and_token_time() -> None:
 
 
 def test_fit_training_uses_distinct_tokens_if_reported() -> None:
-    """A step's time is that of its distinct tokens, of which the samples' own count says little."""
+    """The time of a step depends on its distinct tokens, not on the lengths of its samples."""
     rng = random.Random(0)
     sizes = [(rng.randrange(1000, 5000), rng.choice([2, 4, 8])) for _ in range(20)]
     steps: list[Json] = [
         {
             "train_seconds": 2.0 + 1e-3 * distinct,
             "distinct_tokens": distinct,
-            "sequence_tokens": times * distinct,
+            "sequence_tokens": copies * distinct,
         }
-        for distinct, times in sizes
+        for distinct, copies in sizes
     ]
     base, per_token = fit_training([*steps, {"train_seconds": 2.0, "sequence_tokens": 0}])
     assert base == pytest.approx(2.0)
@@ -82,14 +82,14 @@ def test_fit_training_uses_distinct_tokens_if_reported() -> None:
 def test_branching_session_counts_tokens_of_all_samples() -> None:
     first = make_call("1", [1, 2, 3], [4, 5])
     second = make_call("2", [6], [7], parent=first)
-    beside = make_call("3", [8, 9], [10, 11], parent=first)
-    apart = make_call("4", [1, 2], [12], link=Link.BRANCH, base_id="1", base_tokens=2)
+    sibling = make_call("3", [8, 9], [10, 11], parent=first)
+    branch = make_call("4", [1, 2], [12], link=Link.BRANCH, base_id="1", base_tokens=2)
     last = make_call("5", [13], [14], parent=second)
-    calls = [first, second, beside, apart, last]
+    calls = [first, second, sibling, branch, last]
     recorded = make_session()
-    played = to_simulated_session(recorded, calls)
-    assert [turn.prompt for turn in played.turns] == [3, 1, 7, 2, 1]
-    assert played.tokens == sum(len(sample) for sample in linearize(recorded, calls))
+    simulated = to_simulated_session(recorded, calls)
+    assert [turn.prompt for turn in simulated.turns] == [3, 1, 7, 2, 1]
+    assert simulated.tokens == sum(len(sample) for sample in linearize(recorded, calls))
 
 
 def test_workload_file_round_trips(tmp_path: Path) -> None:
