@@ -63,15 +63,15 @@ async def run_cli_agent(gateway: FidelityGateway, agent: CliAgent, folder: Path)
 
 
 def _run_edit_task(agent: CliAgent, folder: Path, endpoint: AgentEndpoint) -> ClientConversation:
-    work = folder / agent.name
-    work.mkdir(parents=True)
-    path = work / FILE
+    work_folder = folder / agent.name
+    work_folder.mkdir(parents=True)
+    path = work_folder / FILE
     path.write_text(BEFORE)
     conversation = ClientConversation(agent.name, DIALECTS.get(agent.name, "chat"), str(path), endpoint)
     try:
         output = agent.run(
             folder / f"home-{agent.name}",
-            work,
+            work_folder,
             ServerTarget(endpoint.url, endpoint.key),
             make_task(str(path)),
         )

@@ -12,12 +12,10 @@ from instar.simulate.sessions import SimulatedSession, distribution_mean
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBound:
-    """An upper bound on the throughput, in samples per hour."""
+    """The limits of engines at full concurrency and of a trainer that never waits, in samples per hour."""
 
     rollout: float
-    """The limit set by the engines at full concurrency."""
     trainer: float
-    """The limit set by a trainer that never waits."""
 
     @property
     def samples_per_hour(self) -> float:

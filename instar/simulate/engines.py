@@ -17,8 +17,7 @@ LOAD_FACTOR, LOAD_SLACK = 2, 8
 
 
 class VirtualClock:
-    """A clock that runs events in the order of their times. Events at the same time run in the order in which
-    they were added."""
+    """A clock that runs events by time, and events at the same time in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -84,14 +83,13 @@ class SimulatedPool:
         self.engines = [SimulatedEngine(index) for index in range(engines)]
         self._by_load = [(0, 0, index) for index in range(engines)]
         self._count = 0
-        self._unassigned: deque[SimulatedRequest] = deque()
-        """Requests that wait for an engine to come up."""
+        self._waiting_for_engine: deque[SimulatedRequest] = deque()
 
     def send(self, request: SimulatedRequest, previous: SimulatedEngine | None) -> None:
         """Send a request to an engine. The request waits if no engine is up."""
         engine = request.engine = self._pick(previous)
         if engine is None:
-            self._unassigned.append(request)
+            self._waiting_for_engine.append(request)
             return
         engine.served += 1
         self._change_load(engine, 1)
@@ -140,8 +138,8 @@ class SimulatedPool:
     def _restart(self, engine: SimulatedEngine) -> None:
         engine.is_up, engine.updated_at = True, self.clock.now
         self._change_load(engine, 0)
-        while self._unassigned:
-            request = self._unassigned.popleft()
+        while self._waiting_for_engine:
+            request = self._waiting_for_engine.popleft()
             if not request.cancelled:
                 self.send(request, None)
 

@@ -100,9 +100,8 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
     used = _skip_warm_up(records)
     seconds = np.array([record["train_seconds"] for record in used], float)
     sequence_tokens = np.array([record.get("sequence_tokens", 0) for record in used], float)
-    tokens = np.array(
-        [record.get("distinct_tokens", record.get("sequence_tokens", 0)) for record in used], float
-    )
+    computed = [record.get("distinct_tokens", record.get("sequence_tokens", 0)) for record in used]
+    tokens = np.array(computed, float)
     computed_share = float(tokens.sum() / sequence_tokens.sum()) if sequence_tokens.any() else 1.0
     if len(used) >= 4 and tokens.std() > 0.02 * tokens.mean() > 0:
         slope = float(np.cov(tokens, seconds)[0, 1] / tokens.var(ddof=1))

@@ -204,7 +204,6 @@ class PipelineSimulation:
             self._fill_slot(attempt, is_trainable=True)
 
     def _end(self, attempt: SessionAttempt) -> None:
-        """End a session and start the next session in the queue."""
         attempt.ended = True
         self._end_call(attempt)
         self._count_sessions(-1)
@@ -249,7 +248,6 @@ class PipelineSimulation:
         self.clock.after(0.375 * 2**attempt.retries, lambda: self._enqueue(retry))
 
     def _fill_slot(self, attempt: SessionAttempt, *, is_trainable: bool) -> None:
-        """Record the final session of a slot."""
         group = attempt.group
         self.open_slots -= 1
         group.open_slots -= 1
@@ -328,7 +326,6 @@ class PipelineSimulation:
         self.clock.after(seconds + publish_seconds, self._on_served)
 
     def _draw_signal(self) -> bool:
-        """Return True, at random, if a group has a training signal."""
         return not self.workload.zero_signal or self.rng.random() >= self.workload.zero_signal
 
     def _on_served(self) -> None:

@@ -42,10 +42,6 @@ class SimulatedSession:
     """Seconds before the first call."""
 
     @property
-    def generated(self) -> int:
-        return sum(turn.generated for turn in self.turns)
-
-    @property
     def tokens(self) -> int:
         return self.count_tokens(len(self.turns))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from instar.config import RunConfig
+from instar.simulate.bound import session_cost
 from instar.simulate.sessions import read_workload
 
 BENCH = Path(__file__).parents[3] / "bench"
@@ -65,13 +66,13 @@ def test_async_bench_scales_times_and_replies_alike(bench: ModuleType) -> None:
     original = read_workload(bench.WORKLOAD)
     short = scale_workload(original, plan)
     assert [len(session.turns) for session in short] == [len(session.turns) for session in original]
-    tool_scale = sum(session.wait_seconds for session in short) / sum(
-        session.wait_seconds for session in original
+    cost, original_cost = (session_cost(sessions, fails=False) for sessions in (short, original))
+    assert cost.waits / original_cost.waits == pytest.approx(plan.scale)
+    tokens, original_tokens = (
+        sum(turn.generated for session in sessions for turn in session.turns)
+        for sessions in (short, original)
     )
-    assert tool_scale == pytest.approx(plan.scale)
-    reply_scale = (
-        sum(s.generated for s in short) / plan.speed / (sum(s.generated for s in original) / DECODE_SPEED)
-    )
+    reply_scale = tokens / plan.speed / (original_tokens / DECODE_SPEED)
     assert reply_scale == pytest.approx(plan.scale, rel=0.1)
 
 

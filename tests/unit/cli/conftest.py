@@ -65,13 +65,13 @@ def instar(capfd: pytest.CaptureFixture[str]) -> Iterator[Instar]:
         code: Any = 0
         try:
             main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = end.code
+        except SystemExit as exit_error:
+            code = exit_error.code
         captured = capfd.readouterr()
         return Result(code or 0, captured.out, captured.err)
 
     yield run
-    # A config file puts its folder on the path, for the roles of its run.
+    # Loading a config file adds its folder to sys.path and PYTHONPATH.
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
@@ -81,16 +81,16 @@ def instar(capfd: pytest.CaptureFixture[str]) -> Iterator[Instar]:
 
 
 @dataclass
-class Small:
+class SmallRun:
     folder: Path
     sessions: dict[str, str] = field(default_factory=dict[str, str])
-    """Session ids by the case that they are an example of."""
+    """Session ids by the name of the case."""
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    """Two steps: a group that was trained on, one without signal, one still open, an evaluation."""
-    small = Small(tmp_path_factory.mktemp("runs") / RUN)
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """Create a run with a trained group, a group without signal, a waiting group and an evaluation."""
+    small = SmallRun(tmp_path_factory.mktemp("runs") / RUN)
     config = RunConfig.model_validate(
         {
             "name": RUN,
@@ -104,12 +104,12 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Small:
         }
     )
     RunFolder(small.folder).create(config)
-    asyncio.run(_fill(config, small))
-    _measure(small.folder)
+    asyncio.run(_fill_store(config, small))
+    _write_metrics(small.folder)
     return small
 
 
-async def _fill(config: RunConfig, small: Small) -> None:
+async def _fill_store(config: RunConfig, small: SmallRun) -> None:
     store = open_store(config)
     await store.put_run(Run(RUN, RUN, config.model_dump(mode="json"), "finished"))
 
@@ -129,11 +129,13 @@ async def _fill(config: RunConfig, small: Small) -> None:
                     task_id=f"task-{index}",
                 )
             )
-            await store.add_calls(_talk(session_id))
-            rewards_given = [] if reward is None else [Reward(session_id, reward, RewardSource.RULE, "rule")]
+            await store.add_calls(_make_calls(session_id))
+            session_rewards = (
+                [] if reward is None else [Reward(session_id, reward, RewardSource.RULE, "rule")]
+            )
             status = SessionStatus.FAILED if reward is None else SessionStatus.COMPLETED
             await store.end_session(
-                session_id, status, "the agent crashed" if reward is None else None, rewards_given
+                session_id, status, "the agent crashed" if reward is None else None, session_rewards
             )
         await store.close_group(name, GroupStatus.READY)
         return session_ids
@@ -171,8 +173,8 @@ async def _fill(config: RunConfig, small: Small) -> None:
     await store.close()
 
 
-def _talk(session_id: str) -> list[Call]:
-    """Two turns with a tool call; the second has no logprobs, so it is not trainable."""
+def _make_calls(session_id: str) -> list[Call]:
+    """Return two calls, the first with a tool call. The second lacks a logprob, so it is not trainable."""
 
     def call(number: int, messages: list[Message], reply: Message, **more: Any) -> Call:
         return Call(
@@ -192,18 +194,18 @@ def _talk(session_id: str) -> list[Call]:
 
     question = Message(role="user", content="What is <2> plus 2?")
     tool = ToolCall(id="c1", name="calc", arguments='{"expression": "2 + 2"}')
-    called = Message(role="assistant", content="", tool_calls=[tool])
+    tool_reply = Message(role="assistant", content="", tool_calls=[tool])
     result = Message(role="tool", content="4", tool_call_id="c1")
     first = call(
         1,
         [question],
-        called,
+        tool_reply,
         prompt_ids=np.array([1, 2], np.int32),
         logprobs=np.array([-0.5, -0.25], np.float32),
     )
     second = call(
         2,
-        [question, called, result],
+        [question, tool_reply, result],
         Message(role="assistant", content="4"),
         prompt_ids=np.array([1, 2, 7, 8, 3], np.int32),
         logprobs=np.array([np.nan, -0.25], np.float32),
@@ -218,7 +220,7 @@ def _talk(session_id: str) -> list[Call]:
     return [first, second]
 
 
-def _measure(folder: Path) -> None:
+def _write_metrics(folder: Path) -> None:
     monitor = Monitor(folder)
     for label, accuracy in (("before", 0.25), ("after", 0.75)):
         for mode in ("greedy", "sampled"):
@@ -226,6 +228,10 @@ def _measure(folder: Path) -> None:
             monitor.record("eval", 0, {**figures, "seconds": 1.0, "version": 0})
     for step, reward in ((1, 0.25), (2, None), (3, 0.75)):
         timing = {"step_seconds": 2.0, "wait_seconds": 1.0, "elapsed": 60.0 * step}
-        behind = {"staleness_mean": 0.5, "staleness_tokens": {"0": 150, "2": 50}, "dropped": {"stale": step}}
-        monitor.record("train", step, {"reward_mean": reward, "version": step, **behind, **timing})
+        staleness = {
+            "staleness_mean": 0.5,
+            "staleness_tokens": {"0": 150, "2": 50},
+            "dropped": {"stale": step},
+        }
+        monitor.record("train", step, {"reward_mean": reward, "version": step, **staleness, **timing})
     monitor.close()

@@ -1,4 +1,4 @@
-"""`instar backends`, and how runs on a cloud service are shown."""
+"""`instar backends`, and the settings and reports of runs on a cloud service."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import yaml
 
 from instar.backends.factory import known_capabilities
 from instar.config import RunConfig
-from tests.unit.cli.conftest import Instar, Small
+from tests.unit.cli.conftest import Instar, SmallRun
 
 KEY = "tml-0123456789-secret"
 SERVICES = ("TINKER", "MINT", "WEAVER")
 
 
 @pytest.fixture(autouse=True)
-def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def remove_services(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SERVICES:
         monkeypatch.delenv(f"{name}_API_KEY", raising=False)
         monkeypatch.delenv(f"{name}_BASE_URL", raising=False)
 
 
-def rows_of(instar: Instar) -> dict[str, Any]:
+def list_backends(instar: Instar) -> dict[str, Any]:
     return {row["name"]: row for row in instar("backends", "--json").json["backends"]}
 
 
 def test_backends_table_shows_installed_backends_and_the_auto_choice(
     instar: Instar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = rows_of(instar)
+    rows = list_backends(instar)
     assert list(rows) == ["local", "tinker", "mint", "weaver", "verl"]
     assert rows["local"]["detected"]
     assert (rows["tinker"]["installed"], rows["tinker"]["version"]) == (True, "0.36.0")
@@ -40,7 +40,7 @@ def test_backends_table_shows_installed_backends_and_the_auto_choice(
     assert "pip install 'instar[mint]'" in rows["mint"]["problem"]
     assert rows["weaver"]["losses"] == ["cross_entropy", "importance_sampling"]
     monkeypatch.setenv("WEAVER_API_KEY", KEY)
-    rows = rows_of(instar)
+    rows = list_backends(instar)
     assert [name for name, row in rows.items() if row["detected"]] == ["weaver"]
     assert rows["weaver"]["why"] == "WEAVER_API_KEY in the environment"
     shown = instar("backends").out
@@ -83,7 +83,7 @@ def test_config_show_and_check_do_not_reveal_the_key(instar: Instar, tmp_path: P
     assert KEY not in shown.out + shown.err + checked.out + checked.err + again.err
 
 
-def test_report_shows_settings_that_were_not_followed(instar: Instar, small_run: Small) -> None:
+def test_report_shows_settings_that_were_not_followed(instar: Instar, small_run: SmallRun) -> None:
     metrics = small_run.folder / "metrics.jsonl"
     before = metrics.read_text()
     record = json.dumps({"kind": "warning", "step": 0, "time": 0, "text": "training with <x> instead"})
@@ -119,7 +119,10 @@ def test_backends_page_lists_the_actual_capabilities() -> None:
         r"^\| (`.+?) \| (`.+?) \| (yes|no|with an adapter) \| (yes|no) \|$", page, re.M
     ):
         for name in re.findall(r"`(\w+)`", names):
-            can = known_capabilities(RunConfig.model_validate({"backend": name}).backend)
-            assert can is not None
-            assert set(re.findall(r"`(\w+)`", losses)) == can.losses
-            assert (reference != "no", full == "yes") == (can.reference, can.full_finetuning)
+            capabilities = known_capabilities(RunConfig.model_validate({"backend": name}).backend)
+            assert capabilities is not None
+            assert set(re.findall(r"`(\w+)`", losses)) == capabilities.losses
+            assert (reference != "no", full == "yes") == (
+                capabilities.reference,
+                capabilities.full_finetuning,
+            )

@@ -5,27 +5,30 @@ import pytest
 from instar.cli.backends_serve import KEYS, read_configured_keys
 from instar.errors import ConfigError
 
-GOOD = "tml-0123456789abcdef"
+VALID_KEY = "tml-0123456789abcdef"
 
 
 def test_configured_keys_are_read_from_the_environment() -> None:
     assert read_configured_keys({}, "tinker", "127.0.0.1") == []
-    assert read_configured_keys({KEYS: f"{GOOD}, sk-{GOOD},"}, "tinker", "127.0.0.1") == [GOOD, f"sk-{GOOD}"]
+    assert read_configured_keys({KEYS: f"{VALID_KEY}, sk-{VALID_KEY},"}, "tinker", "127.0.0.1") == [
+        VALID_KEY,
+        f"sk-{VALID_KEY}",
+    ]
     assert read_configured_keys({KEYS: "any-other-form-of-key"}, "weaver", "localhost") == [
         "any-other-form-of-key"
     ]
 
 
 @pytest.mark.parametrize(
-    ("keys", "host", "says"),
+    ("keys", "host", "message"),
     [
         ("tml-short", "127.0.0.1", "key 1 has 9 characters"),
-        (GOOD, "0.0.0.0", "key 1 has 20 characters, too few for a server on 0.0.0.0"),
-        (f"{GOOD},other-0123456789ab", "::1", "key 2 must begin with tml- or sk-"),
+        (VALID_KEY, "0.0.0.0", "key 1 has 20 characters, too few for a server on 0.0.0.0"),
+        (f"{VALID_KEY},other-0123456789ab", "::1", "key 2 must begin with tml- or sk-"),
         ("tml-0123456789 abcdef", "127.0.0.1", "key 1 has characters that an HTTP header cannot contain"),
     ],
 )
-def test_bad_key_is_rejected_without_being_quoted(keys: str, host: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as raised:
+def test_bad_key_is_rejected_without_being_quoted(keys: str, host: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
         read_configured_keys({KEYS: keys}, "tinker", host)
     assert "0123456789" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""`sessions`, `report` and `doctor` on a small run, and how every command fails."""
+"""`sessions`, `report` and `doctor` on a small run, and the errors of all commands."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from instar.cli.main import COMMANDS, load_command
-from tests.unit.cli.conftest import Instar, Small
+from tests.unit.cli.conftest import Instar, SmallRun
 
 
-def test_sessions_ls_lists_newest_last(instar: Instar, small_run: Small) -> None:
+def test_sessions_ls_lists_newest_last(instar: Instar, small_run: SmallRun) -> None:
     rows = instar("sessions", "ls", small_run.folder, "--json").json
     assert len(rows) == 8
     first = rows[0]
@@ -27,18 +27,18 @@ def test_sessions_ls_lists_newest_last(instar: Instar, small_run: Small) -> None
     assert all(row["session_id"] in table for row in rows)
 
 
-def test_sessions_can_be_filtered(instar: Instar, small_run: Small) -> None:
-    def listed(*options: str) -> list[str]:
+def test_sessions_can_be_filtered(instar: Instar, small_run: SmallRun) -> None:
+    def list_ids(*options: str) -> list[str]:
         rows = instar("sessions", "ls", small_run.folder, "--json", *options).json
         return [row["session_id"] for row in rows]
 
-    assert listed("--status", "failed") == [small_run.sessions["failed"]]
-    assert listed("--channel", "val") == [small_run.sessions["before"], small_run.sessions["after"]]
-    assert listed("--limit", "1") == [small_run.sessions["after"]]
-    assert listed("--channel", "live") == []
+    assert list_ids("--status", "failed") == [small_run.sessions["failed"]]
+    assert list_ids("--channel", "val") == [small_run.sessions["before"], small_run.sessions["after"]]
+    assert list_ids("--limit", "1") == [small_run.sessions["after"]]
+    assert list_ids("--channel", "live") == []
 
 
-def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_run: Small) -> None:
+def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_run: SmallRun) -> None:
     shown = instar("sessions", "show", small_run.folder, small_run.sessions["trained"]).out
     for part in (
         "call 1 · root · 2 prompt + 2 sampled tokens · version 9–10 · stop",
@@ -55,7 +55,7 @@ def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_
 
 
 @pytest.mark.parametrize(
-    ("which", "expected"),
+    ("case", "expected"),
     [
         ("equal", "→ dropped: zero_signal"),
         ("waiting", "not claimed yet: the session's group waits for a step"),
@@ -65,22 +65,22 @@ def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_
     ],
 )
 def test_sessions_show_explains_missing_claims(
-    instar: Instar, small_run: Small, which: str, expected: str
+    instar: Instar, small_run: SmallRun, case: str, expected: str
 ) -> None:
-    assert expected in instar("sessions", "show", small_run.folder, small_run.sessions[which]).out
+    assert expected in instar("sessions", "show", small_run.folder, small_run.sessions[case]).out
 
 
-def test_sessions_show_json_keeps_missing_logprobs_null(instar: Instar, small_run: Small) -> None:
-    story = instar("sessions", "show", small_run.folder, small_run.sessions["trained"], "--json").json
-    first, second = story["calls"]
+def test_sessions_show_json_keeps_missing_logprobs_null(instar: Instar, small_run: SmallRun) -> None:
+    details = instar("sessions", "show", small_run.folder, small_run.sessions["trained"], "--json").json
+    first, second = details["calls"]
     assert (first["sampled_ids"], first["logprobs"], first["versions"]) == ([7, 8], [-0.5, -0.25], [9, 10])
     assert second["logprobs"] == [None, -0.25]
-    assert story["rewards"][0]["source"] == "rule"
-    assert story["claims"][0]["outcome"] == "trained"
-    assert list(story["group"]["rewards"].values()) == [1.0, 0.0]
+    assert details["rewards"][0]["source"] == "rule"
+    assert details["claims"][0]["outcome"] == "trained"
+    assert list(details["group"]["rewards"].values()) == [1.0, 0.0]
 
 
-def test_sessions_show_accepts_a_unique_id_prefix(instar: Instar, small_run: Small) -> None:
+def test_sessions_show_accepts_a_unique_id_prefix(instar: Instar, small_run: SmallRun) -> None:
     trained = small_run.sessions["trained"]
     result = instar("sessions", "show", small_run.folder, trained[:-1], "--json")
     assert result.json["session_id"] == trained
@@ -91,7 +91,7 @@ def test_sessions_show_accepts_a_unique_id_prefix(instar: Instar, small_run: Sma
     )
 
 
-def test_moved_run_folder_can_be_read(instar: Instar, small_run: Small, tmp_path: Path) -> None:
+def test_moved_run_folder_can_be_read(instar: Instar, small_run: SmallRun, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(small_run.folder, moved)
     (small_run.folder / "store.db").rename(small_run.folder / "hidden.db")
@@ -104,7 +104,7 @@ def test_moved_run_folder_can_be_read(instar: Instar, small_run: Small, tmp_path
 # --- report ---------------------------------------------------------------------------------------
 
 
-def test_report_writes_png_and_self_contained_page(instar: Instar, small_run: Small) -> None:
+def test_report_writes_png_and_self_contained_page(instar: Instar, small_run: SmallRun) -> None:
     page = Path(instar("report", small_run.folder, "--json").json["report"])
     text = page.read_text(encoding="utf-8")
     assert (page.parent / "reward.png").read_bytes().startswith(b"\x89PNG")
@@ -115,7 +115,7 @@ def test_report_writes_png_and_self_contained_page(instar: Instar, small_run: Sm
     assert "<td>0.250</td><td>0.750</td><td>+0.500</td>" in text
 
 
-def test_report_shows_tasks_before_and_after(instar: Instar, small_run: Small) -> None:
+def test_report_shows_tasks_before_and_after(instar: Instar, small_run: SmallRun) -> None:
     page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text(encoding="utf-8")
     before, after = page.index("<b>before</b>"), page.index("<b>after</b>")
     assert before < after
@@ -124,14 +124,14 @@ def test_report_shows_tasks_before_and_after(instar: Instar, small_run: Small) -
     assert "reward 1" in page[after:]
 
 
-def test_report_shows_staleness_and_dropped_samples(instar: Instar, small_run: Small) -> None:
+def test_report_shows_staleness_and_dropped_samples(instar: Instar, small_run: SmallRun) -> None:
     page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text(encoding="utf-8")
     assert "<td>0 behind</td><td>450</td><td>75.0%</td>" in page
     assert "<td>2 behind</td><td>150</td><td>25.0%</td>" in page
     assert "<td>stale</td><td>6</td>" in page
 
 
-def test_report_of_a_run_without_metrics_fails(instar: Instar, small_run: Small, tmp_path: Path) -> None:
+def test_report_of_a_run_without_metrics_fails(instar: Instar, small_run: SmallRun, tmp_path: Path) -> None:
     shutil.copy(small_run.folder / "config.json", tmp_path)
     result = instar("report", tmp_path)
     assert (result.code, len(result.err.splitlines())) == (1, 1)
@@ -199,16 +199,16 @@ def test_serve_explains_a_bad_setting(instar: Instar) -> None:
 
 def test_installed_command_failure_prints_one_line() -> None:
     command = [str(Path(sys.executable).with_name("instar")), "sessions", "ls", "/nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: /nowhere is not a run folder: it has no config.json\n"
+    completed = subprocess.run(command, capture_output=True, text=True)
+    assert (completed.returncode, completed.stdout) == (1, "")
+    assert completed.stderr == "error: /nowhere is not a run folder: it has no config.json\n"
 
 
 def test_version_option_prints_the_version(instar: Instar) -> None:
     assert instar("--version").out.startswith("instar ")
 
 
-def command_paths() -> list[tuple[str, ...]]:
+def list_command_paths() -> list[tuple[str, ...]]:
     paths: list[tuple[str, ...]] = []
     for name in COMMANDS:
         subcommands = getattr(load_command(name), "commands", {})
@@ -216,7 +216,7 @@ def command_paths() -> list[tuple[str, ...]]:
     return paths
 
 
-@pytest.mark.parametrize("path", command_paths(), ids=" ".join)
+@pytest.mark.parametrize("path", list_command_paths(), ids=" ".join)
 def test_command_help_shows_options_with_printable_defaults(instar: Instar, path: tuple[str, ...]) -> None:
     result = instar(*path, "--help")
     assert (result.code, result.err) == (0, "")

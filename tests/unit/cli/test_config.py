@@ -12,7 +12,7 @@ from instar.cli.reference import render
 from tests.unit.cli.conftest import Instar
 
 
-def write(folder: Path, text: str) -> Path:
+def write_config(folder: Path, text: str) -> Path:
     path = folder / "run.yaml"
     path.write_text(text)
     return path
@@ -45,7 +45,7 @@ MISTAKES = {
         "eval.modes.greedy.temprature: unknown setting; "
         "allowed: agent_args, temperature, top_p (did you mean 'temperature'?)",
     ),
-    "wrong word": (
+    "unknown word": (
         "trainer: {mode: asynch}",
         "trainer.mode: given 'asynch'; allowed: async, sync (did you mean 'async'?)",
     ),
@@ -53,7 +53,7 @@ MISTAKES = {
         "trainer: {steps: many}",
         "trainer.steps: given 'many'; it must be a valid integer, unable to parse string as an integer",
     ),
-    "a key that is none": (
+    "invalid API key": (
         "backend: {type: tinker, api_key: 12345}",
         "backend.api_key: given '…'; it must be a valid string",
     ),
@@ -66,7 +66,7 @@ MISTAKES = {
         "trainer.loss.name: this backend does not support 'ppo'; supported: cross_entropy, "
         "importance_sampling. Choose one of these losses, or set trainer.loss_fallback",
     ),
-    "no fraction": (
+    "fraction": (
         "trainer: {steps: 1.5}",
         "trainer.steps: given 1.5; it must be a valid integer, got a number with a fractional part",
     ),
@@ -83,7 +83,7 @@ MISTAKES = {
         "engine: {type: sglang}",
         "engine.type: given 'sglang'; allowed: local, scripted, upstream, cloud, vllm, mixed, plugin",
     ),
-    "unknown variant like a known one": (
+    "misspelled variant": (
         "store: {type: sqlte}",
         "store.type: given 'sqlte'; allowed: sqlite, postgres (did you mean 'sqlite'?)",
     ),
@@ -103,7 +103,7 @@ MISTAKES = {
         "gateway.port: given 70000; it must be less than or equal to 65535",
     ),
     "not finite": ("trainer: {seconds: .inf}", "trainer.seconds: given inf; it must be a finite number"),
-    "no section": (
+    "value instead of a section": (
         "trainer: 5",
         "trainer: given 5; a section is a mapping with one `setting: value` per line",
     ),
@@ -115,7 +115,7 @@ MISTAKES = {
         "trainer: {mode: sync, max_staleness: 2}",
         "trainer.max_staleness: given 2; must be 0 or left out if trainer.mode is sync",
     ),
-    "a reward alone": (
+    "a reward without a list": (
         "reward: {type: rule, functon: x}",
         "reward.functon: unknown setting; allowed: args, function, name, thread, type "
         "(did you mean 'function'?)",
@@ -125,7 +125,7 @@ MISTAKES = {
         "reward.1.functon: unknown setting; allowed: args, function, name, thread, type "
         "(did you mean 'function'?)",
     ),
-    "no such function": (
+    "unknown function": (
         "reward: {type: rule, function: 'nowhere:score'}",
         "reward.function: cannot import 'nowhere' (from 'nowhere:score'): "
         "ModuleNotFoundError: No module named 'nowhere'",
@@ -135,7 +135,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("text", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: str, expected: str) -> None:
-    path = write(tmp_path, text)
+    path = write_config(tmp_path, text)
     result = instar("config", "check", path)
     lines = [line.strip() for line in result.err.splitlines()]
     assert (result.code, result.out, lines[0]) == (1, "", f"{path}: {len(lines) - 1} mistake")
@@ -146,7 +146,7 @@ def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: s
 
 
 def test_config_check_lists_all_mistakes(instar: Instar, tmp_path: Path) -> None:
-    path = write(tmp_path, "name: a b\ntrainer: {steps: 0, mode: x}\nengine: {type: y}")
+    path = write_config(tmp_path, "name: a b\ntrainer: {steps: 0, mode: x}\nengine: {type: y}")
     result = instar("config", "check", path)
     assert result.err.startswith(f"{path}: 4 mistakes\n")
     assert len(result.err.splitlines()) == 5
@@ -156,7 +156,7 @@ UNREADABLE = {
     "not YAML": ("a: [", "is not valid YAML"),
     "not a mapping": ("- a\n- b", "expected a mapping of sections, not a list"),
     "a key twice": ("seed: 1\nname: x\nseed: 2", "line 3: the key 'seed' occurs twice"),
-    "a key twice within": ("trainer:\n  steps: 1\n  steps: 2", "line 3: the key 'steps' occurs twice"),
+    "a nested key twice": ("trainer:\n  steps: 1\n  steps: 2", "line 3: the key 'steps' occurs twice"),
 }
 
 
@@ -164,7 +164,7 @@ UNREADABLE = {
 def test_config_check_rejects_files_that_describe_no_run(
     instar: Instar, tmp_path: Path, text: str, expected: str
 ) -> None:
-    result = instar("config", "check", write(tmp_path, text))
+    result = instar("config", "check", write_config(tmp_path, text))
     assert result.code == 1
     assert expected in result.err
     assert len(result.err.splitlines()) == 1
@@ -183,7 +183,7 @@ def test_config_check_rejects_missing_and_binary_files(instar: Instar, tmp_path:
 
 
 def test_config_check_reports_missing_files_and_programs(instar: Instar, tmp_path: Path) -> None:
-    path = write(
+    path = write_config(
         tmp_path,
         "rollout: {tasks: {type: jsonl, path: no.jsonl}, agent: {type: command, command: [no-such-program]}}",
     )
@@ -195,7 +195,7 @@ def test_config_check_reports_missing_files_and_programs(instar: Instar, tmp_pat
 
 
 def test_config_check_accepts_a_valid_file(instar: Instar, tmp_path: Path) -> None:
-    path = write(tmp_path, "name: fine")
+    path = write_config(tmp_path, "name: fine")
     assert instar("config", "check", path).out == f"{path}: ok\n"
     report = {"ok": True, "mistakes": [], "name": "fine", "notes": []}
     assert instar("config", "check", path, "--json").json == report
@@ -205,7 +205,7 @@ def test_config_check_accepts_a_valid_file(instar: Instar, tmp_path: Path) -> No
 
 
 def test_override_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> None:
-    path = write(tmp_path, "trainer:\nname: x")
+    path = write_config(tmp_path, "trainer:\nname: x")
     shown = instar(
         "config", "show", path, "--json",
         "--set", "trainer.adam.lr=1e-3",
@@ -229,7 +229,7 @@ def test_override_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path)
     ],
 )
 def test_bad_override_is_explained(instar: Instar, tmp_path: Path, override: str, expected: str) -> None:
-    path = write(tmp_path, "name: x")
+    path = write_config(tmp_path, "name: x")
     result = instar("config", "check", path, "--set", override)
     assert result.code == 1
     assert expected in result.err
@@ -239,7 +239,7 @@ def test_bad_override_is_explained(instar: Instar, tmp_path: Path, override: str
 
 
 def test_relative_paths_in_a_file_are_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
-    path = write(
+    path = write_config(
         tmp_path,
         "dir: out\nstore: {path: a/b.db}\nmodel: {name: ./model}\n"
         "rollout: {tasks: {type: jsonl, path: t.jsonl}, agent: {type: command, command: [sh]}}\n"
@@ -254,12 +254,12 @@ def test_relative_paths_in_a_file_are_relative_to_the_file(instar: Instar, tmp_p
     assert config.rollout.model_dump()["agent"]["cwd"] == tmp_path
     assert config.eval is not None
     assert config.eval.model_dump()["tasks"]["path"] == Path("/absolute.jsonl")
-    # What a shell completes is relative to where one stands.
+    # A shell completes paths relative to the working folder.
     assert load_config(path, ["dir=elsewhere"]).run_dir == Path("elsewhere")
 
 
 def test_relative_paths_in_lists_are_relative_to_the_file(tmp_path: Path) -> None:
-    path = write(
+    path = write_config(
         tmp_path,
         "reward:\n"
         "  - {type: agent}\n"
@@ -272,7 +272,7 @@ def test_relative_paths_in_lists_are_relative_to_the_file(tmp_path: Path) -> Non
 
 
 def test_run_without_dir_is_in_the_working_folder(instar: Instar, tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, "name: x")).run_dir == Path("runs/x")
+    assert load_config(write_config(tmp_path, "name: x")).run_dir == Path("runs/x")
 
 
 # --- show and the reference -------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_config_show_output_is_a_valid_config(instar: Instar, tmp_path: Path, mo
     settings = ("--set", f"trainer.mode={mode}", "--set", "trainer.max_staleness=null")
     shown = instar("config", "show", *settings)
     assert shown.code == 0
-    path = write(tmp_path, shown.out)
+    path = write_config(tmp_path, shown.out)
     assert instar("config", "check", path).code == 0
     assert instar("config", "show", path).out == shown.out
     assert instar("config", "show", path, "--json").json == yaml.safe_load(shown.out)

@@ -17,18 +17,17 @@ from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, Json, Reward, Score
 from tests.unit.data.builders import RUN, add_group, add_session, begin
 
-from .conftest import Instar, Small
+from .conftest import Instar, SmallRun
 
 
 @pytest.fixture
-def run(small_run: Small, tmp_path: Path) -> Small:
+def run(small_run: SmallRun, tmp_path: Path) -> SmallRun:
     folder = tmp_path / "copy"
     shutil.copytree(small_run.folder, folder)
-    return Small(folder, small_run.sessions)
+    return SmallRun(folder, small_run.sessions)
 
 
 def length_rule(task: Json, transcript: Transcript, scale: float = 1.0) -> float:
-    """A module with a rule for rescoring."""
     return scale * len(transcript.calls)
 
 
@@ -36,11 +35,11 @@ def broken_rule(task: Json, transcript: Transcript) -> float:
     raise ValueError("I cannot tell")
 
 
-def test_sessions_can_be_tagged_listed_by_tag_and_untagged(instar: Instar, run: Small) -> None:
-    done = instar(
+def test_sessions_can_be_tagged_listed_by_tag_and_untagged(instar: Instar, run: SmallRun) -> None:
+    tagged = instar(
         "sessions", "tag", run.folder, "quality=low", "--status", "failed", "--reason", "fell", "--json"
     )
-    assert done.json == {"tagged": 1}
+    assert tagged.json == {"tagged": 1}
     assert instar("sessions", "tag", run.folder, "untrainable", run.sessions["waiting"]).code == 0
     (row,) = instar("sessions", "ls", run.folder, "--tag", "quality=low", "--json").json
     assert row["session_id"] == run.sessions["failed"]
@@ -56,15 +55,15 @@ def test_sessions_can_be_tagged_listed_by_tag_and_untagged(instar: Instar, run: 
     assert "no session nobody" in instar("sessions", "tag", run.folder, "quality", "nobody").err
 
 
-def test_sessions_ls_pages_are_contiguous(instar: Instar, run: Small) -> None:
-    everything = instar("sessions", "ls", run.folder, "--json").json
+def test_sessions_ls_pages_are_contiguous(instar: Instar, run: SmallRun) -> None:
+    all_rows = instar("sessions", "ls", run.folder, "--json").json
     newest = instar("sessions", "ls", run.folder, "--limit", "5", "--json").json
     older = instar("sessions", "ls", run.folder, "--before", newest[0]["number"], "--json").json
-    assert older + newest == everything
+    assert older + newest == all_rows
     assert f"--before {newest[0]['number']}" in instar("sessions", "ls", run.folder, "--limit", "5").err
 
 
-def test_sessions_can_be_filtered_by_reward_and_time(instar: Instar, run: Small) -> None:
+def test_sessions_can_be_filtered_by_reward_and_time(instar: Instar, run: SmallRun) -> None:
     def count(*options: str) -> int:
         return len(instar("sessions", "ls", run.folder, "--json", *options).json)
 
@@ -76,7 +75,7 @@ def test_sessions_can_be_filtered_by_reward_and_time(instar: Instar, run: Small)
     assert "allowed: agent, rule, judge" in instar("sessions", "ls", run.folder, "--source", "mother").err
 
 
-def test_plan_shows_the_next_batch_with_reasons(instar: Instar, run: Small) -> None:
+def test_plan_shows_the_next_batch_with_reasons(instar: Instar, run: SmallRun) -> None:
     plan = instar("plan", run.folder, "--json").json
     assert (plan["step"], plan["version"], plan["ready"]) == (2, 0, False)
     (group,) = plan["groups"]
@@ -90,7 +89,7 @@ def test_plan_shows_the_next_batch_with_reasons(instar: Instar, run: Small) -> N
     assert {sample["reason"] for sample in group["samples"]} == {"untrainable", "failed"}
 
 
-def test_curate_reports_findings_and_tags_with_apply(instar: Instar, run: Small) -> None:
+def test_curate_reports_findings_and_tags_with_apply(instar: Instar, run: SmallRun) -> None:
     report = instar("curate", run.folder, "--json").json
     assert report["sessions"] == 8
     by_check = {finding["check"]: finding for finding in report["findings"]}
@@ -106,7 +105,7 @@ def test_curate_reports_findings_and_tags_with_apply(instar: Instar, run: Small)
 
 @pytest.fixture
 def grouped_run(tmp_path: Path) -> Path:
-    """A run with identical replies; of its complete groups only the last has equal rewards."""
+    """Create a run with identical replies. Of its complete groups, only the last has equal rewards."""
     config = RunConfig(name=RUN, dir=tmp_path / "grouped_run")
     RunFolder(config.run_dir).create(config)
 
@@ -128,15 +127,17 @@ def grouped_run(tmp_path: Path) -> Path:
     return config.run_dir
 
 
-@pytest.mark.parametrize("chosen", [(), ("--reward-min", "1"), ("--limit", "9")])
-def test_curate_checks_complete_groups(instar: Instar, grouped_run: Path, chosen: tuple[str, ...]) -> None:
-    report = instar("curate", grouped_run, "--check", "zero_signal", *chosen, "--json").json["findings"]
+@pytest.mark.parametrize("options", [(), ("--reward-min", "1"), ("--limit", "9")])
+def test_curate_checks_complete_groups(instar: Instar, grouped_run: Path, options: tuple[str, ...]) -> None:
+    report = instar("curate", grouped_run, "--check", "zero_signal", *options, "--json").json["findings"]
     (finding,) = report
     retried = f"{RUN}/train/000004"
     assert finding["session_ids"] == [f"{retried}:0.1", f"{retried}:1.0"], "the first attempt is superseded"
-    same = instar("curate", grouped_run, "--check", "identical", *chosen, "--json").json["findings"]
-    assert not {"000002", "000003"} & {finding["value"][-6:] for finding in same}, "they are under way"
-    assert all(finding["numbers"] == {"share": 1.0} for finding in same)
+    findings = instar("curate", grouped_run, "--check", "identical", *options, "--json").json["findings"]
+    assert not {"000002", "000003"} & {finding["value"][-6:] for finding in findings}, (
+        "incomplete groups are not checked"
+    )
+    assert all(finding["numbers"] == {"share": 1.0} for finding in findings)
 
 
 def test_curate_tags_only_selected_sessions(instar: Instar, grouped_run: Path) -> None:
@@ -150,7 +151,7 @@ def test_curate_tags_only_selected_sessions(instar: Instar, grouped_run: Path) -
 RULE = "{type: rule, function: 'tests.unit.cli.test_curation:length_rule', args: {scale: 10}}"
 
 
-def opinions(run: Small, session_id: str) -> tuple[list[Reward], list[Score]]:
+def read_rewards_and_scores(run: SmallRun, session_id: str) -> tuple[list[Reward], list[Score]]:
     async def read() -> tuple[list[Reward], list[Score]]:
         store = SqliteStore(run.folder / "store.db", read_only=True)
         try:
@@ -161,44 +162,46 @@ def opinions(run: Small, session_id: str) -> tuple[list[Reward], list[Score]]:
     return asyncio.run(read())
 
 
-def test_rescore_keeps_earlier_rewards_and_scores_once(instar: Instar, run: Small) -> None:
-    (tally,) = instar("rescore", run.folder, "--reward", RULE, "--channel", "train", "--json").json.values()
-    assert (tally["scored"], tally["fallback"], tally["skipped"]) == (5, 0, 0)
-    rewards, (score,) = opinions(run, run.sessions["trained"])
+def test_rescore_keeps_earlier_rewards_and_scores_once(instar: Instar, run: SmallRun) -> None:
+    (counts,) = instar("rescore", run.folder, "--reward", RULE, "--channel", "train", "--json").json.values()
+    assert (counts["scored"], counts["fallback"], counts["skipped"]) == (5, 0, 0)
+    rewards, (score,) = read_rewards_and_scores(run, run.sessions["trained"])
     assert [reward.value for reward in rewards] == [1.0, 20.0]
     assert rewards[1].scorer.endswith("length_rule")
     assert score.scorer.startswith(rewards[1].scorer)
     (again,) = instar("rescore", run.folder, "--reward", RULE, "--json").json.values()
-    assert (again["scored"], again["skipped"]) == (2, 5), "those of the other channel are left"
+    assert (again["scored"], again["skipped"]) == (2, 5), (
+        "the sessions of the other channel were not scored yet"
+    )
 
 
-def test_rescore_resumes_after_an_interruption(instar: Instar, run: Small) -> None:
+def test_rescore_resumes_after_an_interruption(instar: Instar, run: SmallRun) -> None:
     instar("rescore", run.folder, "--reward", RULE, "--json")
     with sqlite3.connect(run.folder / "store.db") as database:
         database.execute("DELETE FROM scores WHERE session_id = ?", (run.sessions["after"],))
         database.execute("DELETE FROM rewards WHERE reward_id LIKE ?", (run.sessions["after"] + "%",))
     database.close()
-    (tally,) = instar("rescore", run.folder, "--reward", RULE, "--json").json.values()
-    assert (tally["scored"], tally["skipped"]) == (1, 6)
+    (counts,) = instar("rescore", run.folder, "--reward", RULE, "--json").json.values()
+    assert (counts["scored"], counts["skipped"]) == (1, 6)
 
 
-def test_rescore_failure_keeps_existing_rewards(instar: Instar, run: Small, tmp_path: Path) -> None:
+def test_rescore_failure_keeps_existing_rewards(instar: Instar, run: SmallRun, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     rule = "tests.unit.cli.test_curation:broken_rule"
     other.write_text(f"name: other\nreward: {{type: rule, function: '{rule}'}}\nscoring: {{retries: 0}}\n")
     session = run.sessions["trained"]
-    (tally,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
-    assert (tally["scored"], tally["fallback"]) == (0, 1)
-    assert "I cannot tell" in next(iter(tally["reasons"]))
-    before = opinions(run, session)
+    (counts,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    assert (counts["scored"], counts["fallback"]) == (0, 1)
+    assert "I cannot tell" in next(iter(counts["reasons"]))
+    before = read_rewards_and_scores(run, session)
     assert [reward.value for reward in before[0]] == [1.0]
-    assert before[1] == [], "as of a session that no scorer gave up on: it may be trained on"
+    assert before[1] == [], "no failed score is stored, so the session can be trained on"
     (again,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
     assert (again["fallback"], again["skipped"]) == (1, 0)
     other.write_text(other.read_text().replace("retries: 0", "retries: 0, fallback: 0.25"))
-    (valued,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
-    assert valued["fallback"] == 1
-    rewards, (score,) = opinions(run, session)
+    (with_fallback,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    assert with_fallback["fallback"] == 1
+    rewards, (score,) = read_rewards_and_scores(run, session)
     assert [reward.value for reward in rewards] == [1.0, 0.25]
     assert score.reason is not None
     assert "I cannot tell" in score.reason

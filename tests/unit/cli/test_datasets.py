@@ -37,11 +37,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_exported_sessions_can_be_imported(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
-    out = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--json").json
-    assert out["counts"]["sessions"] == 8
-    assert out["path"] == str(tmp_path / "out")
-    brought = instar("sessions", "import", tmp_path / "out", "--run", "copy", "--json").json
-    assert (brought["run_dir"], brought["sessions"]) == ("runs/copy", 8)
+    output = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--json").json
+    assert output["counts"]["sessions"] == 8
+    assert output["path"] == str(tmp_path / "out")
+    imported = instar("sessions", "import", tmp_path / "out", "--run", "copy", "--json").json
+    assert (imported["run_dir"], imported["sessions"]) == ("runs/copy", 8)
     again = instar("sessions", "import", tmp_path / "out", "--into", "runs/copy", "--json").json
     assert again["unchanged"] == 8
     ids = [
@@ -52,8 +52,8 @@ def test_exported_sessions_can_be_imported(instar: Instar, run_dir: Path, tmp_pa
     shown = [instar("sessions", "show", folder, "s1-0", "--json").json for folder in (run_dir, "runs/copy")]
     assert shown[0] == shown[1]
     again = instar("sessions", "export", "runs/copy", "--to", tmp_path / "again", "--json").json
-    # Only the run is another one: its name stands in every row.
-    assert again["counts"] == out["counts"]
+    # The content hash differs, because every row contains the name of the run.
+    assert again["counts"] == output["counts"]
 
 
 def test_lone_surrogate_can_be_shown_and_curated(instar: Instar, run_dir: Path) -> None:
@@ -63,7 +63,7 @@ def test_lone_surrogate_can_be_shown_and_curated(instar: Instar, run_dir: Path) 
 
 
 def test_export_applies_filters(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
-    out = instar(
+    output = instar(
         "sessions",
         "export",
         run_dir,
@@ -75,24 +75,24 @@ def test_export_applies_filters(instar: Instar, run_dir: Path, tmp_path: Path) -
         "train",
         "--json",
     ).json
-    assert out["filters"] == {"channel": "train", "reward_min": 1.0}
-    assert out["counts"]["sessions"] == 3
+    assert output["filters"] == {"channel": "train", "reward_min": 1.0}
+    assert output["counts"]["sessions"] == 3
 
 
 def test_dataset_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     first = instar("sessions", "export", run_dir, "--as", "golden", "--json").json
     assert (first["dataset"], first["version"]) == ("golden", 1)
     assert instar("sessions", "export", run_dir, "--as", "golden", "--json").json["version"] == 1
-    good = instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1", "--json").json
-    assert good["version"] == 2
-    assert Path(good["path"]).parent == tmp_path / "runs" / "datasets"
+    rewarded = instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1", "--json").json
+    assert rewarded["version"] == 2
+    assert Path(rewarded["path"]).parent == tmp_path / "runs" / "datasets"
     rows = instar("datasets", "ls", "--json").json
     assert [(row["name"], row["version"]) for row in rows] == [("golden", 1), ("golden", 2)]
     assert "golden@2" in instar("datasets", "ls").out
     assert instar("datasets", "show", "golden@1", "--json").json["manifest"]["hash"] == first["hash"]
     assert instar("datasets", "add", "other", first["path"], "--json").json["version"] == 1
     assert instar("datasets", "rm", "golden@1", "--files", "--json").json == {"removed": ["golden@1"]}
-    assert Path(first["path"]).is_dir(), "another name has the same folder"
+    assert Path(first["path"]).is_dir(), "another dataset uses the same folder"
     instar("datasets", "rm", "other", "--files")
     assert not Path(first["path"]).exists()
     result = instar("datasets", "show", "golden@1")
@@ -120,7 +120,7 @@ def test_resumed_run_keeps_dataset_versions_in_order(instar: Instar, run_dir: Pa
         return RunConfig.model_validate({"name": "next", "data": data})
 
     def sources(config: RunConfig) -> list[str]:
-        return [each.source for each in config.data]
+        return [section.source for section in config.data]
 
     instar("sessions", "export", run_dir, "--as", "golden")
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
@@ -129,11 +129,11 @@ def test_resumed_run_keeps_dataset_versions_in_order(instar: Instar, run_dir: Pa
     assert sources(pinned) == ["dataset:golden@2", "dataset:golden@1"]
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-max", "0")
     assert asyncio.run(pin_data(both, previous=pinned.data)) == pinned
-    turned = config_with("dataset:golden@1", "dataset:golden")
-    again = asyncio.run(pin_data(turned, previous=pinned.data))
+    swapped = config_with("dataset:golden@1", "dataset:golden")
+    again = asyncio.run(pin_data(swapped, previous=pinned.data))
     assert sources(again) == ["dataset:golden@1", "dataset:golden@2"]
     other = asyncio.run(pin_data(config_with("dataset:golden@3"), previous=pinned.data))
-    assert sources(other) == ["dataset:golden@3"], "the config names another version"
+    assert sources(other) == ["dataset:golden@3"], "the config requests a different version"
 
 
 @pytest.mark.parametrize("other", ["dataset:golden@1", "./out"])
@@ -148,10 +148,11 @@ def test_same_dataset_twice_is_rejected(instar: Instar, run_dir: Path, other: st
 def test_dataset_folder_matches_format_and_samples(instar: Instar, run_dir: Path) -> None:
     options = [(), ("--format", "parquet"), ("--samples",), ()]
     exports = [
-        instar("sessions", "export", run_dir, "--as", "golden", *each, "--json").json for each in options
+        instar("sessions", "export", run_dir, "--as", "golden", *arguments, "--json").json
+        for arguments in options
     ]
-    assert {each["version"] for each in exports} == {1}, "the content is the same"
-    names = [sorted(file.name for file in Path(each["path"]).iterdir()) for each in exports]
+    assert {export["version"] for export in exports} == {1}, "the content is the same"
+    names = [sorted(file.name for file in Path(export["path"]).iterdir()) for export in exports]
     assert "calls.jsonl" in names[0]
     assert "calls.parquet" in names[1]
     assert "samples.jsonl" in names[2]
@@ -170,8 +171,8 @@ def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path,
         await store.close()
 
     asyncio.run(write())
-    out = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--samples")
-    assert (out.code, out.err) == (0, "")
+    output = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--samples")
+    assert (output.code, output.err) == (0, "")
     lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if line]
     (row,) = [row for row in rows if row["session_id"] == "bare"]
@@ -188,7 +189,7 @@ def test_missing_dataset_is_reported(instar: Instar, run_dir: Path) -> None:
 def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     instar("sessions", "export", run_dir, "--to", tmp_path / "sft", "--format", "sft", "--reward-min", "1")
     rows = [json.loads(line) for line in (tmp_path / "sft" / "messages.jsonl").read_text().splitlines()]
-    assert len(rows) == 3, "the best of each group; a scorer gave up on the one that a person liked"
+    assert len(rows) == 3, "one session of each group; the session with a failed score is excluded"
     assert rows[1]["messages"][2]["tool_calls"][0]["function"] == {"name": "search", "arguments": {"q": "ä"}}
     assert json.loads(rows[1]["tools"])[0]["function"]["name"] == "search"
     completions = (tmp_path / "sft" / "prompt_completion.jsonl").read_text().splitlines()

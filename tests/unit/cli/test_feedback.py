@@ -22,7 +22,7 @@ from tests.unit.cli.conftest import Instar
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """A run with one call of a model with the tiny tokenizer."""
+    """Create a run with one call of a model that has the tiny tokenizer."""
     folder = tmp_path / "model"
     tokenizer = make_tiny_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -31,11 +31,11 @@ def config(tmp_path: Path) -> RunConfig:
         {"name": "rated", "dir": tmp_path / "run", "model": {"name": str(folder)}}
     )
     RunFolder(config.run_dir).create(config)
-    asyncio.run(_fill(config, tokenizer))
+    asyncio.run(fill_store(config, tokenizer))
     return config
 
 
-async def _fill(config: RunConfig, tokenizer: Any) -> None:
+async def fill_store(config: RunConfig, tokenizer: Any) -> None:
     def ids(text: str) -> Any:
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
@@ -62,7 +62,7 @@ async def _fill(config: RunConfig, tokenizer: Any) -> None:
     await store.close()
 
 
-async def _kept(config: RunConfig) -> tuple[list[Reward], list[Feedback]]:
+async def read_rewards_and_corrections(config: RunConfig) -> tuple[list[Reward], list[Feedback]]:
     store: Store = open_store(config)
     try:
         return await store.rewards("s-1"), await store.corrections("rated", 0, 10)
@@ -77,7 +77,7 @@ def test_feedback_thumb_becomes_a_reward(instar: Instar, config: RunConfig) -> N
     assert result.code == 0, result.err
     assert "reward 1" in result.out
     instar("feedback", config.run_dir, "--call", "c-1", "--down")
-    rewards, _ = asyncio.run(_kept(config))
+    rewards, _ = asyncio.run(read_rewards_and_corrections(config))
     assert [(reward.value, reward.call_id) for reward in rewards] == [(1.0, None), (0.0, "c-1")]
     rows = instar("feedback", config.run_dir, "ls", "--json").json
     assert [(row["thumbs"], row["text"], row["author"]) for row in rows] == [(1, "nice", "Ada"), (-1, "", "")]
@@ -91,7 +91,7 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
     result = instar("feedback", config.run_dir, *arguments)
     assert "will be trained on" in result.out, result.err
     assert "Already recorded" in instar("feedback", config.run_dir, *arguments).out
-    _, (correction,) = asyncio.run(_kept(config))
+    _, (correction,) = asyncio.run(read_rewards_and_corrections(config))
     assert correction.correction_ids is not None
     assert make_tiny_tokenizer().decode(correction.correction_ids.tolist()) == "Hello.<|im_end|>"
     other = instar(

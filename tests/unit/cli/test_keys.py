@@ -1,4 +1,4 @@
-"""`instar keys` on a small run: create, list, revoke, and its failures."""
+"""`instar keys` on a small run: create, list and revoke keys, and the errors."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def test_keys_create_for_agent_and_admin(instar: Instar, config: RunConfig) -> N
     assert len(instar("keys", "ls", config.run_dir, "--json").json) == 2
 
 
-@pytest.mark.parametrize("how", ["key", "name", "hash"])
-def test_keys_revoke_by_value_name_or_hash(instar: Instar, config: RunConfig, how: str) -> None:
+@pytest.mark.parametrize("identifier_kind", ["key", "name", "hash"])
+def test_keys_revoke_by_value_name_or_hash(instar: Instar, config: RunConfig, identifier_kind: str) -> None:
     created = instar("keys", "create", config.run_dir, "--name", "laptop", "--json").json
     other = instar("keys", "create", config.run_dir, "--json").json
-    identifier = {"key": created["key"], "name": "laptop", "hash": created["key_hash"][:12]}[how]
+    identifier = {"key": created["key"], "name": "laptop", "hash": created["key_hash"][:12]}[identifier_kind]
     assert instar("keys", "revoke", config.run_dir, identifier, "--json").json == {"revoked": 1}
     revoked = {
         row["key_hash"]: row["revoked_at"] for row in instar("keys", "ls", config.run_dir, "--json").json
     }
     assert revoked[created["key_hash"]] is not None
     assert revoked[other["key_hash"]] is None
-    failed(instar("keys", "revoke", config.run_dir, identifier), "No key was revoked")
+    assert_fails(instar("keys", "revoke", config.run_dir, identifier), "No key was revoked")
 
 
-def failed(result: Result, expected: str) -> None:
+def assert_fails(result: Result, expected: str) -> None:
     assert result.code == 1
     assert expected in result.err
     assert "Traceback" not in result.err
@@ -72,10 +72,10 @@ def failed(result: Result, expected: str) -> None:
 
 def test_keys_mistakes_are_explained(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
     instar("keys", "create", config.run_dir, "--name", "laptop")
-    failed(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' exists")
-    failed(
+    assert_fails(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' exists")
+    assert_fails(
         instar("keys", "create", config.run_dir, "--admin", "--agent", "x"),
         "--admin and --agent exclude each other",
     )
-    failed(instar("keys", "revoke", config.run_dir, ""), "No key was revoked")
-    failed(instar("keys", "ls", tmp_path / "nowhere"), "nowhere")
+    assert_fails(instar("keys", "revoke", config.run_dir, ""), "No key was revoked")
+    assert_fails(instar("keys", "ls", tmp_path / "nowhere"), "nowhere")

@@ -27,7 +27,7 @@ def run_dir(tmp_path: Path) -> Path:
     return copy_previous_run(tmp_path / "copy")
 
 
-def query(run_dir: Path, read: Callable[[Store], Awaitable[T]]) -> T:
+def read_store(run_dir: Path, read: Callable[[Store], Awaitable[T]]) -> T:
     async def open_and_read() -> T:
         async with open_run_store(run_dir) as (_, store):
             return await read(store)
@@ -51,7 +51,7 @@ def test_previous_store_has_its_sessions_calls_and_rewards(run_dir: Path) -> Non
         assert rewards[RATED][-1].value == 1.0
         assert await store.score_counts(RUN_ID) == {"previous_run:score": {"scored": 32}}
 
-    query(run_dir, read)
+    read_store(run_dir, read)
 
 
 def test_previous_store_has_its_feedback_and_tags(run_dir: Path) -> None:
@@ -71,7 +71,7 @@ def test_previous_store_has_its_feedback_and_tags(run_dir: Path) -> None:
             UNTRAINABLE: [("untrainable", "")],
         }
 
-    query(run_dir, read)
+    read_store(run_dir, read)
 
 
 def test_previous_store_has_its_steps_claims_and_policies(run_dir: Path) -> None:
@@ -95,7 +95,7 @@ def test_previous_store_has_its_steps_claims_and_policies(run_dir: Path) -> None
         assert [(policy.version, step) for policy, step in policies] == [(1, 1), (2, 2)]
         return [policy.artifact for policy, _ in policies]
 
-    artifacts = query(run_dir, read)
+    artifacts = read_store(run_dir, read)
     assert all(artifact.path and Path(artifact.path).is_dir() for artifact in artifacts)
     assert read_trainer_state(checkpoint_path(run_dir, 2)).step == 2
 
@@ -111,7 +111,7 @@ def test_previous_calls_have_the_hashes_that_requests_are_compared_by(run_dir: P
             chain = hasher.hash_messages([*call.messages, call.reply], call.tools)
             assert call.digests == chain.pack(start)
 
-    query(run_dir, read)
+    read_store(run_dir, read)
 
 
 def test_commands_read_the_previous_run(instar: Instar, run_dir: Path) -> None:

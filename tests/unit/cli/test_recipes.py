@@ -1,4 +1,4 @@
-"""The recipes are valid as they are, and those for cloud services match the demo."""
+"""All recipes are valid, and the recipes for cloud services match the demo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.cli.conftest import Instar
 FOLDER = Path(__file__).parents[3] / "recipes"
 BACKENDS = {"local": "local", **{name: name for name in SERVICES}, "vllm": "local", "ray": "local"}
 """Recipes that train the demo's run, with their backend."""
-OWN = {"name", "backend", "engine", "store", "cluster"}
+DIFFERENT_SETTINGS = {"name", "backend", "engine", "store", "cluster"}
 """Settings in which a recipe may differ from the demo."""
 
 
@@ -23,10 +23,12 @@ def test_cloud_recipe_matches_the_demo(name: str, instar: Instar) -> None:
     shown = instar("config", "show", FOLDER / f"{name}.yaml", "--json").json
     assert shown["name"] == f"demo-{name}"
     assert shown["backend"]["type"] == BACKENDS[name]
-    assert {key: shown[key] for key in shown.keys() - OWN} == {key: demo[key] for key in demo.keys() - OWN}
+    assert {key: shown[key] for key in shown.keys() - DIFFERENT_SETTINGS} == {
+        key: demo[key] for key in demo.keys() - DIFFERENT_SETTINGS
+    }
 
 
-def check(instar: Instar, name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Json:
+def check_recipe(instar: Instar, name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Json:
     for service in SERVICES.values():
         monkeypatch.setenv(service.key_env, f"{(*service.key_prefixes, '')[0]}a-key-of-the-tests")
         monkeypatch.delenv(service.url_env, raising=False)
@@ -37,14 +39,14 @@ def check(instar: Instar, name: str, monkeypatch: pytest.MonkeyPatch, *options: 
     "name", sorted(recipe.stem for recipe in FOLDER.glob("*.yaml") if recipe.stem != "mint")
 )
 def test_recipe_passes_config_check(name: str, instar: Instar, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = check(instar, name, monkeypatch)
+    report = check_recipe(instar, name, monkeypatch)
     assert report["ok"], report["mistakes"]
 
 
 def test_mint_recipe_needs_only_its_environment(
     instar: Instar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """tests/integration/backends runs it in that environment."""
+    """tests/integration/backends runs the recipe in that environment."""
     python = tmp_path / "mint-env" / "bin" / "python"
-    (mistake,) = check(instar, "mint", monkeypatch, "--set", f"backend.python={python}")["mistakes"]
+    (mistake,) = check_recipe(instar, "mint", monkeypatch, "--set", f"backend.python={python}")["mistakes"]
     assert mistake == f"backend.python: given {str(python)!r}; it cannot be run: No such file or directory"
