@@ -77,7 +77,7 @@ def _start(command: list[str]) -> int:
 
 def _wait(child: int, watched: list[int], seconds: float | None) -> int | None:
     """Return the child's status, or None if the child still runs after ``seconds`` or after the parent's
-    exit. ``watched`` lists the pipe that is written to when a child exits, and optionally the one of the
+    exit. ``watched`` lists the pipe that is written to when a child exits, and optionally the pipe from the
     parent."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""The interface of a cluster: it starts the roles of a run, watches them and restarts them.
+"""The interface of a cluster: the processes that run the roles of a run.
 
 Each role is a process. A role that dies is restarted after a delay that grows with every restart. The run
 fails if a role keeps dying, or exits with a code that means that a restart would not help.
@@ -81,7 +81,8 @@ class Cluster(ABC):
         """Start a role, restart it whenever it dies, and return its handle."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Return the host on which a role with the setting ``host`` listens, for messages."""
+        """Return a text for messages that describes where a role listens whose configured host is
+        ``host``."""
         return host
 
     async def wait(self, name: str) -> int:
@@ -97,7 +98,7 @@ class Cluster(ABC):
             self.failure.result()
 
     def fail(self, error: Exception) -> None:
-        """Mark the run as failed; only the first error counts."""
+        """Mark the run as failed. Only the first error is kept."""
         if not self.failure.done():
             self.failure.set_exception(error)
 

@@ -28,6 +28,7 @@ class RoleContext:
         self.name: str = arguments.name or role
         self.folder = folder
         self.config: RunConfig = folder.read_config()
+        self.run_id = self.policy_id = self.config.name
         self.arguments = arguments
         self.url = os.environ.get(ROLE_URL_ENV, "")
         """The URL at which other roles reach this role, or an empty string if the role does not listen."""
@@ -35,14 +36,6 @@ class RoleContext:
         """Set when the role should exit soon."""
         self.drain = asyncio.Event()
         """Set when the role should accept no new work and exit after its current work."""
-
-    @property
-    def run_id(self) -> str:
-        return self.config.name
-
-    @property
-    def policy_id(self) -> str:
-        return self.config.name
 
     def socket(self) -> socket.socket:
         return socket.socket(fileno=self.arguments.fd)

@@ -44,8 +44,8 @@ class RoleStatus(msgspec.Struct):
     role: str
     name: str
     state: str
-    """``starting``, ``running``, ``draining``, ``stopping``, ``stopped`` by the user, ``ended`` by itself,
-    ``failed``, or ``down`` if the run is not running."""
+    """One of ``starting``, ``running``, ``draining``, ``stopping``, ``stopped`` (by the user), ``ended`` (by
+    itself), ``failed``, and ``down`` (the run is not running)."""
     pid: int = 0
     doing: str = ""
     address: str = ""
@@ -161,7 +161,7 @@ class RoleController:
             self._held.setdefault(role.name, asyncio.Event())
 
     def _refusal(self, role: RoleHandle) -> str:
-        """Return the reason for which the role can no longer be started, or an empty string."""
+        """Return the reason that prevents a new start of the role, or an empty string."""
         if self._is_ending:
             return "the run is ending"
         is_replaced = self.cluster.roles.get(role.name) is not role
@@ -215,7 +215,7 @@ async def serve_control_socket(control: RoleController, path: Path) -> AsyncGene
 
 @contextmanager
 def _bind_socket(path: Path) -> Generator[socket.socket]:
-    """Bind a socket at ``path`` and yield it. If the path is too long for a socket, it becomes a link."""
+    """Bind a socket at ``path`` and yield it. A path that is too long for a socket becomes a link."""
     path.unlink(missing_ok=True)
     with ExitStack() as resources:
         listener = resources.enter_context(socket.socket(socket.AF_UNIX))

@@ -32,8 +32,8 @@ def open_dataset_index_in(runs_folder: Path) -> Store:
 
 
 async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> RunConfig:
-    """Return the config with each dataset pinned to a version and a content hash. They are taken from
-    ``previous``, the data of the run that is resumed, and otherwise are the current ones."""
+    """Return the config with each dataset pinned to a version and a content hash. A resumed run keeps the
+    versions of ``previous``, the data in its config; other runs use the current versions."""
     if all(section.is_live for section in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)
@@ -60,8 +60,8 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """Return, by index, what each section was when the run started: the section with the same source, or with
-    the version that a name without a version resolved to. If several sections match, the one with the same
+    """Return, by index, the previous section that matches each section: it has the same source, or the
+    version to which a name without a version was resolved. If several sections match, the one with the same
     index is used."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))

@@ -229,7 +229,7 @@ async def _start_with_secrets(
 
 
 async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> None:
-    """Wait until every process of these roles answers."""
+    """Wait until every process of the ``roles`` answers."""
     import aiohttp
 
     deadline = time.monotonic() + timeout

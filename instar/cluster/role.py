@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import uvloop
+
 from instar.cluster.base import DRAIN_SIGNAL, EXIT_FATAL, EXIT_STOPPED
 from instar.cluster.context import RoleContext
 from instar.cluster.layout import RunFolder
@@ -48,7 +50,7 @@ def main() -> None:
     folder = RunFolder(arguments.run_dir)
     try:
         lock = folder.lock(arguments.name or arguments.role)
-        code = _run(arguments.role, folder, arguments)
+        code = uvloop.run(_run(arguments.role, folder, arguments))
         os.close(lock)
     except (EngineUnavailable, StoreFull):
         # These errors may be temporary. Exit code 1 makes the supervisor restart the role.
@@ -63,22 +65,16 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
-    import uvloop
-
+async def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> int:
     run_role: Callable[[RoleContext], Awaitable[None]] = load_object(ROLES[role])
-
-    async def run() -> int:
-        context = RoleContext(role, folder, arguments)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, context.stop.set)
-        loop.add_signal_handler(DRAIN_SIGNAL, context.drain.set)
-        await run_role(context)
-        # The supervisor knows if the run itself sent the signal.
-        return EXIT_STOPPED if context.stop.is_set() or context.drain.is_set() else 0
-
-    return uvloop.run(run())
+    context = RoleContext(role, folder, arguments)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, context.stop.set)
+    loop.add_signal_handler(DRAIN_SIGNAL, context.drain.set)
+    await run_role(context)
+    # The supervisor knows if the run itself sent the signal.
+    return EXIT_STOPPED if context.stop.is_set() or context.drain.is_set() else 0
 
 
 def _watch_lifeline(lifeline: int) -> None:

@@ -135,9 +135,9 @@ def _trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
 def compute_token_scales(
     samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
 ) -> list[Floats]:
-    """Return for each sample the scaled value of an advantage of 1 on each trained token. Terms that are
-    added to the advantages later are multiplied by these scales. If ``should_reweight``, the scales include
-    the weights of `reweight_truncated_sampling`."""
+    """Return an array for each sample with the scaled value of an advantage of 1 on each trained token. Terms
+    that are added to the advantages later are multiplied by these scales. If ``should_reweight``, the scales
+    include the weights of `reweight_truncated_sampling`."""
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
     if should_reweight:
         ones = [reweight_truncated_sampling(sample) for sample in ones]

@@ -1,4 +1,4 @@
-"""Claims record what training does with each sample: a step trains it, or it is dropped for a reason."""
+"""Claims record what training does with each sample: each is trained in a step, or dropped for a reason."""
 
 from __future__ import annotations
 

@@ -73,11 +73,10 @@ class GroupLoader:
     async def exclude_untrainable(self, groups: Sequence[LoadedGroup]) -> list[LoadedGroup]:
         ids = [loaded.session.session_id for group in groups for loaded in group.sessions]
         tags = await self.store.tags(ids)
-        untrainable = {
-            session_id
-            for session_id, session_tags in tags.items()
-            if any(tag.name == UNTRAINABLE for tag in session_tags)
+        tag_names = {
+            session_id: {tag.name for tag in session_tags} for session_id, session_tags in tags.items()
         }
+        untrainable = {session_id for session_id, names in tag_names.items() if UNTRAINABLE in names}
         return [group.exclude(untrainable) for group in groups] if untrainable else list(groups)
 
     async def _load_sessions(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:

@@ -33,7 +33,7 @@ class DataMixture:
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
-        """Return the exported groups for a step. No step has claimed them."""
+        """Return unclaimed groups of exported data for a step."""
         before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
         picked: list[ExportedGroup] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):

@@ -15,7 +15,8 @@ NGRAM_LENGTH = 4
 
 
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
-    """Return statistics of the rewards. Exported data is separate, because the policy did not sample it."""
+    """Return statistics of the rewards. Exported data is reported separately, because the policy did not
+    sample it."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
     data = {"data_reward_mean": _mean_reward(exported), "data_sessions": len(exported)} if exported else {}
@@ -84,7 +85,7 @@ def _sampled_tokens(samples: Sequence[Sample]) -> Ids:
 
 
 def _repetition(tokens: Ids) -> float:
-    """Return the share of n-grams that occur earlier in the tokens."""
+    """Return the share of n-grams that repeat an earlier n-gram."""
     count = len(tokens) - NGRAM_LENGTH + 1
     if count < 1:
         return 0.0

@@ -91,8 +91,6 @@ class _Connection(asyncio.Protocol):
             raise
         return response
 
-    # --- asyncio.Protocol callbacks ---------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._open_connections.add(self)
@@ -118,17 +116,13 @@ class _Connection(asyncio.Protocol):
             self._response = None
             response.finish()
         else:
-            incomplete = ClientPayloadError(
-                str(exc or "the connection closed before the end of the response")
-            )
+            incomplete = ClientPayloadError(str(exc or "the server closed the connection early"))
             self._fail(incomplete if response.status else ServerDisconnectedError())
 
     def _fail(self, error: Exception) -> None:
         response, self._response = self._response, None
         if response is not None:
             response.finish(error)
-
-    # --- httptools callbacks ----------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self._response is not None
@@ -215,8 +209,6 @@ class PlainResponse:
         if not self.closed:
             self.closed = True
             self._connection.transport.abort()
-
-    # --- called by the connection -----------------------------------------------------------------
 
     def start(self, status: int) -> None:
         self.status = status

@@ -20,8 +20,8 @@ MAX_DOUBLINGS = 32
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Delays between attempts, in seconds. The delay starts at ``first_delay`` and doubles up to
-    ``max_delay``. It is multiplied by a random factor from ``jitter``, so that many clients do not retry at
-    the same time."""
+    ``max_delay``. The delay is multiplied by a random factor from ``jitter``, so that many clients do not
+    retry at the same time."""
 
     first_delay: float = 0.25
     max_delay: float = 8.0

@@ -28,7 +28,6 @@ RecordMetrics = Callable[[str, int, Mapping[str, Any]], None]
 ReportProgress = Callable[[int, int], None]
 """Called with (finished tasks, all tasks)."""
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
-"""Returns the combined reward of a session, or None."""
 POLL_SECONDS = 0.1
 SCORING_GRACE_SECONDS = 60.0
 """Time that is added to the longest duration of a scorer, before tasks without a score count as failed."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
-"""Number of consecutive groups without any usable session after which the run fails."""
+"""Number of consecutive groups without a usable session after which the run fails."""
 
 
 class RolloutRunner:
@@ -160,7 +160,7 @@ class RolloutRunner:
         misconfigured. With the group policy `drop`, the run would never finish."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
             return
-        if results and all(result.is_lost for result in results):
+        if results and all(result.is_unusable for result in results):
             self._consecutive_failed_groups += 1
         else:
             self._consecutive_failed_groups = 0

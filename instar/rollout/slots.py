@@ -53,11 +53,11 @@ class SlotResult:
     session_id: str
     status: SessionStatus
     reason: str | None = None
-    """The reason for which the session failed, or for which a scorer did not score it."""
+    """The error that failed the session or its scoring, if any."""
     reward: float | None = None
 
     @property
-    def is_lost(self) -> bool:
+    def is_unusable(self) -> bool:
         """True if the session failed or has no reward."""
         failed = self.status is SessionStatus.FAILED
         return failed or (self.reason is not None and self.reward is None)

@@ -1,7 +1,8 @@
 """The JSON of Anthropic's Messages API.
 
-Requests list every known field and reject unknown ones, so that nothing an agent asks for is ignored
-silently. Responses list only the fields that are read and accept what providers leave out.
+Request types have every known field and reject unknown fields, so that no setting of an agent is silently
+ignored. Response types have only the fields that are read. Most of these fields are optional, because
+providers omit some.
 """
 
 from __future__ import annotations

@@ -208,8 +208,8 @@ class RayCluster(Cluster):
         actor.handle = self._ray.remote(RoleHost).options(**options).remote()
 
     def _required_node(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
-        """Return the node that the actor must run on, if any. If the store is a file, it is the node of this
-        process. A trainer must stay on its previous node, which has its checkpoints."""
+        """Return the node that the actor must run on, if any. If the store is a file, all actors run on the
+        node of this process. A trainer stays on its previous node, which has its checkpoints."""
         if isinstance(self.config.store, SqliteStoreConfig):
             this_node = self._ray.get_runtime_context().get_node_id()
             return next((node for node in nodes if node.node_id == this_node), None)
@@ -219,11 +219,12 @@ class RayCluster(Cluster):
         return next((node for node in reachable if node.host == actor.host), None)
 
     def _read_hosts(self) -> dict[str, str]:
-        """Return the last host of each role, also from earlier starts of this run."""
+        """Return the last host of each role, including hosts from earlier starts of this run."""
         return msgspec.json.decode(self._hosts.read_bytes()) if self._hosts.is_file() else {}
 
     async def _watch(self, actor: RoleActor) -> None:
-        """Watch the actor while it exists. It exists longer than its role, to keep the socket and the log."""
+        """Watch the actor until it is dismissed. The actor outlives its role, to keep the socket and the
+        log."""
         while actor.handle is not None:
             try:
                 await self._follow(actor)
@@ -294,7 +295,7 @@ class RayCluster(Cluster):
         actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
 
     def _end_if_stopping(self, actor: RoleActor) -> bool:
-        """If the role was told to exit while lost or being placed, mark it as exited. Return True in that
+        """Mark the role as exited if it was told to exit while it was lost or placed. Return True in that
         case."""
         if actor.is_stopping:
             self._dismiss(actor)

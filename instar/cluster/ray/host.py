@@ -1,4 +1,4 @@
-"""The actor that runs one role on its node, and what it exchanges with the driver.
+"""The actor that runs one role on its node, and the data that it exchanges with the driver.
 
 The driver polls the actor continuously. If the polls stop for too long, the actor kills its role, because the
 driver has then started the role on a different node.
@@ -93,7 +93,7 @@ class RoleHost:
         self._folder = RunFolder(Path())
         self._events: list[str] = []
         self._last_call = time.monotonic()
-        self._watchdog: asyncio.Task[None] | None = None
+        self._background_tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, spec: RoleSpec) -> PlacedRole:
         host = "127.0.0.1" if spec.is_single_machine else node_address()
@@ -101,7 +101,7 @@ class RoleHost:
         if listen is not None and is_loopback(listen[0]):
             listen = (host, listen[1])
         self._last_call = time.monotonic()
-        self._watchdog = asyncio.create_task(self._kill_without_driver(spec.driver_timeout))
+        self._background_tasks.add(asyncio.create_task(self._kill_without_driver(spec.driver_timeout)))
         self._name, self._folder = spec.name, RunFolder(spec.folder)
         shares = self._prepare_folder(spec)
         os.chdir(spec.cwd if spec.cwd.is_dir() else spec.folder)

@@ -1,4 +1,5 @@
-"""Games of TextArena: a task is a game and a seed. `instar.agents.textarena:play` plays it."""
+"""Games of TextArena. A task is a game and a seed, and the agent `instar.agents.textarena:play` plays the
+game."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ async def test_plain_client_raises_when_the_server_disconnects() -> None:
 
 async def test_plain_client_raises_for_invalid_http() -> None:
     async with serving(always(b"220 mail.example ESMTP\r\n")) as (client, _):
-        with pytest.raises(aiohttp.ClientPayloadError, match="not HTTP"):
+        with pytest.raises(aiohttp.ClientPayloadError, match="not valid HTTP"):
             await post(client)
 
 
