@@ -3,24 +3,24 @@
 InstarError
 ├── ConfigError        a setting is invalid; the message has its path and the allowed values
 ├── StoreError         the database rejected an operation
-│   ├── StoreNewer         written by a newer Instar
+│   ├── StoreNewer         a newer version of Instar wrote the database
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          the disk is full
 │   ├── LeaseLost          another process has taken over this process's role in the run
 │   └── ConflictError      a row that must be unique exists already (for example a sample claimed twice)
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
-│   ├── EngineUnavailable  it cannot be reached or is not ready: try again
+│   ├── EngineUnavailable  the engine cannot be reached or is not ready: try again
 │   └── PromptTooLong      prompt + reply exceed the model's context
 ├── BackendError       a training backend failed
-│   ├── NonFiniteError      a loss or gradient is not finite; the step was not applied
-│   ├── BackendUnavailable it cannot be reached, or did not answer within the deadline
-│   └── BackendLost        it no longer has the training session: load the last saved state, train again
+│   ├── NonFiniteError     a loss or gradient is not finite; the step was not applied
+│   ├── BackendUnavailable the backend cannot be reached, or exceeded the deadline
+│   └── BackendLost        the service lost the training session: load the last saved state and train again
 ├── DataError          exported data cannot be read, or does not match its manifest
 ├── SyncError          a policy could not be transferred to an engine
 ├── ScoreError         a scorer could not score a session
 ├── AgentError         an agent program failed
-│   └── AgentTimeout       it ran past its deadline
+│   └── AgentTimeout       the agent exceeded its deadline
 └── Interrupted        the user asked to stop
 """
 

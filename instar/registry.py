@@ -72,12 +72,12 @@ BUILTIN: dict[str, dict[str, str]] = {
 
 
 def list_names(kind: str) -> list[str]:
-    """Return all names of a kind, including those of other packages."""
+    """Return the names of all variants of a kind, including the variants of other packages."""
     return sorted({*BUILTIN[kind], *(e.name for e in entry_points(group=f"instar.{kind}"))})
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Import and return the class or function with this name."""
+    """Import and return the class or function of a variant."""
     if target := BUILTIN[kind].get(name):
         return load_object(target)
     for entry in entry_points(group=f"instar.{kind}", name=name):
@@ -86,9 +86,9 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def resolve_section(kind: str, section: Section) -> Any:
-    """Return the class or function for a section of the config: the one its ``type`` names, or a plugin."""
+    """Return the class or function that the ``type`` of a config section selects."""
     if not isinstance(section, PluginConfig):
-        return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has it
+        return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has a type
     return load_object(section.name) if ":" in section.name else resolve(kind, section.name)
 
 

@@ -26,7 +26,7 @@ app = new_app()
 @async_command
 async def create(
     run_dir: RunDir,
-    agent: Annotated[str | None, typer.Option(help="The agent. Default: the run's agent.")] = None,
+    agent: Annotated[str | None, typer.Option(help="Id of the agent. Default: the run's agent.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Create an admin key.")] = False,
     name: Annotated[str, typer.Option(help="A name to revoke the key by.")] = "",
     as_json: AsJson = False,

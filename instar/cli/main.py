@@ -89,7 +89,7 @@ def root_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command. An InstarError is printed as one message, without a traceback."""
+    """Run the command. Print an InstarError as one message without a traceback."""
     from instar.errors import InstarError
 
     try:

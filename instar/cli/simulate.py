@@ -45,11 +45,11 @@ DEFAULT_MAX_BATCH = 1024
 
 def simulate(
     file: ConfigFile,
-    engines: Annotated[int | None, typer.Option(min=1, help="Default: that of the YAML file.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: that of the YAML file.")] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="Number of engines. Default: the run's.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: the run's value.")] = None,
     workload: Annotated[Path | None, typer.Option(help="A file of sessions to replay.")] = None,
     measured: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use the times of a finished run.")
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Measure the timings of a finished run.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed. Default: the run's seed.")] = None,
     sweep: Annotated[bool, typer.Option(help="Search for a better number of engines and staleness.")] = True,

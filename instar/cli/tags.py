@@ -40,12 +40,15 @@ async def require_sessions(store: Store, run_id: str, session_ids: Sequence[str]
 async def tag_sessions(
     run_dir: RunDir,
     tag_name: Annotated[
-        str, typer.Argument(metavar="NAME[=VALUE]", help="The tag `untrainable` excludes from training.")
+        str,
+        typer.Argument(
+            metavar="NAME[=VALUE]", help="The tag to add. `untrainable` excludes a session from training."
+        ),
     ],
     filters: dict[str, Any],
     session_ids: SessionIds = None,
     reason: Annotated[str, typer.Option(help="The reason, stored with the tag.")] = "",
-    author: Annotated[str, typer.Option(help="Who sets the tag. Default: the user's name.")] = "",
+    author: Annotated[str, typer.Option(help="Name of the author. Default: the user's name.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Tag sessions, selected by id or by filters."""

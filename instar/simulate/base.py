@@ -13,8 +13,8 @@ from instar.simulate.sessions import SimulatedSession
 
 
 class EngineSpeed:
-    """The tokens per second of one engine, by the number of concurrent replies. The speed is linear between
-    the measured points and from the origin to the first point, and constant after the last point."""
+    """The tokens per second of one engine as a function of the number of concurrent replies. The function is
+    linear from the origin to the first point and between the points, and constant after the last point."""
 
     def __init__(self, points: dict[int, float]) -> None:
         self._sizes = [0, *sorted(points)]
@@ -50,7 +50,7 @@ class Workload:
     train_per_token: float
     publish: DistributionConfig
     crowding: float = 0.0
-    """Relative increase of the latency for every additional call in progress on the engine."""
+    """Relative increase of the latency for every other call in progress on the engine."""
     pause: float = 0.0
     failures: float = 0.0
     zero_signal: float = 0.0

@@ -123,16 +123,15 @@ class SimulatedPool:
             return
         self.update(engine)
         engine.is_up = False
-        running = [request for _, _, request in engine.running]
-        waiting = list(engine.waiting)
-        engine.running, engine.active, engine.next_event = [], 0, engine.next_event + 1
-        engine.waiting.clear()
+        running, waiting = engine.running, engine.waiting
+        engine.running, engine.waiting, engine.active = [], deque(), 0
+        engine.next_event += 1
         self._change_load(engine, -engine.load)
         self.clock.after(restart, lambda: self._restart(engine))
         for request in waiting:
             if not request.cancelled:
                 self.send(request, None)
-        for request in running:
+        for _, _, request in running:
             request.on_crash()
 
     def _restart(self, engine: SimulatedEngine) -> None:

@@ -71,7 +71,7 @@ class PipelineSimulation:
         self.draw_publish_seconds = make_draw(workload.publish, self.rng)
         self.result = SimulationResult()
         self.claimed_steps = self.served_steps = 0
-        """The number of steps that have begun, and of steps whose policy is served."""
+        """The number of steps that have begun, and the number of steps whose policy is served."""
         self.started_groups = self.open_groups = 0
         self.ready_groups: list[SimulatedGroup] = []
         self.failed_groups = 0
@@ -103,8 +103,7 @@ class PipelineSimulation:
         for engine in engines:
             self.pool.update(engine)
         self._count_sessions(0)
-        seconds = max(self.clock.now, 1e-9)
-        result.seconds = seconds
+        seconds = result.seconds = max(self.clock.now, 1e-9)
         result.steps = self.served_steps
         result.finished = self.served_steps >= cluster.steps
         result.given_up = self.failed_groups >= MAX_FAILED_GROUPS
@@ -187,8 +186,8 @@ class PipelineSimulation:
         if self.cluster.versions_per_token:
             attempt.newest_version = self.served_steps
         self._end_call(attempt)
-        tool_seconds = attempt.session.turns[attempt.turn].tool_seconds
-        self.clock.after(tool_seconds, lambda: self._next_turn(attempt))
+        turn = attempt.session.turns[attempt.turn]
+        self.clock.after(turn.tool_seconds, lambda: self._next_turn(attempt))
 
     def _next_turn(self, attempt: SessionAttempt) -> None:
         if attempt.ended:

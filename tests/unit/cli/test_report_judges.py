@@ -41,6 +41,6 @@ def test_report_shows_judge_agreement(instar: Instar, small_run: SmallRun, tmp_p
     page = Path(instar("report", folder, "--json").json["report"]).read_text(encoding="utf-8")
     table = page.partition("<h2>Judges</h2>")[2].partition("</table>")[0]
     assert table.endswith(
-        "<tr><td>add_judge_scores:&lt;b&gt;@v1</td><td>2</td><td>0.500</td><td>1.00</td><td>0.900</td><td>–</td>"
+        "<tr><td>judge:&lt;b&gt;@v1</td><td>2</td><td>0.500</td><td>1.00</td><td>0.900</td><td>–</td>"
         "<td>2</td><td>1.000</td><td>1.000</td></tr>"
     )
