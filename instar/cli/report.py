@@ -83,16 +83,16 @@ def _draw_chart(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
     labels = list(dict.fromkeys(record["label"] for record in evaluations))
     values = {(record["label"], record["mode"]): record["accuracy"] for record in evaluations}
     width = 0.8 / max(1, len(labels))
-    colours = [GREY, BLUE, ORANGE, "#4c9f70", "#9467bd"]
+    colors = [GREY, BLUE, ORANGE, "#4c9f70", "#9467bd"]
     for offset, label in enumerate(labels):
         positions = [index + offset * width for index in range(len(modes))]
         heights = [values.get((label, mode), 0.0) for mode in modes]
         container = bars.bar(
-            positions, heights, width * 0.92, color=colours[offset % len(colours)], label=label
+            positions, heights, width * 0.92, color=colors[offset % len(colors)], label=label
         )
         bars.bar_label(container, fmt="%.2f", fontsize=9)
-    centre = width * (len(labels) - 1) / 2
-    bars.set_xticks([index + centre for index in range(len(modes))], modes)
+    center = width * (len(labels) - 1) / 2
+    bars.set_xticks([index + center for index in range(len(modes))], modes)
     bars.set(title="Held-out tasks", ylabel="mean reward")
     bars.set_ylim(min([0.0, *values.values()]), 1.1 * max([1.0, *values.values()]))
     if labels:

@@ -43,7 +43,7 @@ class CloudSection(Section):
     base_url: str | None = None
     """URL of the service. Default: the URL in the environment, or else the service's own URL."""
     api_key: SecretStr | None = None
-    """API key. Better left out of the file: by default the service's own environment variable is read."""
+    """API key. By default, the key is read from the service's own environment variable."""
     api_key_env: str | None = None
     """Environment variable with the API key, if it is not the service's own variable."""
     base_model: str | None = None
@@ -59,8 +59,8 @@ class CloudSection(Section):
     deadline: Seconds = 600.0
     """Timeout of one call to the service, including retries, in seconds."""
     sampler_ttl: Seconds = 7 * 86400.0
-    """Time that the service keeps a published sampler, in seconds. A sampler in use is exported again before
-    it expires."""
+    """Time for which the service stores a published sampler, in seconds. A sampler in use is exported again
+    before it expires."""
     python: str | None = None
     """Python interpreter of the trainer and the sampler, if the SDK is installed in a separate environment.
     Default: the running interpreter."""
@@ -102,10 +102,10 @@ class VerlBackendConfig(Section):
     ranks: Positive = 2
     """Number of processes that the model is sharded over: one per GPU, or this many on the CPU."""
     micro_batch_tokens: Positive = 8192
-    """Maximum number of tokens in one pass of a rank (forward and backward). A longer sample is one pass."""
+    """Maximum number of tokens in one pass of a rank (forward and backward). A longer sample has its own pass."""
     deadline: Seconds = 3600.0
-    """Timeout of one call to the workers, in seconds. After a timeout, the workers are replaced with new
-    ones, which load the last saved state."""
+    """Timeout of one call to the workers, in seconds. After a timeout, new workers are started and load the
+    last saved state."""
     python: str | None = None
     """Python interpreter of the trainer's process. Default: the running interpreter."""
 

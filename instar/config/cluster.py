@@ -23,7 +23,7 @@ class PlacementConfig(Section):
     cpus: NonNegativeFloat = 1.0
     """Number of CPU cores that Ray reserves."""
     gpus: NonNegativeFloat = 0.0
-    """Number of GPUs that Ray reserves. With fractions below 1, processes share a GPU."""
+    """Number of GPUs that Ray reserves. Processes with a fraction below 1 share a GPU."""
     resources: dict[str, float] = {}
     """Custom Ray resources that the node must have, for example `{node-a: 0.01}`."""
 
@@ -45,8 +45,8 @@ class RayClusterConfig(Section):
     """Names of additional environment variables to pass to the roles. `PYTHONPATH`, `CUDA_HOME` and the
     variables in settings such as `api_key_env` are always passed."""
     node_timeout: Seconds = 30.0
-    """Time that a node may be unreachable, in seconds. After that, its roles are started on other nodes, and
-    roles that still run on it exit. Ray itself may declare the node dead sooner."""
+    """Seconds that a node may be unreachable before its roles are started on other nodes. The roles that still
+    run on the node then exit. Ray itself may declare the node dead sooner."""
 
 
 ClusterConfig = Annotated[

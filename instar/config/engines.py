@@ -38,7 +38,7 @@ class ScriptedEngineConfig(EngineProcessConfig):
 
     type: Literal["scripted"] = "scripted"
     replies: list[str] = ["Hello from the scripted engine."]
-    """The replies, one for each turn of a conversation; after the last reply, they start over."""
+    """The replies, one for each turn of a conversation. The list starts over after the last reply."""
     function: str | None = None
     """Function `package.module:function` that returns a reply for (prompt text, seed). Replaces `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0

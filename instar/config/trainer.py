@@ -140,7 +140,7 @@ class TrainerConfig(Section):
     """Loss to use if the backend does not support `loss`. The log and the report then contain a warning.
     Default: an unsupported loss is an error at the start."""
     reference: ReferenceConfig = BaseReferenceConfig()
-    """Model that the policy is kept close to, or learns from, at every token."""
+    """Model that the policy stays close to or learns from, token by token."""
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     corrections: CorrectionsConfig = CorrectionsConfig()

@@ -78,8 +78,7 @@ def recommend(
 
 def _doubling(first: int, last: int) -> list[int]:
     """Return the first and the last value, and the powers of two between them."""
-    powers = [2**exponent for exponent in range(last.bit_length())]
-    return sorted({first, *powers, last})
+    return sorted({first, *(2**exponent for exponent in range(last.bit_length())), last})
 
 
 def _choose_smallest(trials: Sequence[SimulationTrial], field: str) -> SimulationTrial:
