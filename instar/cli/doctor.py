@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal
 
 import typer
@@ -46,29 +47,26 @@ def doctor(as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _python() -> DoctorFinding:
+def _check_python() -> DoctorFinding:
     state: State = "ok" if sys.version_info >= (3, 11) else "missing"
     return DoctorFinding("python", state, f"{platform.python_version()} (3.11+ needed)")
 
 
-def _package(name: str, extra: str | None = None) -> Callable[[], DoctorFinding]:
-    def check() -> DoctorFinding:
-        try:
-            return DoctorFinding(name, "ok", importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            hint = f"pip install 'instar[{extra}]'" if extra else f"pip install {name}"
-            return DoctorFinding(name, "missing", hint)
-
-    return check
+def _check_package(name: str, extra: str | None = None) -> DoctorFinding:
+    try:
+        return DoctorFinding(name, "ok", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        hint = f"pip install 'instar[{extra}]'" if extra else f"pip install {name}"
+        return DoctorFinding(name, "missing", hint)
 
 
-def _machine() -> DoctorFinding:
+def _check_machine() -> DoctorFinding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     detail = f"{os.cpu_count()} cores, {memory:.0f} GiB (the demo uses about 6 GiB)"
     return DoctorFinding("machine", "ok" if memory >= 8 else "note", detail)
 
 
-def _compute() -> DoctorFinding:
+def _check_compute() -> DoctorFinding:
     try:
         import torch
     except ModuleNotFoundError:
@@ -83,7 +81,7 @@ def _compute() -> DoctorFinding:
     return DoctorFinding("compute", "ok", f"{device}, {dtype} ({name})")
 
 
-def _disk() -> DoctorFinding:
+def _check_disk() -> DoctorFinding:
     free_gib = shutil.disk_usage(".").free / 2**30
     durations: list[float] = []
     try:
@@ -101,7 +99,7 @@ def _disk() -> DoctorFinding:
     return DoctorFinding("disk", "ok" if free_gib >= 2 else "note", detail)
 
 
-def _backends() -> DoctorFinding:
+def _check_backends() -> DoctorFinding:
     from instar.backends.packages import inspect_packages
 
     packages = inspect_packages().items()
@@ -110,7 +108,7 @@ def _backends() -> DoctorFinding:
     return DoctorFinding("backends", "ok" if usable else "note", detail)
 
 
-def _sandbox() -> DoctorFinding:
+def _check_sandbox() -> DoctorFinding:
     from instar.errors import ConfigError
     from instar.rewards.sandbox.factory import create_sandbox
 
@@ -122,25 +120,23 @@ def _sandbox() -> DoctorFinding:
     return DoctorFinding("sandbox", "ok", f"{sandbox.name}, for rewards by command or unit tests")
 
 
-def _model() -> DoctorFinding:
+def _check_model() -> DoctorFinding:
     if is_cached(DEFAULT_MODEL):
         return DoctorFinding("default model", "ok", f"in {cache_dir() / 'models' / DEFAULT_MODEL}")
     return DoctorFinding("default model", "note", "not downloaded yet; the first run downloads it (93 MB)")
 
 
 CHECKS: tuple[Callable[[], DoctorFinding], ...] = (
-    _python,
-    _machine,
-    _compute,
-    _disk,
-    _package("renderers"),
-    _package("transformers"),
-    _package("torch", "local"),
-    _package("peft", "local"),
-    _package("reasoning-gym", "local"),
-    _package("openai", "local"),
-    _package("matplotlib", "local"),
-    _backends,
-    _sandbox,
-    _model,
+    _check_python,
+    _check_machine,
+    _check_compute,
+    _check_disk,
+    *(partial(_check_package, name) for name in ("renderers", "transformers")),
+    *(
+        partial(_check_package, name, "local")
+        for name in ("torch", "peft", "reasoning-gym", "openai", "matplotlib")
+    ),
+    _check_backends,
+    _check_sandbox,
+    _check_model,
 )

@@ -102,7 +102,7 @@ class VerlBackendConfig(Section):
     ranks: Positive = 2
     """Number of processes that the model is sharded over: one per GPU, or this many on the CPU."""
     micro_batch_tokens: Positive = 8192
-    """Maximum number of tokens in one pass of a rank (forward and backward). A longer sample has its own pass."""
+    """Maximum number of tokens in a forward and backward pass of a rank. A longer sample has its own pass."""
     deadline: Seconds = 3600.0
     """Timeout of one call to the workers, in seconds. After a timeout, new workers are started and load the
     last saved state."""

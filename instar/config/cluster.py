@@ -45,7 +45,7 @@ class RayClusterConfig(Section):
     """Names of additional environment variables to pass to the roles. `PYTHONPATH`, `CUDA_HOME` and the
     variables in settings such as `api_key_env` are always passed."""
     node_timeout: Seconds = 30.0
-    """Seconds that a node may be unreachable before its roles are started on other nodes. The roles that still
+    """Seconds that a node may be unreachable before its roles are started on other nodes. Roles that still
     run on the node then exit. Ray itself may declare the node dead sooner."""
 
 
