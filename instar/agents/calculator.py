@@ -46,4 +46,4 @@ def _evaluate_node(node: ast.expr) -> float:
         case ast.UnaryOp(op=ast.USub()):
             return -_evaluate_node(node.operand)
         case _:
-            raise ValueError(f"not arithmetic: {ast.dump(node)}")
+            raise ValueError(f"the expression contains {ast.dump(node)}, which is not arithmetic")

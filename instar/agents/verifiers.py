@@ -21,7 +21,9 @@ class VerifiersAgent(OpenAIAgent):
             task["input"], client, session.model, {"max_tokens": max_tokens}
         )
         if state["error"] is not None:
-            raise AgentError(f"{task['environment']} failed: {state['error']}") from state["error"]
+            raise AgentError(f"the environment {task['environment']} failed: {state['error']}") from state[
+                "error"
+            ]
         await environment.rubric.score_rollout(state)
         await environment.rubric.cleanup(state)
         return len(state["trajectory"]), float(state["reward"])

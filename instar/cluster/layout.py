@@ -42,7 +42,6 @@ def teacher_names(config: RunConfig) -> list[str]:
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
-    """Return the config of the teacher's processes, with the teacher's model and engine."""
     section = config.trainer.reference
     assert isinstance(section, EngineReferenceConfig)
     changes: Json = {"model": section.model, "engine": section.engine}

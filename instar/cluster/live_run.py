@@ -74,7 +74,6 @@ class LiveRun:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment variables that every role gets."""
         return {
             ADMIN_KEY_ENV: self.admin_key,
             ENGINE_TOKEN_ENV: self.engine_token,

@@ -75,7 +75,6 @@ class ChildProcess(RoleHandle):
     process: asyncio.subprocess.Process | None = None
     is_restarting: bool = False
     stop_signal: int = signal.SIGTERM
-    """The last signal that told the role to exit."""
 
     def request_stop(self, number: int) -> None:
         """Mark the role as stopping. A process that is being started gets the signal as soon as it runs."""
@@ -216,7 +215,7 @@ class Supervisor(Cluster):
         child.is_restarting = True
         child.send(signal.SIGTERM)
         deadline = time.monotonic() + timeout
-        # The watcher starts the new process, also if it is currently waiting before a restart.
+        # The watcher starts the new process, even if it is currently waiting before a restart.
         while child.process is previous and not child.exit_code.done():
             if time.monotonic() > deadline:
                 child.kill()

@@ -107,7 +107,7 @@ class Batcher:
         deadline = None if timeout is None else time.monotonic() + timeout
         drops = await self._drop_outside_of_steps(epoch)
         while True:
-            # This call precedes the read of the store, so that the read includes all groups if it is True.
+            # Called before the store is read, because a group could otherwise finish between the two calls.
             is_last = is_finished is not None and is_finished()
             fresh, stale = await self._load_ready(step, epoch, staleness)
             drops += stale

@@ -65,7 +65,7 @@ class ClaimBuilder:
         claims += self.drop_superseded(group)
         if claims or group.untrainable:
             return claims
-        # A group without sessions needs a claim, too, because every step would otherwise load it again.
+        # A group without sessions needs a claim, because every step would otherwise load the group again.
         group_id = group.group.group_id
         return [self._drop(f"{group_id}/0", "", group_id, "no_sessions")]
 
@@ -82,7 +82,6 @@ class ConsumedGroup:
     step: int | None
     """The step that consumed the group, or None if the group was dropped outside of steps."""
     session_ids: set[str]
-    """The sessions that have claims."""
 
 
 class ConsumedGroups:

@@ -59,7 +59,6 @@ class Evaluator:
         self.doing = "evaluating"
 
     async def evaluate_all(self, label: str) -> list[Json]:
-        """Evaluate all modes, one after the other, and return their metrics."""
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
 
     async def last_evaluated_version(self) -> int:

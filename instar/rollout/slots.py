@@ -41,7 +41,6 @@ class RolloutSlot:
     group: Group
     number: int
     attempt: int = 0
-    """The number of the next attempt."""
     refills: int = 0
     """The number of sessions that have replaced failed sessions."""
     seed_index: int | None = None

@@ -29,7 +29,7 @@ class MessagesContentBlock(msgspec.Struct):
     """The content of a tool result. A provider's own tool returns an object."""
     is_error: bool | None = None
     tool_name: str = ""
-    # Images, documents and other media use these.
+    # Fields of images, documents and other media:
     source: Any = None
     title: Any = None
     context: Any = None
@@ -96,7 +96,7 @@ class MessagesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     top_k: int | None = None
     stream: bool | None = None
     metadata: MessagesMetadata | None = None
-    # These are accepted as hints (see gateway/dialects/messages_request.py).
+    # Fields that are accepted as hints (see gateway/dialects/messages_request.py):
     cache_control: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None
@@ -104,10 +104,10 @@ class MessagesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     speed: str | None = None
     fallbacks: Any = None
     fallback_credit_token: Any = None
-    # These are accepted only with values that have no effect.
+    # Fields that are accepted only with values that have no effect:
     output_config: MessagesOutputConfig | None = None
     context_management: MessagesContextManagement | None = None
-    # These are known and rejected unless they are empty.
+    # Fields that are known and rejected unless they are empty:
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None

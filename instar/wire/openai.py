@@ -96,12 +96,12 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # These identify the session.
+    # Fields that identify the session:
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # These are accepted as hints (see gateway/dialects/chat.py).
+    # Fields that are accepted as hints (see gateway/dialects/chat.py):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
@@ -109,7 +109,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     service_tier: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # These are accepted only with the value that has no effect.
+    # Fields that are accepted only with the value that has no effect:
     top_logprobs: int | None = None
     store: bool | None = None
     response_format: ChatResponseFormat | None = None
@@ -118,7 +118,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # These are known and always rejected.
+    # Fields that are known and always rejected:
     audio: Any = None
     web_search_options: Any = None
     moderation: Any = None
@@ -142,7 +142,7 @@ class CompletionsRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # These are accepted only with the values that can be honoured.
+    # Fields that are accepted only with the values that can be honoured:
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -318,13 +318,13 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: ResponsesTextConfig | None = None
-    # These may identify the session.
+    # Fields that may identify the session:
     metadata: dict[str, str] | None = None
     client_metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    # These are accepted as hints (see gateway/dialects/responses.py).
+    # Fields that are accepted as hints (see gateway/dialects/responses.py):
     parallel_tool_calls: bool | None = None
     reasoning: ResponsesReasoning | None = None
     store: bool | None = None
@@ -332,12 +332,12 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     max_tool_calls: int | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # These are accepted only with the value that has no effect.
+    # Fields that are accepted only with the value that has no effect:
     top_logprobs: int | None = None
     background: bool | None = None
     truncation: str | None = None
     context_management: list[Any] | None = None
-    # These are known and always rejected.
+    # Fields that are known and always rejected:
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None

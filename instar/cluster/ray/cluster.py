@@ -40,8 +40,7 @@ from instar.gateway.auth import is_loopback
 REPORT_INTERVAL_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
 """Timeout for an actor to answer one call."""
-HEAD_SECONDS = 30.0
-"""Timeout for the head of the Ray cluster to answer."""
+HEAD_ANSWER_SECONDS = 30.0
 PLACEMENT_SECONDS = 60.0
 """Timeout for an actor to be placed and to start its role."""
 MAX_PLACEMENT_ATTEMPTS = 5
@@ -118,10 +117,12 @@ class RayCluster(Cluster):
 
     async def nodes(self) -> list[ClusterNode]:
         try:
-            async with asyncio.timeout(HEAD_SECONDS):
+            async with asyncio.timeout(HEAD_ANSWER_SECONDS):
                 return parse_nodes(await run_in_daemon_thread(self._ray.nodes))
         except TimeoutError as error:
-            raise InstarError(f"the head of the Ray cluster did not answer in {HEAD_SECONDS:g} s") from error
+            raise InstarError(
+                f"the head of the Ray cluster did not answer in {HEAD_ANSWER_SECONDS:g} s"
+            ) from error
 
     @property
     def roles(self) -> Mapping[str, RoleActor]:

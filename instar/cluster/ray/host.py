@@ -78,9 +78,7 @@ class RoleReport:
     """Number of the role's current process."""
     restarts: int
     exit_code: int | None
-    """Exit code if the role has exited and is not restarted."""
     failure: str | None
-    """Error that makes the run fail, if any."""
     events: tuple[str, ...]
     """Messages for the user since the previous report."""
 

@@ -33,7 +33,6 @@ class ClusterNode:
 
 
 def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
-    """Return the nodes that are alive, given the result of `ray.nodes`."""
     return [
         ClusterNode(str(node["NodeID"]), str(node["NodeManagerAddress"]), dict(node.get("Resources") or {}))
         for node in nodes

@@ -100,8 +100,8 @@ def _convert_schema(value: Any) -> Any:
 @lru_cache(1)
 def _load_checker() -> tuple[Callable[..., Json], Any]:
     """Return the package's checker, and its constant for the language Python."""
-    # The checker imports the SDKs of all vendors for a single flag: if the tool names of a model contain
-    # underscores instead of dots. A stub replaces the module with the flag during the import.
+    # The checker imports the SDKs of all vendors to read a single flag, which is True if the tool names of a
+    # model contain underscores instead of dots. A stub replaces the module with the flag during the import.
     import_package("bfcl_eval", "bfcl", INSTALL)
     name = "bfcl_eval.constants.model_config"
     stub = ModuleType(name)

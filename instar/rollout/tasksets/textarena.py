@@ -65,7 +65,6 @@ class TextArenaGame:
             self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 
     def rewards(self) -> dict[int, float] | None:
-        """Return each player's reward, or None if the game is not over."""
         return self._env.close()[0] if self.is_done else None
 
     @contextmanager

@@ -18,7 +18,6 @@ from instar.rollout.tasks import TaskSet, import_package, to_json
 from instar.types import Json, Task
 
 REPLACED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""The signals whose handlers an environment replaces."""
 
 
 def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
