@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-# --- requests -----------------------------------------------------------------------------------
-
 
 class MessagesContentBlock(msgspec.Struct):
     """A content block of any type. Fields that do not reach a model (``cache_control``, ``citations``,
@@ -113,9 +111,6 @@ class MessagesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     mcp_servers: list[Any] | None = None
     output_format: Any = None
     thread: Any = None
-
-
-# --- responses ----------------------------------------------------------------------------------
 
 
 class MessagesReplyBlock(msgspec.Struct):

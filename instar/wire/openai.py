@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-# --- chat completions: requests -----------------------------------------------------------------
-
 
 class ChatFunctionCall(msgspec.Struct):
     name: str
@@ -126,9 +124,6 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     function_call: Any = None
 
 
-# --- completions: requests ----------------------------------------------------------------------
-
-
 class CompletionsRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     prompt: str | list[Any]
@@ -150,9 +145,6 @@ class CompletionsRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-
-
-# --- chat completions and completions: responses ------------------------------------------------
 
 
 class ChatReplyFunction(msgspec.Struct):
@@ -235,9 +227,6 @@ class ChatResponseWithTokens(msgspec.Struct):
     usage: ChatUsage | None = None
     error: Any = None
     prompt_token_ids: list[int] | None = None
-
-
-# --- responses: requests ------------------------------------------------------------------------
 
 
 class ResponsesContentPart(msgspec.Struct):
@@ -341,9 +330,6 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
-
-
-# --- responses: responses -----------------------------------------------------------------------
 
 
 class ResponsesOutputPart(msgspec.Struct):
