@@ -44,11 +44,9 @@ class BackendCapabilities:
     """The kinds of artifacts that ``publish`` creates."""
     full_finetuning: bool = False
     optimizer: frozenset[str] = ADAM_FIELDS
-    """The optimizer settings that the backend supports. All others must have their neutral value."""
+    """The supported optimizer settings. All other settings must have their neutral value."""
     reference: bool = False
-    """True if the backend supports ``reference_logprobs``."""
     live: bool = False
-    """True if the backend supports ``tensors``."""
     grad_norm: bool = True
     """True if ``optim_step`` returns the gradient norm. Otherwise the norm is NaN."""
 
@@ -125,8 +123,7 @@ class Backend(ABC):
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         """Accumulate the gradient of the loss. Raises NonFiniteError, without changing the gradient, if the
-        loss is not finite. Raises BackendError if a trained token lacks an advantage or a logprob that the
-        loss needs."""
+        loss is not finite, and BackendError if a sample is invalid."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:

@@ -88,11 +88,9 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
 
 def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
     """Return the backend's capabilities without creating the backend, or None if they are not known."""
-    if isinstance(section, LocalBackendConfig):
-        return torch_capabilities(section.lora, reference=True, live=is_mergeable(section.lora))
-    if isinstance(section, VerlBackendConfig):
-        lora = section.lora
-        return torch_capabilities(lora, reference=lora is not None, live=is_mergeable(lora))
+    if isinstance(section, LocalBackendConfig | VerlBackendConfig):
+        reference = section.lora is not None or section.type == "local"
+        return torch_capabilities(section.lora, reference=reference, live=is_mergeable(section.lora))
     service = SERVICES.get(section.type)
     return cloud_capabilities(service.losses) if service else None
 

@@ -24,9 +24,9 @@ INTERPRETER_TIMEOUT_SECONDS = 30.0
 @dataclass(frozen=True, slots=True)
 class PackageRequirement:
     package: str
-    """The package's name on PyPI."""
     install: str
     """The arguments of pip install."""
+    versions: str = ""
     conflicts_with: str | None = None
     """A package that cannot be installed in the same environment."""
     needs_own_environment: bool = False
@@ -38,10 +38,10 @@ CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
 REQUIREMENTS: dict[str, PackageRequirement] = {
     "local": PackageRequirement("torch", "'instar[local]'"),
     **{
-        name: PackageRequirement(service.package, f"'instar[{service.name}]'", CONFLICTS.get(name))
+        name: PackageRequirement(service.package, f"'instar[{service.name}]'", "", CONFLICTS.get(name))
         for name, service in SERVICES.items()
     },
-    "verl": PackageRequirement("verl", "'instar[local,verl]'", needs_own_environment=True),
+    "verl": PackageRequirement("verl", "'instar[local,verl]'", ">=0.9.1,<0.10", needs_own_environment=True),
 }
 
 
@@ -52,16 +52,11 @@ class InstalledPackage:
     """The reason that the backend cannot run in the environment, or None."""
 
 
-def inspect_packages() -> dict[str, InstalledPackage]:
-    """Return the package of each built-in backend in this environment."""
-    return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
-
-
-def inspect_packages_of(python: str | None) -> dict[str, InstalledPackage]:
-    """Return the package of each built-in backend in the environment of another interpreter. Raises
-    ConfigError if the interpreter cannot be run."""
+def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
+    """Return the package of each built-in backend in the environment of ``python``, or in this environment.
+    Raises ConfigError if the interpreter cannot be run."""
     if python is None:
-        return inspect_packages()
+        return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
     command = [python, "-m", "instar.backends.packages"]
     try:
         completed = subprocess.run(
@@ -88,7 +83,7 @@ def check_installed(section: BackendConfig) -> None:
     """Raise ConfigError, with the install command, if the backend's environment does not have its package."""
     if isinstance(section, PluginConfig) or section.type not in REQUIREMENTS:
         return
-    package = inspect_packages_of(section.python)[section.type]
+    package = inspect_packages(section.python)[section.type]
     if package.problem is not None:
         prefix = f"backend.python: in {section.python}: " if section.python else "backend.type: "
         raise ConfigError(prefix + package.problem)
@@ -107,7 +102,7 @@ def installed_version(package: str) -> str | None:
 def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPackage:
     version = installed_version(requirement.package)
     if version is None:
-        problem = f"{name} needs the package {requirement.package}, which is not installed"
+        problem = f"{name} needs {requirement.package}{requirement.versions}, which is not installed"
         return InstalledPackage(None, f"{problem}; {_install_advice(requirement)}")
     for needed in _required_versions(name, requirement):
         actual = installed_version(needed.name)
@@ -119,9 +114,10 @@ def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPack
 
 
 def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
-    """Yield the version requirements of Instar's extra and, for MinT, of its own package for tinker."""
+    """Yield the requirements of the backend itself, of Instar's extra and, for MinT, of its own package."""
     from packaging.requirements import Requirement
 
+    yield Requirement(requirement.package + requirement.versions)
     # A checkout that is only on the path has no metadata, so that no requirements are known.
     requirements = importlib.metadata.requires("instar") if installed_version("instar") else None
     for needed in map(Requirement, requirements or []):
@@ -135,7 +131,6 @@ def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[A
 
 
 def _install_advice(requirement: PackageRequirement) -> str:
-    """Return the install command, which creates a separate environment if this one is not suitable."""
     other = requirement.conflicts_with
     version = installed_version(other) if other else None
     conflict = f" (it cannot share an environment with {other} {version})" if version else ""

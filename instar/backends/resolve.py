@@ -1,15 +1,18 @@
-"""Resolve the backend and engine of a run, and remove the secrets from its config."""
+"""Resolve the backend and engine of a run, and remove the secrets from its config.
+
+`backend: auto` becomes the service in the settings, else the service in the environment, else `local`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from instar.backends.detect import detect_backend
-from instar.backends.packages import check_installed
-from instar.clouds.base import SERVICES, configured_key, resolve_access
+from instar.backends.packages import check_installed, inspect_packages
+from instar.clouds.base import SERVICES, CloudService, configured_key, resolve_access
 from instar.config import (
     AutoBackendConfig,
     BackendConfig,
@@ -34,13 +37,22 @@ SECTIONS: dict[str, type[CloudConfig]] = {
 }
 UNUSED_LOCALLY = frozenset({"deadline", "sampler_ttl"})
 """Settings of a service that do not affect the local backend."""
+ENVIRONMENT_ORDER = ("weaver", "mint", "tinker")
+Evidence = dict[str, list[str]]
+"""The reasons to choose each service, by the name of the service."""
 
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     """Return the config with `auto` resolved and an engine that fits the backend, and notes for the user.
     Raises ConfigError if the engine does not fit the backend, or if the engine samples from a service whose
     package or key is missing. Resolving the returned config again does not change it."""
-    backend, notes = _resolve_backend(config.backend, env)
+    backend, notes = config.backend, list[str]()
+    if isinstance(backend, AutoBackendConfig):
+        detection = detect_backend(backend, env)
+        settings = {name: getattr(backend, name) for name in backend.model_fields_set - {"type"}}
+        section = SECTIONS.get(detection.name)
+        backend = section(**settings) if section is not None else _local_backend(settings)
+        notes = [f"backend: {detection.name} ({detection.reason})"]
     if isinstance(backend, CloudConfig):
         _check_url(backend.base_url)
     engine = _resolve_engine(config, backend)
@@ -51,21 +63,9 @@ def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, l
 
 
 def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
-    """Raise ConfigError if the backend's package or its service's key is missing."""
     check_installed(config.backend)
     if isinstance(config.backend, CloudConfig):
         resolve_access(config.backend, config.model, env)
-
-
-def _resolve_backend(section: BackendConfig, env: Mapping[str, str]) -> tuple[BackendConfig, list[str]]:
-    if not isinstance(section, AutoBackendConfig):
-        return section, []
-    detection = detect_backend(section, env)
-    settings = {name: getattr(section, name) for name in section.model_fields_set - {"type"}}
-    note = f"backend: {detection.name} ({detection.reason})"
-    if detection.name != "local":
-        return SECTIONS[detection.name](**settings), [note]
-    return _local_backend(settings), [note]
 
 
 def _local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
@@ -119,12 +119,105 @@ def _check_url(url: str | None) -> None:
         )
 
 
+# --- detecting the service -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BackendDetection:
+    name: str
+    reason: str
+
+
+def detect_backend(
+    section: BackendConfig,
+    env: Mapping[str, str],
+    installed: Callable[[], Collection[str]] | None = None,
+) -> BackendDetection:
+    """Return the backend and the reason for choosing it. ``installed`` returns the services whose SDK is
+    installed. It is called only if no setting and no variable decides; the default inspects the backend's
+    environment."""
+    if not isinstance(section, AutoBackendConfig):
+        return BackendDetection(section.type, "backend.type names it")
+    for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
+        if detection := _choose(evidence):
+            return detection
+    settings = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
+    if not settings:
+        return BackendDetection("local", "no setting and no variable names a service")
+    if installed is not None:
+        services = installed()
+    else:
+        packages = inspect_packages(section.python)
+        services = [name for name in SERVICES if packages[name].problem is None]
+    if len(services) == 1:
+        return BackendDetection(next(iter(services)), "the only service whose package is installed")
+    raise ConfigError(
+        f"backend.{settings[0]}: cannot tell which service this setting belongs to; "
+        f"set backend.type to one of {', '.join(SERVICES)}"
+    )
+
+
+def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
+    evidence: Evidence = {}
+    for name in ENVIRONMENT_ORDER:
+        service = SERVICES[name]
+        variables = [variable for variable in (service.key_env, service.url_env) if env.get(variable)]
+        if variables and not (name == "tinker" and _are_copied_from_mint(env)):
+            evidence[name] = [f"{' and '.join(variables)} in the environment"]
+    return evidence
+
+
+def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
+    """Return True if Tinker's variables are copies of MinT's variables, which MinT's package makes."""
+    mint, tinker = SERVICES["mint"], SERVICES["tinker"]
+    pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
+    return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
+
+
+def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Evidence:
+    services_in_url = _find_services_in_url(section.base_url or "")
+    key = configured_key(section, env) or ""
+    evidence: Evidence = {}
+    for name, service in SERVICES.items():
+        reasons = {
+            "backend.base_url names it": service in services_in_url,
+            "the key is one of its keys": key.startswith(service.key_prefixes),
+            "backend.api_key_env names its variable": section.api_key_env == service.key_env,
+        }
+        if any(reasons.values()):
+            evidence[name] = [reason for reason, applies in reasons.items() if applies]
+    return evidence
+
+
+def _find_services_in_url(url: str) -> list[CloudService]:
+    """Return the services whose words occur in the host of the URL, else those whose words occur in its path.
+    The host comes first, because a service may serve another service's protocol under a path of that name."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    for text in (parts.hostname or "", parts.path):
+        words = set(re.split(r"[^a-z0-9]+", text.lower()))
+        if services := [service for service in SERVICES.values() if words & set(service.url_words)]:
+            return services
+    return []
+
+
+def _choose(evidence: Evidence) -> BackendDetection | None:
+    if len(evidence) > 1:
+        services = "; ".join(f"{name} ({', '.join(reasons)})" for name, reasons in evidence.items())
+        raise ConfigError(
+            f"backend: {len(evidence)} services are configured, and a run can use only one: {services}. "
+            f"Remove the others, or set backend.type to {' or '.join(evidence)}"
+        )
+    for name, reasons in evidence.items():
+        return BackendDetection(name, ", ".join(reasons))
+    return None
+
+
 # --- secrets --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RunSecrets:
-    """The secrets of the trainer and the sampler, which must not be written to files or visible to agents."""
+    """The secrets of the trainer and the sampler, which are not stored and not visible to agents."""
 
     env: dict[str, str] = field(repr=False)
     """The service's key and URL, under the names of the service's own variables."""
@@ -134,7 +227,6 @@ class RunSecrets:
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:
-    """Return the resolved config without its keys, so that it may be stored, and the keys."""
     secret_env: dict[str, str] = {}
     withheld: set[str] = set()
     backend = config.backend
@@ -157,7 +249,6 @@ def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfi
 
 
 def without_api_key(config: RunConfig) -> RunConfig:
-    """Return the config without its API key, for display."""
     if not isinstance(config.backend, CloudSection):
         return config
     return config.model_copy(update={"backend": config.backend.model_copy(update={"api_key": None})})

@@ -1,18 +1,32 @@
-"""Functions for the backends of training services: session starts, gradient counts and saved states."""
+"""The base class of backends that train on a service, and functions for their sessions and saved states."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from instar.backends.base import NO_GRADIENT
+import numpy as np
+
+from instar.backends.base import (
+    NO_GRADIENT,
+    Backend,
+    BackendCapabilities,
+    ForwardBackwardResult,
+    cloud_capabilities,
+)
+from instar.backends.check import check_samples, nan_logprobs, select_scorable, select_trained
 from instar.backends.folders import write_folder
-from instar.clouds.base import MAX_SESSION_STARTS, CloudError
+from instar.backends.loss_values import compute_loss
+from instar.clouds.base import MAX_SESSION_STARTS, SERVICES, CloudError
+from instar.config import LossConfig, ModelConfig
 from instar.errors import BackendError, BackendLost, InstarError, NonFiniteError
+from instar.types import Floats, Sample
 
 T = TypeVar("T")
 
@@ -24,11 +38,66 @@ NON_FINITE_PATTERN = re.compile(
 """Matches messages about non-finite losses and gradients. Services have no error code for these errors."""
 
 
-class GradientCounter:
-    """Counts the calls since the last step that added to the service's gradient."""
+class ServiceBackend(Backend):
+    def __init__(self, service: str, model: ModelConfig) -> None:
+        self._service = service
+        self._max_tokens = model.max_context
+        self._vocab_size: int | None = None
+        self._is_closed = False
 
-    def __init__(self) -> None:
-        self.calls = 0
+    @property
+    def capabilities(self) -> BackendCapabilities:
+        return cloud_capabilities(SERVICES[self._service].losses)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BackendError("the backend is closed")
+
+    async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
+        return await self._score(samples, self._compute_logprobs)
+
+    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
+        return await self._score(samples, self._compute_base_logprobs)
+
+    async def _score(
+        self, samples: Sequence[Sample], compute: Callable[[list[Sample]], Awaitable[list[Floats]]]
+    ) -> list[Floats]:
+        self._check_open()
+        check_samples(samples, self._vocab_size, self._max_tokens)
+        results = nan_logprobs(samples)
+        indices = select_scorable(samples)
+        if indices:
+            for index, row in zip(indices, await compute([samples[i] for i in indices]), strict=True):
+                results[index] = row
+        return results
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+        self._check_open()
+        check_samples(samples, self._vocab_size, self._max_tokens, loss)
+        results = nan_logprobs(samples)
+        indices = select_trained(samples)
+        if indices:
+            rows = await self._train([samples[i] for i in indices], loss)
+            for index, row in zip(indices, rows, strict=True):
+                results[index] = np.where(samples[index].mask > 0, row, np.float32(np.nan))
+        value, metrics = compute_loss(loss, samples, results)
+        return ForwardBackwardResult(value, results, metrics)
+
+    @abstractmethod
+    async def _compute_logprobs(self, samples: list[Sample]) -> list[Floats]: ...
+
+    @abstractmethod
+    async def _compute_base_logprobs(self, samples: list[Sample]) -> list[Floats]: ...
+
+    @abstractmethod
+    async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
+        """Accumulate the gradient and return the logprobs, or raise NonFiniteError."""
+
+
+@dataclass
+class GradientCounter:
+    calls: int = 0
+    """The number of calls since the last step that added to the service's gradient."""
 
     def require_gradient(self) -> None:
         # Without a gradient, a service would still apply the weight decay.
@@ -55,7 +124,6 @@ def translate_error(error: CloudError) -> InstarError:
 
 
 async def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a folder that refers to a state stored by the service."""
     text = json.dumps(state, indent=1) + "\n"
 
     def fill(folder: Path) -> None:

@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 
 class ThreadedBackend(Backend):
-    """A backend whose thread keeps the event loop free, so that calls may be pipelined."""
-
     def __init__(self, thread_name: str) -> None:
         self._is_closed = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
@@ -38,8 +36,7 @@ class ThreadedBackend(Backend):
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)
 
     @abstractmethod
-    def _release(self) -> None:
-        """Release the model. Called in the thread, after all other calls."""
+    def _release(self) -> None: ...
 
 
 def in_thread(

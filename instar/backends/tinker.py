@@ -19,26 +19,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from instar.backends.base import (
-    DEFAULT_BETA,
-    DEFAULT_CLIP,
-    Backend,
-    BackendCapabilities,
-    ForwardBackwardResult,
-    OptimStepResult,
-    cloud_capabilities,
-)
-from instar.backends.check import check_samples, nan_logprobs, select_scorable, select_trained
+from instar.backends.base import DEFAULT_BETA, DEFAULT_CLIP, OptimStepResult
 from instar.backends.loss_values import clip_bounds, compute_loss, non_finite_error
 from instar.backends.service import (
     NO_SESSION,
     GradientCounter,
+    ServiceBackend,
     read_state,
     start_session,
     translate_error,
     write_state,
 )
-from instar.clouds.base import SERVICES, CloudError
+from instar.clouds.base import CloudError
 from instar.clouds.tinker import TinkerConnection
 from instar.clouds.tinker_training import TinkerTrainingSession
 from instar.config import AdamConfig, LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
@@ -49,37 +41,28 @@ from instar.types import Artifact, Floats, Ids, Sample
 T = TypeVar("T")
 
 
-class TinkerBackend(Backend):
+class TinkerBackend(ServiceBackend):
     def __init__(
         self, model: ModelConfig, config: TinkerBackendConfig | MintBackendConfig, *, seed: int = 0
     ) -> None:
+        super().__init__(config.type, model)
         self._model = model
         self._config = config
         self._seed = seed
-        self._vocab_size: int | None = None
         self._submission_lock = asyncio.Lock()
         """Held while a call is sent. The lock serves its waiters in turn, so that calls keep their order."""
         self._session: TinkerTrainingSession | None = None
         self._gradient = GradientCounter()
-        self._is_closed = False
-
-    @property
-    def capabilities(self) -> BackendCapabilities:
-        return cloud_capabilities(SERVICES[self._config.type].losses)
 
     # --- sessions --------------------------------------------------------------------------------
 
     async def start(self) -> None:
         config = self._config
+        modules = config.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
 
         def create(connection: TinkerConnection) -> Any:
             return connection.client.create_lora_training_client(
-                base_model=connection.access.base_model,
-                rank=config.rank,
-                seed=self._seed,
-                train_mlp=config.train_mlp,
-                train_attn=config.train_attn,
-                train_unembed=config.train_unembed,
+                base_model=connection.access.base_model, rank=config.rank, seed=self._seed, **modules
             )
 
         await self._start_session("creating the model", create)
@@ -129,10 +112,6 @@ class TinkerBackend(Backend):
             session.lost_reason = session.lost_reason or "the backend was closed"
             await session.connection.close(finish=False)
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise BackendError("the backend is closed")
-
     def _live_session(self) -> TinkerTrainingSession:
         self._check_open()
         if self._session is None:
@@ -143,42 +122,16 @@ class TinkerBackend(Backend):
 
     # --- training --------------------------------------------------------------------------------
 
-    async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._compute_logprobs(samples, use_base_model=False)
+    async def _compute_logprobs(self, samples: list[Sample]) -> list[Floats]:
+        async with self._submission_lock:
+            result = await self._live_session().send_forward([sample.token_ids for sample in samples])
+        return await _await_result(result)
 
-    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        return await self._compute_logprobs(samples, use_base_model=True)
+    async def _compute_base_logprobs(self, samples: list[Sample]) -> list[Floats]:
+        sequences = [sample.token_ids for sample in samples]
+        return await _await_result(self._live_session().base_logprobs(sequences))
 
-    async def _compute_logprobs(self, samples: Sequence[Sample], *, use_base_model: bool) -> list[Floats]:
-        self._check_open()
-        check_samples(samples, self._vocab_size, self._model.max_context)
-        results = nan_logprobs(samples)
-        scorable = select_scorable(samples)
-        sequences = [samples[i].token_ids for i in scorable]
-        if not scorable:
-            return results
-        if use_base_model:
-            result = self._live_session().base_logprobs(sequences)
-        else:
-            async with self._submission_lock:
-                result = await self._live_session().send_forward(sequences)
-        for i, logprobs in zip(scorable, await _await_result(result), strict=True):
-            results[i] = logprobs
-        return results
-
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        self._check_open()
-        check_samples(samples, self._vocab_size, self._model.max_context, loss)
-        results = nan_logprobs(samples)
-        trained = select_trained(samples)
-        if trained:
-            new_logprobs = await self._train([samples[i] for i in trained], loss)
-            for i, logprobs in zip(trained, new_logprobs, strict=True):
-                results[i] = np.where(samples[i].mask > 0, logprobs, np.nan).astype(np.float32)
-        value, metrics = compute_loss(loss, samples, results)
-        return ForwardBackwardResult(value, results, metrics)
-
-    async def _train(self, samples: Sequence[Sample], loss: LossConfig) -> list[Floats]:
+    async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
         async with self._submission_lock:
             session, gradient = self._live_session(), self._gradient
             old_logprobs = await self._complete_old_logprobs(session, samples, loss)
@@ -238,13 +191,10 @@ class TinkerBackend(Backend):
     # --- artifacts and states ----------------------------------------------------------------------
 
     async def publish(self, path: Path) -> Artifact:
-        seconds = self._config.sampler_ttl
-        expires_at = time.time() + seconds
+        name, ttl = _unique_name(path), math.ceil(self._config.sampler_ttl)
+        expires_at = time.time() + self._config.sampler_ttl
         saved = await self._save(
-            "publishing",
-            lambda client: client.save_weights_for_sampler(
-                _unique_name(path), ttl_seconds=math.ceil(seconds)
-            ),
+            "publishing", lambda client: client.save_weights_for_sampler(name, ttl_seconds=ttl)
         )
         return Artifact("remote", saved, expires_at)
 
@@ -262,7 +212,6 @@ class TinkerBackend(Backend):
             raise BackendError(str(error)) from None
 
     async def _save(self, action: str, submit: Callable[[Any], Any]) -> str:
-        """Send a call that saves weights or a state, and return the path on the service."""
         async with self._submission_lock:
             result = self._live_session().send(action, submit)
         return str((await _await_result(result)).path)
@@ -302,7 +251,6 @@ def _loss_config(loss: LossConfig) -> dict[str, float] | None:
 
 
 def _unique_name(path: Path) -> str:
-    """Return a name that is unique on the service, because the same path may be saved again."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', path.name)}-{uuid.uuid4().hex[:8]}"
 
 

@@ -1,35 +1,42 @@
-"""Train on Weaver, or on another server with the same protocol. Every session has one model."""
+"""Train on Weaver, or on another server with the same protocol. Every session has one model.
+
+Calls are submitted one after the other, in the order in which they were made, and their results are awaited
+concurrently. If the effect of a call on the service is unknown, every later call raises BackendLost.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
-from weaver import AsyncSamplingClient, AsyncTrainingClient
-from weaver.types import AdamParams, LoraConfig
+from weaver import AsyncOperationHandle, AsyncSamplingClient, AsyncTrainingClient
+from weaver.types import AdamParams, Datum, LoraConfig
 
-from instar.backends.base import (
-    Backend,
-    BackendCapabilities,
-    ForwardBackwardResult,
-    OptimStepResult,
-    cloud_capabilities,
-)
-from instar.backends.check import check_samples, nan_logprobs, select_scorable, select_trained
+from instar.backends.base import OptimStepResult
 from instar.backends.loss_values import compute_loss, non_finite_error
-from instar.backends.service import NO_SESSION, read_state, start_session, write_state
-from instar.backends.weaver_model import WeaverModel
-from instar.clouds.base import SERVICES, CloudAccess, CloudError, resolve_access
+from instar.backends.service import (
+    NO_SESSION,
+    GradientCounter,
+    ServiceBackend,
+    read_state,
+    start_session,
+    translate_error,
+    write_state,
+)
+from instar.clouds.base import CloudAccess, CloudError, resolve_access
 from instar.clouds.weaver import (
     WeaverCallPolicy,
     WeaverClient,
+    WeaverError,
     build_forward_datum,
     build_training_datum,
+    extract_logprobs,
     extract_metrics,
     fetch_prompt_logprobs,
 )
@@ -40,74 +47,179 @@ from instar.types import Artifact, Floats, Sample
 T = TypeVar("T")
 
 STATE_FORMAT = 1
-MAX_CONCURRENT_SCORES = 16
-"""The number of concurrent requests for the base model's logprobs."""
+MAX_CONCURRENT_SCORE_REQUESTS = 16
 END_TIMEOUT_SECONDS = 5.0
 
 
-class WeaverBackend(Backend):
+class WeaverModel:
+    def __init__(
+        self, service: WeaverClient, client: AsyncTrainingClient, call_policy: WeaverCallPolicy
+    ) -> None:
+        self.service = service
+        self.client = client
+        self._call_policy = call_policy
+        self._submission_lock = asyncio.Lock()
+        self._results_received = asyncio.Event()
+        """Set when the last submitted call and all earlier calls have their results."""
+        self._results_received.set()
+        self._end_reason: str | None = None
+        self._gradient = GradientCounter()
+        self._name_count = 0
+
+    def make_name(self, prefix: str) -> str:
+        self._name_count += 1
+        return f"{prefix}-{self._name_count}"
+
+    async def call(self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
+        """Submit a call after all earlier calls and return its result. The deadline of the call starts when
+        the previous result arrives."""
+        async with self._submission_lock:
+            self._check_open()
+            handle = await self._submit(method, submit)
+            previous, received = self._results_received, asyncio.Event()
+            self._results_received = received
+        try:
+            await previous.wait()
+            with self._handle_errors():
+                return await self._call_policy.await_operation(method, handle)
+        finally:
+            received.set()
+
+    async def compute_logprobs(self, method: str, data: Sequence[Datum], loss: str) -> list[Floats]:
+        """Call ``forward`` or ``forward_backward`` and return the logprob of every token (NaN at index 0)."""
+        result = await self.call(method, lambda: getattr(self.client, method)(data, loss, wait=False))
+        with self._handle_errors():
+            rows = extract_logprobs(data, result)
+        return [np.concatenate([np.full(1, np.nan, np.float32), row]) for row in rows]
+
+    async def call_exclusively(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Run a call that has no sequence id after all earlier calls and before all later ones, and return
+        its result."""
+        async with self._submission_lock:
+            await self._results_received.wait()
+            self._check_open()
+            with self._handle_errors():
+                return await self._call_policy.call(method, call)
+
+    async def load(self, saved_path: str, *, optimizer: bool) -> None:
+        load = self.client.load_state_with_optimizer if optimizer else self.client.load_state
+        try:
+            await self.call_exclusively("load_state", lambda: load(saved_path))
+        except BackendLost as error:
+            try:
+                await self._call_policy.call("list_checkpoints", self.client.list_checkpoints)
+            except WeaverError:
+                raise error from None
+            # The session is alive, so the service has lost only the saved state.
+            raise BackendError(f"the saved state {saved_path} no longer exists: {error}") from None
+
+    @contextmanager
+    def count_gradient(self) -> Generator[None]:
+        """Count a call that adds to the gradient, unless the block raises."""
+        gradient = self._gradient
+        gradient.calls += 1
+        try:
+            yield
+        except BaseException:  # including cancellation
+            gradient.calls -= 1
+            raise
+
+    def consume_gradient(self) -> None:
+        if self._end_reason is None:
+            self._gradient.require_gradient()
+        self._gradient = GradientCounter()
+
+    def end(self, reason: str) -> None:
+        """Make all later calls raise BackendLost."""
+        self._end_reason = self._end_reason or reason
+
+    async def _submit(
+        self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
+    ) -> AsyncOperationHandle:
+        async def submit_once() -> AsyncOperationHandle:
+            # The service treats a repeated call as the same operation, and a refused call had no effect.
+            with self.service.reuse_sequence_id_on_error():
+                return await submit()
+
+        try:
+            with self._handle_errors():
+                return await self._call_policy.call(method, submit_once)
+        except asyncio.CancelledError:
+            self.end(f"{method} was cancelled while it was sent, so the service may have executed it")
+            raise
+
+    @contextmanager
+    def _handle_errors(self) -> Generator[None]:
+        try:
+            yield
+        except WeaverError as error:
+            if error.kind != "refused":
+                self.end(str(error))
+            raise translate_error(error) from None
+
+    def _check_open(self) -> None:
+        if self._end_reason is not None:
+            raise BackendLost(self._end_reason)
+
+
+class WeaverBackend(ServiceBackend):
     def __init__(self, model: ModelConfig, section: WeaverBackendConfig, *, seed: int = 0) -> None:
+        super().__init__("weaver", model)
         self._section = section
-        self._max_tokens = model.max_context
         self._seed = seed
         self._access: CloudAccess = resolve_access(section, model)
         self._call_policy = WeaverCallPolicy(self._access)
         self._session_lock = asyncio.Lock()
-        """Held while a session is replaced. The lock serves its waiters in turn, so calls keep their
+        """Held while a session is replaced. The lock serves its waiters in turn, so that calls keep their
         order."""
         self._model: WeaverModel | None = None
         self._reference: AsyncSamplingClient | None = None
-        self._is_closed = False
-
-    @property
-    def capabilities(self) -> BackendCapabilities:
-        return cloud_capabilities(SERVICES["weaver"].losses)
 
     async def start(self) -> None:
         async with self._session_lock:
             self._model = await self._replace_model()
 
-    async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
+    async def _compute_logprobs(self, samples: list[Sample]) -> list[Floats]:
         model = await self._get_model()
-        check_samples(samples, None, self._max_tokens)
-        results = nan_logprobs(samples)
-        scorable = select_scorable(samples)
-        if scorable:
-            data = [build_forward_datum(samples[index]) for index in scorable]
-            rows = await model.compute_logprobs("forward", data, "forward_logprob")
-            for index, row in zip(scorable, rows, strict=True):
-                results[index][1:] = row
-        return results
+        data = [build_forward_datum(sample) for sample in samples]
+        return await model.compute_logprobs("forward", data, "forward_logprob")
 
-    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+    async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
         model = await self._get_model()
-        check_samples(samples, None, self._max_tokens, loss)
-        results = nan_logprobs(samples)
-        trained = select_trained(samples)
-        if trained:
-            data = [build_training_datum(samples[index], loss) for index in trained]
-            with model.count_gradient():
-                rows = await model.compute_logprobs("forward_backward", data, loss.name)
-            for index, row in zip(trained, rows, strict=True):
-                is_trained = samples[index].mask > 0
-                results[index][is_trained] = row[is_trained[1:]]
-        value, metrics = compute_loss(loss, samples, results)
-        if not math.isfinite(value):
+        data = [build_training_datum(sample, loss) for sample in samples]
+        with model.count_gradient():
+            logprobs = await model.compute_logprobs("forward_backward", data, loss.name)
+        if not math.isfinite(compute_loss(loss, samples, logprobs)[0]):
             model.end("the service's gradient is not finite")
-            raise non_finite_error(loss, samples, results)
-        return ForwardBackwardResult(value, results, metrics)
+            raise non_finite_error(loss, samples, logprobs)
+        return logprobs
+
+    async def _compute_base_logprobs(self, samples: list[Sample]) -> list[Floats]:
+        service = (await self._get_model()).service
+        if self._reference is None:
+            self._reference = await self._call(
+                "reference_logprobs",
+                lambda: service.create_sampling_client(base_model=self._access.base_model),
+            )
+        client, slots = self._reference, asyncio.Semaphore(MAX_CONCURRENT_SCORE_REQUESTS)
+
+        async def score(sample: Sample) -> Floats:
+            async with slots:
+                return await self._call(
+                    "reference_logprobs", lambda: fetch_prompt_logprobs(client, sample.token_ids)
+                )
+
+        tasks = [asyncio.ensure_future(score(sample)) for sample in samples]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         model = await self._get_model()
         model.consume_gradient()
-        params = AdamParams(
-            learning_rate=adam.lr,
-            beta1=adam.beta1,
-            beta2=adam.beta2,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            grad_clip_norm=adam.grad_clip_norm,
-        )
+        params = AdamParams(learning_rate=adam.lr, **adam.model_dump(exclude={"lr"}))
         result = await model.call("optim_step", lambda: model.client.optim_step(params, wait=False))
         grad_norm = extract_metrics(result).get("grad_norm", math.nan)
         if math.isinf(grad_norm):
@@ -147,31 +259,6 @@ class WeaverBackend(Backend):
                 raise
             self._model = model
 
-    async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        check_samples(samples, None, self._max_tokens)
-        service = (await self._get_model()).service
-        if self._reference is None:
-            self._reference = await self._call(
-                "reference_logprobs",
-                lambda: service.create_sampling_client(base_model=self._access.base_model),
-            )
-        client, slots = self._reference, asyncio.Semaphore(MAX_CONCURRENT_SCORES)
-
-        async def score(sample: Sample) -> Floats:
-            if len(sample) < 2:
-                return np.full(len(sample), np.nan, np.float32)
-            async with slots:
-                return await self._call(
-                    "reference_logprobs", lambda: fetch_prompt_logprobs(client, sample.token_ids)
-                )
-
-        tasks = [asyncio.ensure_future(score(sample)) for sample in samples]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def close(self) -> None:
         self._is_closed = True
         async with self._session_lock:
@@ -188,12 +275,7 @@ class WeaverBackend(Backend):
                 raise BackendLost(NO_SESSION)
             return self._model
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise BackendError("the backend is closed")
-
     async def _replace_model(self) -> WeaverModel:
-        """Abandon the current session and return a model in a new one."""
         self._check_open()
         previous, self._model, self._reference = self._model, None, None
         if previous is not None:
@@ -202,13 +284,8 @@ class WeaverBackend(Backend):
 
     async def _create_model(self) -> WeaverModel:
         service, section = WeaverClient(self._access), self._section
-        lora = LoraConfig(
-            rank=section.rank,
-            seed=self._seed,
-            train_unembed=section.train_unembed,
-            train_mlp=section.train_mlp,
-            train_attn=section.train_attn,
-        )
+        modules = section.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
+        lora = LoraConfig(rank=section.rank, seed=self._seed, **modules)
 
         async def create() -> AsyncTrainingClient:
             await service.connect()
@@ -240,7 +317,6 @@ class WeaverBackend(Backend):
 
 
 async def _end_model(model: WeaverModel) -> None:
-    """Delete an abandoned model on the service and close the connection."""
     try:
         async with asyncio.timeout(END_TIMEOUT_SECONDS):
             await model.service.end_training(model.client.model_id)

@@ -53,21 +53,13 @@ def _iterate_saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Lora
             continue
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             adapters[path] = module
-        for part, tensor in _own_tensors(cast(nn.Module, module)):
-            if id(tensor) not in seen_ids:
-                seen_ids.add(id(tensor))
-                layer = adapters.get(path.removesuffix(BASE_LAYER_SUFFIX)) if part == "weight" else None
-                yield f"{path}.{part}".replace(f"{BASE_LAYER_SUFFIX}.", "."), tensor, layer
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's own parameters and persistent buffers."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, buffer
+        own = cast(nn.Module, module)
+        for name, tensor in {**own._parameters, **own._buffers}.items():
+            if tensor is None or name in own._non_persistent_buffers_set or id(tensor) in seen_ids:
+                continue
+            seen_ids.add(id(tensor))
+            layer = adapters.get(path.removesuffix(BASE_LAYER_SUFFIX)) if name == "weight" else None
+            yield f"{path}.{name}".replace(f"{BASE_LAYER_SUFFIX}.", "."), tensor, layer
 
 
 def _gather(tensor: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from instar.backends.base import ADAM_FIELDS, BackendCapabilities
-from instar.backends.detect import detect_backend, find_services_in_environment
 from instar.backends.factory import known_capabilities
 from instar.backends.packages import REQUIREMENTS, InstalledPackage, inspect_packages
+from instar.backends.resolve import detect_backend, find_services_in_environment
 from instar.cli.backends_serve import serve
 from instar.cli.options import AsJson, new_app
 from instar.cli.output import print_json

@@ -1,5 +1,5 @@
-"""The base class of live routes, which send weights without files. First all engines receive the weights,
-then all engines commit them."""
+"""The base class of live routes, which send weights without files in two phases. All engines receive the
+weights first, and then commit them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.types import Policy
 
 
 class PushTargets:
-    """The engines of one push, each with its outcome. An engine that has failed is skipped in later steps."""
+    """The engines of one push, each with its outcome. Later steps skip an engine that has failed."""
 
     def __init__(self, policy: Policy, engines: Sequence[Engine]) -> None:
         self._policy = policy
@@ -30,28 +30,30 @@ class PushTargets:
         """Return the engines that have not failed."""
         return [engine for engine, failed in zip(self._engines, self.outcomes, strict=True) if not failed]
 
-    async def run(self, action: str, work: Callable[[Engine], Awaitable[object]]) -> None:
-        async def one(index: int) -> None:
+    async def run(self, action: str, function: Callable[[Engine], Awaitable[object]]) -> None:
+        """Call a function for each engine. ``action`` is a participle for the error message."""
+
+        async def run_one(index: int) -> None:
             try:
-                await work(self._engines[index])
+                await function(self._engines[index])
             except (InstarError, OSError) as error:
                 self._fail(index, action, error)
 
-        await asyncio.gather(*(one(i) for i, failed in enumerate(self.outcomes) if failed is None))
+        await asyncio.gather(*(run_one(i) for i, failed in enumerate(self.outcomes) if failed is None))
 
-    async def commit(self, work: Callable[[Engine], Awaitable[object]]) -> None:
-        """Run the last step on every engine. An engine that completes it serves the policy, even if other
-        engines fail."""
+    async def commit(self, function: Callable[[Engine], Awaitable[object]]) -> None:
+        """Run the last step for each engine. An engine that completes the step serves the policy, even if
+        other engines fail."""
         indices = {id(engine): index for index, engine in enumerate(self._engines)}
 
-        async def one(engine: Engine) -> None:
-            await work(engine)
+        async def commit_one(engine: Engine) -> None:
+            await function(engine)
             self._committed.add(indices[id(engine)])
 
-        await self.run("served", one)
+        await self.run("served", commit_one)
 
     def fail_remaining(self, action: str, error: Exception) -> None:
-        """Set the error as the outcome of all engines that have neither failed nor committed."""
+        """Make the error the outcome of all engines that have neither failed nor committed."""
         for index, failed in enumerate(self.outcomes):
             if failed is None and index not in self._committed:
                 self._fail(index, action, error)
@@ -64,8 +66,8 @@ class PushTargets:
 
 
 class LiveSync(Sync):
-    """The base class of routes that work in two phases. An engine that did not receive all weights keeps its
-    policy. If the backend cannot provide the weights, all engines keep theirs."""
+    """The base class of live routes. An engine that did not receive all weights keeps its policy, and all
+    engines keep their policy if the backend cannot provide the weights."""
 
     live = True
 
@@ -84,7 +86,7 @@ class LiveSync(Sync):
                 if targets.engines:
                     await self._commit(policy, targets)
         except TimeoutError:
-            targets.fail_remaining("served", SyncError(f"it took longer than {self._deadline:g} s"))
+            targets.fail_remaining("served", SyncError(f"the push took longer than {self._deadline:g} s"))
         except RouteError as error:
             targets.fail_remaining("sent", error)
         return targets.outcomes
@@ -99,8 +101,8 @@ class LiveSync(Sync):
 
 @contextmanager
 def route_errors(*kinds: type[Exception]) -> Generator[None]:
-    """Raise errors of torch, CUDA, the system and the given ``kinds`` as RouteError. Errors that the backend
-    raises while it provides weights belong to the trainer, so that code must stay outside the block."""
+    """Convert errors of torch, CUDA, the operating system and ``kinds`` to RouteError. Code that reads the
+    backend's weights must stay outside the block, because its errors are errors of the trainer."""
     try:
         yield
     except (RuntimeError, OSError, *kinds) as error:

@@ -1,11 +1,11 @@
-"""The route `nccl`: vLLM's weight-transfer API, over NCCL, between the GPUs of trainer and engines.
+"""The route `nccl`: vLLM's weight-transfer API, over NCCL, between the GPUs of the trainer and the engines.
 
-The trainer is rank 0 of a group with all workers of all engines and broadcasts each weight once. vLLM loads
-while it receives, so there is no separate staging: an engine that fails in the middle reports the failure and
-serves nothing until it loads a policy. A group lasts as long as its engines; when one is replaced, a new
-group is formed. A broadcast that a member does not take part in never ends: leaving the group aborts it.
+The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight once. vLLM loads
+the weights while it receives them, so there is no separate staging. An engine that fails during the broadcast
+reports the failure and serves nothing until it loads a policy. A new group is formed when an engine is
+replaced. A broadcast without all members never ends, and is aborted by leaving the group.
 
-Tested with vLLM 0.26, with trainer and engine on one GPU; not yet with several GPUs.
+The route was tested with vLLM 0.26 on one GPU that trainer and engine share, but not with several GPUs.
 """
 
 from __future__ import annotations
@@ -13,81 +13,69 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Awaitable
 from typing import Any
 
 from instar.backends.base import Backend
 from instar.engines.base import Engine, WeightTransfer
-from instar.errors import ConfigError, SyncError
+from instar.errors import SyncError
 from instar.sync.live import LiveSync, PushTargets, route_errors
 from instar.types import Json, Policy
 
 
-def require_vllm() -> None:
-    """Raise ConfigError if vLLM is not installed. The route uses its communicator."""
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            "sync.route: 'nccl' needs vLLM in the trainer's environment (backend.python) too, for its "
-            "communicator"
-        )
-
-
 class NcclSync(LiveSync):
+    description = "nccl: broadcast from the trainer's GPU to the engines' GPUs"
+
     def __init__(
         self, backend: Backend, *, host: str, deadline: float, transport: NcclTransport | None = None
     ) -> None:
-        """``host`` is the trainer's address as seen by the engines' workers."""
+        """``host`` is the address at which the engines' workers reach the trainer."""
         super().__init__(backend, deadline=deadline)
         self._transport = transport or NcclTransport()
         self._host = host
         self._group: Any = None
         self._members: list[Engine] = []
-        self._update: Json | None = None
-
-    @property
-    def description(self) -> str:
-        return "nccl: broadcast from the trainer's GPU to the engines'"
+        self._weight_info: Json | None = None
 
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
-        if self._update is None:
-            self._update = await self._metadata()
+        if self._weight_info is None:
+            self._weight_info = await self._describe_weights()
         if self._group is None or self._members != targets.engines:
             await self._form_group(policy, targets)
-        body: Json = {"update": self._update}
+        body: Json = {"update": self._weight_info}
         await targets.run("announced", lambda engine: engine.stage(WeightTransfer(policy, "nccl", body)))
         if targets.engines != self._members:
-            # A missing member would block the broadcast, so the others form a new group at the next push.
+            # The broadcast would wait for the missing member, so the next push forms a group without it.
             await self._leave_group()
-            targets.fail_remaining("broadcast", SyncError("another engine of its group is gone"))
+            targets.fail_remaining("broadcast", SyncError("another engine of its group failed"))
 
     async def _commit(self, policy: Policy, targets: PushTargets) -> None:
-        broken = asyncio.Event()
+        group_failed = asyncio.Event()
 
         async def commit(engine: Engine) -> None:
             try:
                 await engine.commit(policy)
-            except BaseException:  # after any error, the broadcast would never end
-                broken.set()
+            except BaseException:  # including cancellation: the broadcast would never end
+                group_failed.set()
                 raise
 
-        sending = asyncio.create_task(self._send())
-        serving = asyncio.create_task(targets.commit(commit))
-        breaking = asyncio.create_task(broken.wait())
+        send_task = asyncio.create_task(self._send())
+        commit_task = asyncio.create_task(targets.commit(commit))
+        failure_task = asyncio.create_task(group_failed.wait())
         try:
-            await asyncio.wait({sending, breaking}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-                await serving
-        except BaseException:  # also when cancelled: the group is no longer usable
-            broken.set()
+            await asyncio.wait({send_task, failure_task}, return_when=asyncio.FIRST_COMPLETED)
+            if send_task.done():
+                send_task.result()
+                await commit_task
+        except BaseException:  # including cancellation: the group is no longer usable
+            group_failed.set()
             raise
         finally:
-            tasks = (sending, serving, breaking)
+            tasks = (send_task, commit_task, failure_task)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if broken.is_set():
+            if group_failed.is_set():
                 await self._leave_group()
         targets.fail_remaining("served", SyncError("another engine of its group failed"))
 
@@ -105,7 +93,7 @@ class NcclSync(LiveSync):
     async def close(self) -> None:
         await self._leave_group()
 
-    async def _metadata(self) -> Json:
+    async def _describe_weights(self) -> Json:
         names: list[str] = []
         dtypes: list[str] = []
         shapes: list[list[int]] = []
@@ -116,8 +104,8 @@ class NcclSync(LiveSync):
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
     async def _form_group(self, policy: Policy, targets: PushTargets) -> None:
-        """Query the number of workers of every engine, then let all of them join one group at the same
-        time."""
+        """Query the number of workers of each engine, and then let all engines join one group
+        concurrently."""
         await self._leave_group()
         sizes: dict[int, int] = {}
 
@@ -130,34 +118,27 @@ class NcclSync(LiveSync):
         )
         init_infos = dict(zip(map(id, targets.engines), plan, strict=True))
 
-        async def invite(engine: Engine) -> None:
-            await engine.stage(WeightTransfer(policy, "nccl", {"init": init_infos[id(engine)]}))
+        def invite(engine: Engine) -> Awaitable[object]:
+            return engine.stage(WeightTransfer(policy, "nccl", {"init": init_infos[id(engine)]}))
 
         self._members = targets.engines
-        joining = asyncio.create_task(targets.run("joined to the group", invite))
+        join_task = asyncio.create_task(targets.run("joined to the group", invite))
         try:
             with route_errors():
                 self._group = await asyncio.to_thread(self._transport.join, plan[0]) if plan else None
-            await joining
+            await join_task
         finally:
-            joining.cancel()
-            await asyncio.gather(joining, return_exceptions=True)
+            join_task.cancel()
+            await asyncio.gather(join_task, return_exceptions=True)
 
 
 def plan_group(sizes: list[int], host: str, port: int) -> list[Json]:
-    """Return the init info of each engine. Rank 0 is the trainer, followed by the workers of each engine."""
-    world, init_infos, offset = 1 + sum(sizes), list[Json](), 1
-    for size in sizes:
-        init_infos.append(
-            {"master_address": host, "master_port": port, "rank_offset": offset, "world_size": world}
-        )
-        offset += size
-    return init_infos
+    """Return the init info of each engine. The trainer is rank 0, and the workers of each engine follow."""
+    address = {"master_address": host, "master_port": port, "world_size": 1 + sum(sizes)}
+    return [{**address, "rank_offset": 1 + sum(sizes[:index])} for index in range(len(sizes))]
 
 
 class NcclTransport:
-    """Wraps the calls to vLLM's communicator."""
-
     def join(self, init_info: Json) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import (  # pyright: ignore[reportMissingImports]
             trainer_init,

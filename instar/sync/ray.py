@@ -1,9 +1,9 @@
-"""The route `ray`: weights pass in chunks through Ray's object store to engines on nodes of the cluster.
+"""The route `ray`: the weights are sent in chunks through Ray's object store to engines in the cluster.
 
-It is for clusters without NCCL. The trainer puts each weight into the store as an array of bytes. A named
-actor, the mailbox, holds the references of the current chunks, so that only names and numbers go over HTTP.
-Each engine's workers fetch a chunk from the store of their node and keep it next to their weights. At most
-two chunks are in the store: the one that engines fetch and the one that is being written.
+The route is for clusters without NCCL. The trainer puts each weight into the store as an array of bytes. A
+named actor, the mailbox, stores the references of the current chunks, so that only names and numbers are sent
+over HTTP. Each engine's workers fetch a chunk from the store of their node and keep it next to their weights.
+The store contains at most two chunks: the one that engines fetch and the one that the trainer writes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NAMESPACE = "instar"
-CALL_SECONDS = 60.0
-"""The deadline of a call to the mailbox. Its process may have to start first."""
+CALL_TIMEOUT_SECONDS = 60.0
+"""The deadline of a call to the mailbox, whose process may have to start first."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayChunk:
     references: list[Any]
     layout: list[tuple[str, str, list[int]]]
-    """(name, dtype, shape) of each weight."""
+    """The name, dtype and shape of each weight."""
 
 
 class RaySync(LiveSync):
-    """The route `ray`. Call ``start`` first. ``address`` is the cluster's address; None means the cluster
+    """The route `ray`. Call ``start`` before any other method. If ``address`` is None, the cluster is the one
     that this process has joined, or the one in `RAY_ADDRESS`."""
 
     def __init__(
@@ -52,12 +52,8 @@ class RaySync(LiveSync):
         self._address = address
         self._chunk_bytes = chunk_bytes
         self._mailbox: Any = None
-        self._names: Json = {}
-        self._joined = False
-
-    @property
-    def description(self) -> str:
-        return f"ray: through the object store of the Ray cluster at {self._names['address']}"
+        self._mailbox_address: Json = {}
+        self._has_joined_ray = False
 
     async def start(self) -> None:
         """Join the cluster. Raises ConfigError if that fails."""
@@ -65,43 +61,43 @@ class RaySync(LiveSync):
 
     async def check(self, engine: Engine) -> None:
         """Raise EngineError if the engine's workers cannot join the cluster."""
-        await engine.stage(WeightTransfer(PROBE_POLICY, "ray", {"probe": self._names}))
+        await engine.stage(WeightTransfer(PROBE_POLICY, "ray", {"probe": self._mailbox_address}))
 
     async def close(self) -> None:
         if self._mailbox is not None:
             await asyncio.to_thread(self._stop_mailbox)
 
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
-        sending: asyncio.Task[None] | None = None
+        send_task: asyncio.Task[None] | None = None
         index = 0
         try:
             async with contextlib.aclosing(self._chunks()) as chunks:
                 async for chunk in chunks:
-                    await self._call_mailbox("hold", index, chunk.references)
-                    if sending is not None:
-                        await sending
+                    await self._call_mailbox("put", index, chunk.references)
+                    if send_task is not None:
+                        await send_task
                     if not targets.engines:
                         return
-                    sending = asyncio.create_task(self._send_chunk(policy, targets, index, chunk.layout))
+                    send_task = asyncio.create_task(self._send_chunk(policy, targets, index, chunk.layout))
                     del chunk
                     index += 1
-            if sending is not None:
-                await sending
+            if send_task is not None:
+                await send_task
         finally:
-            if sending is not None:
-                sending.cancel()
-                await asyncio.gather(sending, return_exceptions=True)
-            # The next push overwrites the remaining chunks, and the earlier error is the one to report.
+            if send_task is not None:
+                send_task.cancel()
+                await asyncio.gather(send_task, return_exceptions=True)
+            # The next push overwrites the remaining chunks, so an error here must not hide an earlier error.
             with contextlib.suppress(RouteError):
                 await self._call_mailbox("clear")
 
     async def _send_chunk(self, policy: Policy, targets: PushTargets, index: int, layout: list[Any]) -> None:
-        body = {**self._names, "chunk": index, "layout": layout}
+        body = {**self._mailbox_address, "chunk": index, "layout": layout}
 
         async def send(engine: Engine) -> None:
             response = await engine.stage(WeightTransfer(policy, "ray", body))
             if any(worker["chunks"] != index + 1 for worker in response["workers"]):
-                raise EngineUnavailable("it was restarted during the push")
+                raise EngineUnavailable("the engine was restarted during the push")
 
         await targets.run("sent", send)
         await self._call_mailbox("drop", index)
@@ -123,7 +119,7 @@ class RaySync(LiveSync):
         import ray
 
         def call() -> None:
-            ray.get(getattr(self._mailbox, method).remote(*arguments), timeout=CALL_SECONDS)
+            ray.get(getattr(self._mailbox, method).remote(*arguments), timeout=CALL_TIMEOUT_SECONDS)
 
         await _run_in_thread(call)
 
@@ -131,55 +127,56 @@ class RaySync(LiveSync):
 
     def _start_mailbox(self) -> None:
         if find_spec("ray") is None:
-            raise ConfigError("it needs Ray in the trainer's environment: pip install 'instar[ray]'")
+            raise ConfigError("Ray is not in the trainer's environment; run pip install 'instar[ray]'")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
         if not ray.is_initialized():
             self._join(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
-        # One process for the complete run. It does not need a CPU.
+        # The mailbox is one process for the complete run, and does not need a CPU.
         actor_class = ray.remote(num_cpus=0)(_mailbox_class())
         self._mailbox = actor_class.options(name=name, namespace=NAMESPACE).remote()
-        self._names = {
+        self._mailbox_address = {
             "mailbox": name,
             "namespace": NAMESPACE,
             "address": ray.get_runtime_context().gcs_address,
-            # Tells whether the cluster requires a token. Each worker must have the token itself.
+            # This mode says if the cluster requires a token, which every worker must already have.
             "auth": os.environ.get("RAY_AUTH_MODE"),
         }
+        self.description = f"ray: the object store of the cluster at {self._mailbox_address['address']}"
 
     def _join(self, ray: Any) -> None:
         address = self._address or os.environ.get("RAY_ADDRESS")
         if not address:
-            raise ConfigError("there is no Ray cluster: set cluster.type to ray, or RAY_ADDRESS")
+            raise ConfigError("there is no Ray cluster; set cluster.type to ray, or set RAY_ADDRESS")
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}") from error
-        self._joined = True
+        self._has_joined_ray = True
 
     def _stop_mailbox(self) -> None:
         import ray
 
         ray.kill(self._mailbox)
         self._mailbox = None
-        if self._joined:
+        if self._has_joined_ray:
             ray.shutdown()
 
 
 def _mailbox_class() -> type:
-    """Return the mailbox class. It is defined in a function, so that Ray pickles it by value: its process may
-    not have Instar."""
+    """Return the class of the mailbox. Ray pickles a class that is defined in a function by value, so that
+    the mailbox's process does not need Instar."""
 
     class Mailbox:
         def __init__(self) -> None:
             self._chunks: dict[int, list[Any]] = {}
 
-        def hold(self, chunk: int, references: list[Any]) -> None:
+        def put(self, chunk: int, references: list[Any]) -> None:
             self._chunks[chunk] = references
 
-        def take(self, chunk: int) -> list[Any]:
+        def get(self, chunk: int) -> list[Any]:
             return self._chunks[chunk]
 
         def drop(self, chunk: int) -> None:
@@ -191,17 +188,16 @@ def _mailbox_class() -> type:
     return Mailbox
 
 
-async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of ``work``, called in a thread. Ray's errors are raised as RouteError."""
+async def _run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a thread and return its result. Ray's errors are raised as RouteError."""
     from ray.exceptions import RayError
 
     with route_errors(RayError):
-        return await asyncio.to_thread(work, *arguments)
+        return await asyncio.to_thread(function, *arguments)
 
 
 def _put(tensor: Tensor) -> Any:
-    """Put the bytes of a tensor into the object store and return the reference. Ray copies arrays without
-    pickling them."""
+    """Put a tensor into the object store as an array of bytes, which Ray does not pickle."""
     import ray
     import torch
 

@@ -1,8 +1,9 @@
 """The route `ipc`: engines on the same machine map a buffer of the trainer that contains the weights.
 
-On a GPU the buffer is in its memory, else in main memory. It is created at the first push and opened once by
-each engine. A push then writes the weights, notifies each engine, and the engine copies them. An engine that
-has not responded may copy late: its buffer is not written again, and later pushes use a new one.
+The buffer is in the memory of the GPU, or in main memory if the trainer computes on a CPU. It is created at
+the first push, and each engine opens it once. A push writes the weights to the buffer and notifies each
+engine, which copies the weights. An engine that does not respond may copy late, so that the trainer never
+writes to its buffer again and uses a new buffer for later pushes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from instar.types import Artifact, Json, Policy
 if TYPE_CHECKING:
     from torch import Tensor
 
-ALIGNMENT = 256
-"""Every weight begins at a multiple of this number of bytes."""
+WEIGHT_ALIGNMENT_BYTES = 256
 PROBE_POLICY = Policy("probe", 0, Artifact("live"))
 
 
@@ -43,31 +43,28 @@ class SharedSync(LiveSync):
         self._buffer: SharedBuffer | None = None
         self._copying: set[Engine] = set()
         """The engines that may still copy from the buffer."""
-        self._old: SharedBuffer | None = None
-        """The previous buffer, until the engines have opened the current one."""
-
-    @property
-    def description(self) -> str:
-        where = "the GPU's memory" if self._device == "cuda" else "the machine's memory"
-        return f"ipc: the engines copy the weights from a buffer of the trainer, in {where}"
+        self._previous_buffer: SharedBuffer | None = None
+        """The buffer that is closed when the engines have opened the current one."""
+        memory = "the GPU's memory" if device == "cuda" else "the machine's memory"
+        self.description = f"ipc: the engines copy the weights from a buffer of the trainer in {memory}"
 
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
-        buffer = await self._free_buffer()
+        buffer = await self._get_unused_buffer()
         await self._fill(buffer)
         await targets.run("sent", lambda engine: _stage_buffer(engine, policy, buffer))
-        if self._old is not None:
-            self._old.close()
-            self._old = None
+        if self._previous_buffer is not None:
+            self._previous_buffer.close()
+            self._previous_buffer = None
 
-    async def _free_buffer(self) -> SharedBuffer:
+    async def _get_unused_buffer(self) -> SharedBuffer:
         """Return a buffer that no engine is copying from."""
-        before = self._buffer
-        if before is not None and not self._copying:
-            return before
-        layout = await self._layout() if before is None else before.layout
+        previous = self._buffer
+        if previous is not None and not self._copying:
+            return previous
+        layout = await self._layout() if previous is None else previous.layout
         with route_errors():
             self._buffer = self._create_buffer(layout, self._device)
-        self._old = before
+        self._previous_buffer = previous
         self._copying.clear()
         return self._buffer
 
@@ -80,7 +77,7 @@ class SharedSync(LiveSync):
             except EngineUnavailable:
                 raise
             except EngineError:
-                self._copying.discard(engine)  # it has responded, so it no longer copies
+                self._copying.discard(engine)  # the engine has responded, so it does not copy any more
                 raise
             self._copying.discard(engine)
 
@@ -91,33 +88,33 @@ class SharedSync(LiveSync):
         end = 0
         async for name, tensor in self._backend.tensors():
             layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            end += -(-tensor.nbytes // WEIGHT_ALIGNMENT_BYTES) * WEIGHT_ALIGNMENT_BYTES
         return layout
 
     async def _fill(self, buffer: SharedBuffer) -> None:
-        left = dict(buffer.views)
+        missing = dict(buffer.views)
         async for name, tensor in self._backend.tensors():
-            target = left.pop(name, None)
+            target = missing.pop(name, None)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
                 raise SyncError(
-                    f"the backend's {name} has changed its shape or dtype since the buffer was created"
+                    f"the backend's weight {name} is new or has another shape or dtype than at the first push"
                 )
             with route_errors():
                 target.copy_(tensor)
-        if left:
-            raise SyncError(f"the backend provided {len(left)} weights fewer than before")
+        if missing:
+            raise SyncError(f"the backend provided {len(missing)} weights fewer than at the first push")
         with route_errors():
             buffer.synchronize()
 
     async def close(self) -> None:
-        for buffer in (self._buffer, self._old):
+        for buffer in (self._buffer, self._previous_buffer):
             if buffer is not None:
                 buffer.close()
-        self._buffer = self._old = None
+        self._buffer = self._previous_buffer = None
 
 
 WeightPlacement = tuple[str, str, list[int], int]
-"""The name, dtype, shape and first byte of a weight."""
+"""The name, dtype, shape and byte offset of a weight."""
 
 
 class SharedBuffer:
@@ -137,7 +134,11 @@ class SharedBuffer:
             self._bytes = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
         self.handle: Json = {"kind": "memory", "path": self._path, "size": size}
         if device == "cuda":
-            self.handle = self._cuda_handle() | {"size": size}
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            # The first seven values describe the tensor and its device, which the engine knows.
+            handle = [_to_json(value) for value in reduce_tensor(self._bytes)[1][7:]]
+            self.handle = {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": handle, "size": size}
         self.views: dict[str, Tensor] = {}
         for name, dtype, shape, start in layout:
             part = self._bytes[start : start + _nbytes(dtype, shape)]
@@ -145,20 +146,11 @@ class SharedBuffer:
 
     @property
     def _path(self) -> str:
-        """Return the path that other processes of this user can open. It disappears when this process exits,
-        for whatever reason."""
+        # Other processes of this user can open the path. It disappears when this process exits or is killed.
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
-    def _cuda_handle(self) -> Json:
-        """Return, as JSON, the handle that torch's multiprocessing would pickle."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        _, parts = reduce_tensor(self._bytes)
-        # The first seven are the class, size, stride, offset, storage class, dtype and device number.
-        return {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": [_to_json(part) for part in parts[7:]]}
-
     def synchronize(self) -> None:
-        """Wait until everything that was written is visible to other processes."""
+        """Wait until all written weights are visible to other processes."""
         if self._bytes.is_cuda:
             import torch
 
@@ -172,7 +164,7 @@ class SharedBuffer:
 
 
 async def probe_shared_memory(engine: Engine) -> Json:
-    """Return a dict with ``shared``, true if the engine can map this process's memory, and ``gpus``, the GPUs
+    """Return ``shared``, which is true if the engine can map this process's memory, and ``gpus``, the GPUs
     that the engine uses."""
     secret = secrets.token_bytes(16)
     descriptor = os.memfd_create("instar-probe")
@@ -196,8 +188,7 @@ def current_gpu_uuid() -> str:
 
 
 async def _stage_buffer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
-    """Announce the buffer to an engine. The layout is sent only if the engine has not opened the buffer
-    yet."""
+    """Announce the buffer to an engine, with the layout if the engine has not opened the buffer yet."""
     body: Json = {"buffer": buffer.name}
     response = await engine.stage(WeightTransfer(policy, "ipc", body))
     if not all(worker["known"] for worker in response["workers"]):
@@ -212,5 +203,5 @@ def _nbytes(dtype: str, shape: list[int]) -> int:
     return getattr(torch, dtype).itemsize * math.prod(shape)
 
 
-def _to_json(part: Any) -> Any:
-    return {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
+def _to_json(value: Any) -> Any:
+    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: the backend's state and the trainer's own.
+"""Save and load the checkpoints of a run, which contain the states of the backend and the trainer.
 
-A checkpoint folder exists only when it is complete: it is written under a temporary name, flushed to disk and
-renamed.
+A checkpoint folder is written under a temporary name, flushed to disk and then renamed, so that it exists
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from instar.types import Json
 
 class TrainerState(msgspec.Struct, frozen=True):
     step: int
-    """Number of the last step whose update is in the weights."""
+    """The last step whose update is in the weights."""
     seconds: float
-    """Time spent training so far, in seconds."""
+    """The training time until the checkpoint, in seconds."""
     baseline: Json = {}
-    """State of the running baseline; empty if the estimator has none."""
+    """The state of the running baseline, which is empty if the advantage estimator has none."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -34,7 +34,7 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
     target = checkpoint_path(run_dir, state.step)
     scratch = target.with_name(f".{target.name}.partial")
     for leftover in (scratch, target):
-        # `target` exists only if a crash happened after the rename and before the store recorded it.
+        # `target` exists if an earlier process crashed before the store recorded the checkpoint.
         shutil.rmtree(leftover, ignore_errors=True)
     scratch.mkdir(parents=True)
     await backend.save_state(scratch / "backend")
@@ -46,40 +46,32 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
     return target
 
 
-async def load_checkpoint(path: Path, backend: Backend) -> TrainerState:
-    state = read_trainer_state(path)
-    await backend.load_state(path / "backend")
-    return state
-
-
 def read_trainer_state(path: Path) -> TrainerState:
     try:
         return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
     except FileNotFoundError as error:
         raise InstarError(
-            f"The store names the checkpoint {path}, which does not exist. To resume on another machine, "
-            "`dir` must be a folder that both machines can access."
+            f"The store refers to the checkpoint {path}, which does not exist. To resume on another machine, "
+            "set `dir` to a folder that both machines can access."
         ) from error
 
 
 def discard_checkpoints_after(run_dir: Path, step: int) -> None:
-    """Remove checkpoints of steps after ``step``. They are not in the store: they were not committed."""
+    """Remove the checkpoints of later steps, which the store does not refer to."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if path > checkpoint_path(run_dir, step):
             shutil.rmtree(path)
 
 
-def find_outdated(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> list[Path]:
-    """Return the numbered entries of a folder, except the newest ``keep`` and the paths in ``never``."""
+def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Path]:
+    """Return the numbered entries of a folder, except the newest ``count`` and the paths in ``exclude``."""
     if not folder.is_dir():
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return [old for old in entries[:-keep] if old not in never]
+    return [path for path in entries[:-count] if path not in exclude]
 
 
-def prune_folder(folder: Path, keep: int, never: frozenset[Path] = frozenset()) -> None:
-    """Remove outdated and unfinished entries from a folder."""
-    for leftover in folder.glob(".*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    for old in find_outdated(folder, keep, never):
-        shutil.rmtree(old, ignore_errors=True)
+def prune_folder(folder: Path, count: int, exclude: frozenset[Path]) -> None:
+    """Remove outdated entries, except the newest ``count``, and incomplete entries from a folder."""
+    for path in [*folder.glob(".*"), *find_outdated(folder, count, exclude)]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""The trainer: takes batches from the store, trains the policy and publishes it.
+"""Train the policy on batches from the store, and publish it.
 
-A step is *claimed* (its samples with their rewards and advantages are frozen in the store), then
-*submitted* to the backend, then *saved* (a checkpoint contains its update), then *committed* (its version
-is published). If the process dies at any moment, `recover` loads the last saved state, releases what was
-claimed after it, and continues. It does the same when a service has lost the session.
+A step is first *claimed* (the store freezes its samples with their rewards and advantages), then *submitted*
+to the backend, then *saved* (a checkpoint contains its update), and then *committed* (its version is
+published). After a crash at any moment, or when a service has lost the session, `recover` loads the last
+saved state and releases the claims of later steps.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from instar.trainer.checkpoint import (
     checkpoint_path,
     discard_checkpoints_after,
     find_outdated,
-    load_checkpoint,
     prune_folder,
+    read_trainer_state,
     save_checkpoint,
 )
 from instar.trainer.monitor import Monitor, read_steps
-from instar.trainer.off_policy import apply_off_policy
 from instar.trainer.publishing import PolicyPublisher
-from instar.trainer.update import apply_update, scale_loss, schedule_adam
+from instar.trainer.update import apply_off_policy, apply_update, scale_loss, schedule_adam
 from instar.types import Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
 
 EPOCH = 0
-"""Live groups and corrections are trained in one epoch."""
+"""The only epoch, because live groups and corrections are trained once."""
 MAX_LOST_SESSIONS = 5
-"""Consecutive lost sessions, without a trained step in between, after which the run fails."""
-RENEW_AFTER = 2 / 3
-"""The share of a published sampler's lifetime after which the sampler is exported again."""
+"""The number of consecutive lost sessions, without a trained step, that the run tolerates."""
+RENEWAL_LIFETIME_FRACTION = 2 / 3
+"""The fraction of a published sampler's lifetime after which the sampler is exported again."""
 
 
 @dataclass
@@ -62,8 +61,6 @@ class TrainingTimer:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """The run that a trainer trains."""
-
     config: RunConfig
     run_id: str
     policy_id: str
@@ -91,14 +88,14 @@ class Trainer:
         self.penalty = penalty
         self.doing = "starting"
         self.step = 0
-        """Number of the last step whose update is in the weights."""
+        """The last step whose update is in the weights."""
         self.saved_step = 0
         self.saved_version = 0
-        """The version of the last saved step, to which `recover` returns."""
+        """The version of the last saved step, which `recover` restores."""
         self.lost_sessions = 0
-        """Number of consecutive times that the backend has lost its session."""
+        """The number of consecutive times that the backend has lost its session."""
         self.renewal_time: float | None = None
-        """When the head's artifact must be exported again; None if it does not expire."""
+        """The time at which the head's artifact must be exported again; None if it does not expire."""
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
@@ -107,30 +104,25 @@ class Trainer:
     # --- running -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until the steps or the time are used up, no data is left, or `stop` is called."""
+        """Train until the limit of steps or time is reached, no data is left, or `stop` is called."""
         while True:
             try:
                 await self.recover()
                 self.timer.started_at = time.monotonic()
-                await self._train()
-            except BackendLost as error:
-                self._restart_after_loss(error)
-            else:
+                while not self._is_done() and await self._run_step():
+                    pass
+                if self.step > self.saved_step:
+                    await self._save_and_commit(self.step)
                 self.doing = "finished"
                 return
-
-    async def _train(self) -> None:
-        while not self._is_done():
-            if not await self._run_step():
-                break
-        if self.step > self.saved_step:
-            await self._save_and_commit(self.step)
+            except BackendLost as error:
+                self._restart_after_loss(error)
 
     def _restart_after_loss(self, error: BackendLost) -> None:
         self.lost_sessions += 1
         if self.lost_sessions > MAX_LOST_SESSIONS:
             raise error
-        logger.warning("the training session was lost, returning to the last saved state: %s", error)
+        logger.warning("the training session was lost; loading the last saved state: %s", error)
         self.batcher.reset()
         self.step = self.saved_step = self.saved_version = 0
 
@@ -158,11 +150,11 @@ class Trainer:
         return True
 
     def stop(self) -> None:
-        """Finish the current step, save a checkpoint and return from `run`."""
+        """Make `run` finish the current step, save a checkpoint and return."""
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """Return how many seconds to wait for data, limited by the run's time and the sampler's lifetime."""
+        """Return the seconds to wait for data, which the run's time and the sampler's lifetime limit."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
@@ -194,11 +186,11 @@ class Trainer:
         if batch.samples or corrections.samples:
             metrics |= await self._update_weights(batch, corrections, step)
         else:
-            logger.info("step %s: no group had any signal, so nothing was trained", step)
+            logger.info("step %s: all advantages are zero, so nothing was trained", step)
         self.step = step
         metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - started
         metrics["elapsed"] = self.timer.seconds
-        # The metrics are stored in the step's row, so that a crash before `record` does not lose them.
+        # The step's row stores the metrics, so that a crash before `record` does not lose them.
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
         if step % self.config.trainer.checkpoint_every == 0 or self._is_done():
             version = await self._save_and_commit(step)
@@ -235,7 +227,8 @@ class Trainer:
         return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
     async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
-        """Return the batch with off-policy corrected advantages and reference penalty, and metrics."""
+        """Return the batch with off-policy correction and reference penalty in its advantages, and
+        metrics."""
         batch, metrics = await apply_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(
@@ -251,7 +244,7 @@ class Trainer:
         self.doing = f"step {step}: saving"
         state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.estimator.to_json())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
-        # This one row makes the checkpoint valid, also for the preceding steps.
+        # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
@@ -260,13 +253,13 @@ class Trainer:
         return version
 
     async def _publish_files(self, version: int) -> None:
-        """Write the files of a version that was pushed to the engines directly. Engines that start while the
+        """Write the files of a version that was pushed over a live route. Engines that start while the
         trainer is busy or stopped load these files, and the files remain after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
-        """Publish the last saved step if necessary, commit all steps up to it, and return its version."""
+        """Commit all steps up to the last saved one, publish it if necessary, and return its version."""
         rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
@@ -278,28 +271,23 @@ class Trainer:
         folder = self.config.run_dir / "checkpoints"
         keep = frozenset({checkpoint_path(self.config.run_dir, self.saved_step)})
         for old in find_outdated(folder, self.config.trainer.keep_checkpoints, keep):
-            await self._discard_checkpoint(old)
+            try:
+                await self.backend.discard_state(old / "backend")
+            except BackendError as error:
+                logger.warning("the service could not delete the state of %s: %s", old.name, error)
         prune_folder(folder, self.config.trainer.keep_checkpoints, keep)
         return version
-
-    async def _discard_checkpoint(self, checkpoint: Path) -> None:
-        try:
-            await self.backend.discard_state(checkpoint / "backend")
-        except BackendError as error:
-            logger.warning("the state of %s could not be deleted at the service: %s", checkpoint.name, error)
 
     async def _publish(self, step: int) -> int:
         self.doing = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
-        folder = self._policy_path(version)
         await self._publish_head(version)
-        # A recovery makes the last saved version the head again, so its weights are kept.
-        keep = frozenset({self._policy_path(self.saved_version)})
-        prune_folder(folder.parent, self.config.trainer.keep_checkpoints, keep)
+        # A recovery makes the last saved version the head again, so its weights must not be removed.
+        saved = self._policy_path(self.saved_version)
+        prune_folder(saved.parent, self.config.trainer.keep_checkpoints, frozenset({saved}))
         return version
 
     async def _publish_head(self, version: int) -> None:
-        """Publish the current weights as ``version``."""
         if self.publisher.sync.live:
             artifact = Artifact("live")
         else:
@@ -311,15 +299,17 @@ class Trainer:
 
     def _schedule_renewal(self, head: Policy) -> None:
         expires, now = head.artifact.expires_at, time.time()
-        self.renewal_time = None if expires is None else now + RENEW_AFTER * max(0.0, expires - now)
+        self.renewal_time = (
+            None if expires is None else now + RENEWAL_LIFETIME_FRACTION * max(0.0, expires - now)
+        )
 
     async def _renew_head(self) -> bool:
-        """Export the head's artifact again if it is about to expire, and return whether it was. The weights
-        have not changed since the last export, because every step ends with a version."""
+        """Export the head's artifact again if it is about to expire, and return True if it was exported. The
+        weights are still those of the head, because every step publishes a version."""
         if self.renewal_time is None or time.time() < self.renewal_time:
             return False
         head = await self.store.latest_policy(self.policy_id)
-        logger.info("exporting version %s again: its sampler expires", head.version)
+        logger.info("exporting version %s again before its sampler expires", head.version)
         await self._publish_head(head.version)
         return True
 
@@ -329,14 +319,16 @@ class Trainer:
     # --- recovery ----------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Return to the last saved state: release later claims and tombstone abandoned versions."""
+        """Load the last saved state, release the claims of later steps and tombstone their versions."""
         self.doing = "recovering"
         rows = await self.store.steps(self.run_id)
         saved = [
             row for row in rows if row.state_path and row.state in (StepState.SAVED, StepState.COMMITTED)
         ]
         if saved:
-            state = await load_checkpoint(checkpoint_path(self.config.run_dir, saved[-1].step), self.backend)
+            path = checkpoint_path(self.config.run_dir, saved[-1].step)
+            state = read_trainer_state(path)
+            await self.backend.load_state(path / "backend")
             self.step = self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
@@ -351,34 +343,30 @@ class Trainer:
         if saved:
             await self._restore_published_version()
             await self._commit()
-            await self._record_missing_metrics()
+            recorded = {record["step"] for record in read_steps(self.config.run_dir)}
+            for row in await self.store.steps(self.run_id):
+                if row.step not in recorded and row.metrics:
+                    self.monitor.record("train", row.step, {**row.metrics, "version": row.version})
         head = await self.store.latest_policy(self.policy_id)
         if head.artifact.kind == "live":
             await self._publish_files(head.version)
             head = await self.store.latest_policy(self.policy_id)
         self._schedule_renewal(head)
         if not await self._renew_head():
-            # The base model is pushed too: an engine may serve a version that was just tombstoned.
+            # Even the base model is pushed, because an engine may serve a version that is now tombstoned.
             await self.publisher.push(head)
 
     async def _tombstone_abandoned_versions(self) -> None:
-        # This comes before the steps are released, so that a recovery after a crash finds the versions again.
+        # The steps are released later, so that a recovery after a crash in between finds the versions again.
         for version, _ in await self.store.reserved_versions(self.policy_id):
-            await self.store.tombstone(self.policy_id, version, "its publisher died before it was written")
+            await self.store.tombstone(self.policy_id, version, "the trainer stopped before publishing it")
         for policy, step in await self.store.published_policies(self.policy_id):
             if step > self.saved_step:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
     async def _restore_published_version(self) -> None:
-        """Set the version of a saved step that was published before the step's row was updated."""
+        """Set the version of the saved step if a crash prevented it after the step was published."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published_policies(self.policy_id):
             if step == self.saved_step and rows[step].version is None:
                 await self.store.advance_step(self.run_id, step, rows[step].state, version=policy.version)
-
-    async def _record_missing_metrics(self) -> None:
-        """Record the metrics of steps that were saved before they could be recorded."""
-        recorded = {record["step"] for record in read_steps(self.config.run_dir)}
-        for row in await self.store.steps(self.run_id):
-            if row.step not in recorded and row.metrics:
-                self.monitor.record("train", row.step, {**row.metrics, "version": row.version})

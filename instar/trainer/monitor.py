@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per line in metrics.jsonl, and optionally TensorBoard."""
+"""Write and read the metrics of a run: JSON lines in metrics.jsonl, and optionally TensorBoard files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from instar.types import Json
 
 
 class Monitor:
-    """Writes the metrics of a run. A step that is trained again after a crash has two records, and readers
-    use the last one (`read_steps`). ``tensorboard=None`` writes TensorBoard files if TensorBoard is
-    installed."""
+    """Writes the metrics of a run. A step that is trained again after a crash has two records, of which
+    readers use the last one. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        use_board = _has_tensorboard() if tensorboard is None else tensorboard
-        self._board = _open_board(run_dir / "tensorboard") if use_board else None
+        if tensorboard is None:
+            tensorboard = all(find_spec(package) is not None for package in ("torch", "tensorboard"))
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"))
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        # orjson writes NaN as null; json.dumps would write an invalid NaN.
+        # orjson writes NaN as null, while json.dumps would write NaN, which is not valid JSON.
         record = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
         self._file.write(record.decode() + "\n")
         self._file.flush()
@@ -42,7 +46,7 @@ class Monitor:
 
 
 def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield every number in nested values with its path, such as each bin of a histogram."""
+    """Yield each number in nested values, such as the bins of a histogram, with its path."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flatten_numbers(f"{prefix}/{name}", cast(Mapping[str, Any], value))
@@ -50,18 +54,8 @@ def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[s
             yield f"{prefix}/{name}", value
 
 
-def _has_tensorboard() -> bool:
-    return all(find_spec(package) is not None for package in ("torch", "tensorboard"))
-
-
-def _open_board(folder: Path) -> Any:
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    return SummaryWriter(str(folder))
-
-
 def read_metrics(run_dir: Path) -> Iterator[Json]:
-    """Yield every record in order, except a last line that a crash cut short."""
+    """Yield every record in order. Skips an incomplete last line, which a crash may leave."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return
@@ -73,7 +67,7 @@ def read_metrics(run_dir: Path) -> Iterator[Json]:
 
 
 def read_warnings(run_dir: Path) -> list[str]:
-    """Return the distinct warnings about settings that the run could not follow exactly."""
+    """Return the distinct warnings about settings that were replaced."""
     warnings = (record["text"] for record in read_metrics(run_dir) if record["kind"] == "warning")
     return list(dict.fromkeys(warnings))
 

@@ -1,30 +1,48 @@
-"""One optimizer step: the gradients of a step's samples and corrections, applied together."""
+"""Correct a batch for its off-policy tokens, and apply the gradients of a step in one optimizer step."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
-from instar.config import AdamConfig, LossConfig, TrainerConfig
-from instar.types import Sample
+from instar.config import AdamConfig, LossConfig, OffPolicyConfig, TrainerConfig
+from instar.data.batcher import StepBatch
+from instar.data.off_policy import compute_importance, decouple
+from instar.types import Json, Sample
 
 CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The result of one optimizer step. ``samples`` and ``corrections`` are None if the step had none."""
+    """The results of one step. ``samples`` and ``corrections`` are None if the step had none."""
 
     samples: ForwardBackwardResult | None
     corrections: ForwardBackwardResult | None
     optimizer: OptimStepResult
 
 
+async def apply_off_policy(
+    batch: StepBatch, backend: Backend, config: OffPolicyConfig
+) -> tuple[StepBatch, Json]:
+    """Return the corrected batch and metrics. Samples without trained tokens are removed from the batch."""
+    if config.proximal == "behavior":
+        return batch, {}
+    started = time.monotonic()
+    proximal = await backend.forward(batch.samples)
+    samples, scales, metrics = decouple(batch.samples, batch.scales, proximal, config)
+    trained = [index for index, sample in enumerate(samples) if sample.trained_tokens]
+    corrected = replace(batch, samples=[samples[i] for i in trained], scales=[scales[i] for i in trained])
+    importance = compute_importance(batch.samples, proximal)
+    return corrected, {**metrics, **importance, "proximal_seconds": time.monotonic() - started}
+
+
 def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
-    """Return the loss for advantages that are already divided: its other terms are divided as well."""
+    """Return the loss with its penalty divided by ``divisor``, like the advantages of the samples."""
     if loss.name != "dro":
         return loss
     beta = DEFAULT_BETA if loss.beta is None else loss.beta
@@ -32,14 +50,13 @@ def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
 
 
 def schedule_adam(settings: TrainerConfig, step: int, seconds: float) -> AdamConfig:
-    """Return the optimizer's settings for a step that begins after ``seconds`` of training. The learning rate
-    includes the warm-up and the schedule."""
+    """Return the optimizer's settings for a step that begins after ``seconds`` of training."""
     factor = min(1.0, step / (settings.warmup_steps + 1))
     if settings.schedule == "linear":
-        used = (step - 1) / settings.steps
+        progress = (step - 1) / settings.steps
         if settings.seconds is not None:
-            used = max(used, seconds / settings.seconds)
-        factor *= max(0.05, 1.0 - used)
+            progress = max(progress, seconds / settings.seconds)
+        factor *= max(0.05, 1.0 - progress)
     return settings.adam.model_copy(update={"lr": settings.adam.lr * factor})
 
 
@@ -50,7 +67,7 @@ async def apply_update(
     corrections: Sequence[Sample],
     adam: AdamConfig,
 ) -> UpdateResult:
-    # Every call is issued before the first is awaited, because a remote backend pipelines them.
+    # All calls are submitted before the first one is awaited, because a remote backend pipelines them.
     sample_pass = await _submit(backend, samples, loss)
     correction_pass = await _submit(backend, corrections, CORRECTION_LOSS)
     optimizer_step = asyncio.ensure_future(backend.optim_step(adam))
@@ -60,7 +77,7 @@ async def apply_update(
             await correction_pass if correction_pass else None,
             await optimizer_step,
         )
-    except BaseException:  # also on cancellation, no call may still be running when the error is handled
+    except BaseException:  # including cancellation: no call may run when the caller handles the error
         calls: list[asyncio.Future[Any] | None] = [sample_pass, correction_pass, optimizer_step]
         await asyncio.gather(*filter(None, calls), return_exceptions=True)
         raise

@@ -13,7 +13,7 @@ Nothing is copied for each sample, and the gradient of shared keys is computed i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from instar.backends.local import kernels
 from instar.backends.local.pack import Index, PackedRow, PackNode
 from instar.errors import BackendError
 
 ATTENTION_NAME = "instar_tree"
+MAX_MATH_BACKWARD_SCORES = 8 * 1024 * 1024
+"""The largest number of scores for which plain products are faster than the flash kernel on a CPU."""
 MAX_INLINE_ANCESTOR_TOKENS = 16
 """Ancestors up to this length are copied instead of computed in a separate call."""
 MAX_INLINE_TOKENS = 64
@@ -54,11 +55,9 @@ class CrossBlock:
 
 @dataclass(slots=True)
 class TreeAttentionPlan:
-    """The blocks of one packed row's attention."""
-
     own: list[OwnBlocks]
     cross: list[CrossBlock]
-    calls: int = field(default=0)
+    calls: int = 0
     """The number of attention layers that used the plan. Models with another attention do not use it."""
 
 
@@ -138,7 +137,24 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: float) -> Tensor:
-        out, lse = _forward(q, k, v, plan, scale)
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for block in plan.own:
+            part, part_lse = block_forward(*_batch(block, q, k, v), causal=True, scale=scale)
+            out[block.targets] = part.transpose(1, 2).flatten(0, 1)[block.queries].float()
+            lse[block.targets] = part_lse.transpose(1, 2).flatten(0, 1)[block.queries]
+        for block in plan.cross:
+            part, part_lse = block_forward(
+                _take_rows(q, block.queries),
+                _take_rows(k, block.keys),
+                _take_rows(v, block.keys),
+                causal=False,
+                scale=scale,
+            )
+            _add_block(
+                out[block.queries], lse[block.queries], part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+            )
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
@@ -146,81 +162,47 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        return (*_backward(grads[0], q, k, v, out, lse, ctx.plan, ctx.scale), None, None)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, plan: TreeAttentionPlan, scale: float) -> tuple[Tensor, Tensor]:
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    for block in plan.own:
-        part, part_lse = kernels.forward(*_batch(block, q, k, v), causal=True, scale=scale)
-        out[block.targets] = part.transpose(1, 2).flatten(0, 1)[block.queries].float()
-        lse[block.targets] = part_lse.transpose(1, 2).flatten(0, 1)[block.queries]
-    for block in plan.cross:
-        part, part_lse = kernels.forward(
-            _take_rows(q, block.queries),
-            _take_rows(k, block.keys),
-            _take_rows(v, block.keys),
-            causal=False,
-            scale=scale,
-        )
-        _add_block(
-            out[block.queries], lse[block.queries], part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
-        )
-    return out.to(q.dtype), lse
+        grad = grads[0]
+        # The sums are in fp32, because shared keys accumulate the gradients of all descendants.
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        for block in ctx.plan.own:
+            rows = block.rows
+            block_grad = grad.new_zeros((rows.numel(), *grad.shape[1:]))
+            block_grad[block.queries] = grad[block.targets]
+            parts = block_backward(
+                block_grad.view(*rows.shape, *grad.shape[1:]).transpose(1, 2),
+                *_batch(block, q, k, v),
+                out[rows].transpose(1, 2),
+                lse[rows].transpose(1, 2),
+                causal=True,
+                scale=ctx.scale,
+            )
+            dq[block.targets] = parts[0].transpose(1, 2).flatten(0, 1)[block.queries].float()
+            positions = rows.flatten()[block.unpadded]
+            for total, part in zip((dk, dv), parts[1:], strict=True):
+                total.index_add_(0, positions, part.transpose(1, 2).flatten(0, 1)[block.unpadded].float())
+        for block in ctx.plan.cross:
+            parts = block_backward(
+                _take_rows(grad, block.queries),
+                _take_rows(q, block.queries),
+                _take_rows(k, block.keys),
+                _take_rows(v, block.keys),
+                _take_rows(out, block.queries),
+                lse[block.queries].transpose(0, 1).unsqueeze(0),
+                causal=False,
+                scale=ctx.scale,
+            )
+            dq[block.queries] += parts[0][0].transpose(0, 1)
+            dk[block.keys] += parts[1][0].transpose(0, 1)
+            dv[block.keys] += parts[2][0].transpose(0, 1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def _add_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a block to the softmax of the earlier blocks, in place."""
     joint = torch.logaddexp(lse, part_lse)
     weight = torch.exp(part_lse - joint)
     out.mul_(torch.exp(lse - joint).unsqueeze(-1)).addcmul_(part.float(), weight.unsqueeze(-1))
     lse.copy_(joint)
-
-
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: TreeAttentionPlan,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # The sums are in fp32, because the keys of a shared prefix accumulate the gradients of all descendants.
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    for block in plan.own:
-        rows = block.rows
-        block_grad = grad.new_zeros((rows.numel(), *grad.shape[1:]))
-        block_grad[block.queries] = grad[block.targets]
-        parts = kernels.backward(
-            block_grad.view(*rows.shape, *grad.shape[1:]).transpose(1, 2),
-            *_batch(block, q, k, v),
-            out[rows].transpose(1, 2),
-            lse[rows].transpose(1, 2),
-            causal=True,
-            scale=scale,
-        )
-        dq[block.targets] = parts[0].transpose(1, 2).flatten(0, 1)[block.queries].float()
-        positions = rows.flatten()[block.unpadded]
-        for total, part in zip((dk, dv), parts[1:], strict=True):
-            total.index_add_(0, positions, part.transpose(1, 2).flatten(0, 1)[block.unpadded].float())
-    for block in plan.cross:
-        parts = kernels.backward(
-            _take_rows(grad, block.queries),
-            _take_rows(q, block.queries),
-            _take_rows(k, block.keys),
-            _take_rows(v, block.keys),
-            _take_rows(out, block.queries),
-            lse[block.queries].transpose(0, 1).unsqueeze(0),
-            causal=False,
-            scale=scale,
-        )
-        dq[block.queries] += parts[0][0].transpose(0, 1)
-        dk[block.keys] += parts[1][0].transpose(0, 1)
-        dv[block.keys] += parts[2][0].transpose(0, 1)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _batch(block: OwnBlocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,9 +228,7 @@ def tree_attention(
     """Compute one attention layer for transformers, from query [1, H, T, D] and key, value [1, K, T, D]."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise BackendError(
-                f"the local backend does not support attention with {name}, which this model uses"
-            )
+            raise BackendError(f"the local backend does not support this model: its attention uses {name}")
     if tree_plan is None:
         raise BackendError(
             f"the local backend does not support {type(module).__name__}, because it does not pass its "
@@ -264,3 +244,69 @@ def tree_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
+
+
+# --- dense kernels ------------------------------------------------------------------------------
+# They compute one block. q, grad and out are [N, H, L, D]; k and v are [N, K, S, D] with H a multiple of K;
+# lse is [N, H, L] in fp32. In the backward pass, lse and out are those of the complete softmax.
+
+
+def block_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return math_forward(q, k, v, causal, scale)
+
+
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if q.device.type == "cpu" and scores > MAX_MATH_BACKWARD_SCORES:
+        return cpu_flash_backward(grad, q, k, v, out, lse, causal, scale)
+    return math_backward(grad, q, k, v, out, lse, causal, scale)
+
+
+def cpu_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Return the scores [N, K, G·L, S] in fp32, with the G query heads of each key head in the same rows."""
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
+    if causal:
+        length, groups = k.shape[2], q.shape[2] // k.shape[2]
+        future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+        scores.view(*scores.shape[:2], groups, length, length).masked_fill_(future, float("-inf"))
+    return scores
+
+
+def _fold_heads(x: Tensor, kv_heads: int) -> Tensor:
+    # Rows of the query heads that share a key head are next to each other, so that no keys are copied.
+    n, heads, length = x.shape[:3]
+    return x.reshape(n, kv_heads, heads // kv_heads * length, *x.shape[3:])
+
+
+def math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(_fold_heads(q, k.shape[1]), k, causal, scale)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    out = scores.sub_(lse).exp_().to(v.dtype) @ v
+    return out.view(q.shape), lse.view(q.shape[:3])
+
+
+def math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads = k.shape[1]
+    folded_q, folded_grad, folded_out, folded_lse = (_fold_heads(x, kv_heads) for x in (q, grad, out, lse))
+    weights = _scores(folded_q, k, causal, scale).sub_(folded_lse.unsqueeze(-1)).exp_()
+    dv = weights.to(v.dtype).transpose(-1, -2) @ folded_grad
+    delta = (folded_grad * folded_out).sum(-1, keepdim=True, dtype=torch.float32)
+    dscores = (folded_grad @ v.transpose(-1, -2)).float().sub_(delta)
+    dscores = dscores.mul_(weights).mul_(scale).to(q.dtype)
+    dq = dscores @ k
+    dk = dscores.transpose(-1, -2) @ folded_q
+    return dq.view(q.shape), dk, dv

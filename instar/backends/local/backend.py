@@ -119,9 +119,12 @@ class LocalBackend(ThreadedBackend):
             for batch in split_micro_batches(sequences, self._config.micro_batch_tokens):
                 batch_samples = [samples[trained[i]] for i in batch]
                 packed = pack([sample.token_ids for sample in batch_samples])
-                positions = np.unique(_trained_positions(packed, batch_samples))
+                pairs = zip(packed.paths, batch_samples, strict=True)
+                trained_positions = np.concatenate([path[sample.mask > 0] for path, sample in pairs])
+                positions, index = np.unique(trained_positions, return_inverse=True)
                 logprobs = self._model.logprobs(packed, positions)
-                value, sums = self._compute_loss(packed, positions, logprobs, batch_samples, loss)
+                gathered = logprobs[torch.from_numpy(index).to(logprobs.device)]
+                value, sums = _compute_loss(gathered, batch_samples, loss)
                 value.backward()
                 _scatter(packed, positions, logprobs.detach(), [results[trained[i]] for i in batch])
                 total += float(value.detach())
@@ -183,33 +186,6 @@ class LocalBackend(ThreadedBackend):
             _scatter(packed, positions, logprobs, [results[i] for i in batch])
         return results
 
-    def _compute_loss(
-        self,
-        packed: PackedRow,
-        positions: Index,
-        logprobs: Tensor,
-        samples: Sequence[Sample],
-        loss: LossConfig,
-    ) -> tuple[Tensor, losses.LossSums]:
-        """Return the loss of a micro-batch and its sums. Raises NonFiniteError, naming the samples, before
-        any gradient is computed."""
-        index = torch.from_numpy(np.searchsorted(positions, _trained_positions(packed, samples)))
-
-        def gather(arrays: Sequence[Floats]) -> Tensor:
-            flat = [array[sample.mask > 0] for array, sample in zip(arrays, samples, strict=True)]
-            return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(logprobs.device)
-
-        tokens = losses.TrainedTokens(
-            mask=gather([sample.mask for sample in samples]),
-            advantages=gather([sample.advantages for sample in samples]),
-            logprobs=gather([sample.logprobs for sample in samples]),
-        )
-        value, sums = losses.token_loss(loss, logprobs[index.to(logprobs.device)], tokens)
-        if not math.isfinite(number := float(value.detach())):
-            keys = ", ".join(sample.sample_key for sample in samples[:4])
-            raise NonFiniteError(f"the {loss.name} loss is {number} on {len(samples)} samples ({keys}, ...)")
-        return value, sums
-
     def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not gradients:
@@ -231,9 +207,23 @@ class LocalBackend(ThreadedBackend):
         return OptimStepResult.from_norm(adam, grad_norm)
 
 
-def _trained_positions(packed: PackedRow, samples: Sequence[Sample]) -> Index:
-    """Return the row positions of the samples' trained tokens, one sample after the other."""
-    return np.concatenate([path[s.mask > 0] for path, s in zip(packed.paths, samples, strict=True)])
+def _compute_loss(
+    logprobs: Tensor, samples: Sequence[Sample], loss: LossConfig
+) -> tuple[Tensor, losses.LossSums]:
+    def gather(arrays: Sequence[Floats]) -> Tensor:
+        flat = [array[sample.mask > 0] for array, sample in zip(arrays, samples, strict=True)]
+        return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(logprobs.device)
+
+    tokens = losses.TrainedTokens(
+        mask=gather([sample.mask for sample in samples]),
+        advantages=gather([sample.advantages for sample in samples]),
+        logprobs=gather([sample.logprobs for sample in samples]),
+    )
+    value, sums = losses.token_loss(loss, logprobs, tokens)
+    if not math.isfinite(number := float(value.detach())):
+        keys = ", ".join(sample.sample_key for sample in samples[:4])
+        raise NonFiniteError(f"the {loss.name} loss is {number} on {len(samples)} samples ({keys}, ...)")
+    return value, sums
 
 
 def _scatter(packed: PackedRow, positions: Index, logprobs: Tensor, results: Sequence[Floats]) -> None:
@@ -245,7 +235,6 @@ def _scatter(packed: PackedRow, positions: Index, logprobs: Tensor, results: Seq
 
 
 def _take_chunk(weights: Iterator[tuple[str, Tensor]], size: int) -> list[tuple[str, Tensor]]:
-    """Return the next weights with a total of about ``size`` bytes, or an empty list at the end."""
     chunk: list[tuple[str, Tensor]] = []
     for name, tensor in weights:
         chunk.append((name, tensor))

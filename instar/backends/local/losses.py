@@ -17,8 +17,6 @@ LOSSES_WITH_OLD_LOGPROBS = LOSSES - {"cross_entropy"}
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """The trained tokens of a batch, one entry per token."""
-
     mask: Tensor
     advantages: Tensor
     logprobs: Tensor

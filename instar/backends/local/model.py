@@ -1,9 +1,8 @@
-"""Load the model to train, and reject models for which packed training would be incorrect."""
+"""The model to train: loading, checks that packed training is correct, and logprobs of packed samples."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +11,11 @@ import numpy as np
 import peft
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from instar.backends.local.attention import ATTENTION_NAME, TreeAttentionPlan, make_attention_plan
-from instar.backends.local.head import target_logprobs
 from instar.backends.local.lora import ADAPTER, add_adapter
 from instar.backends.local.pack import Index, PackedRow, pack
 from instar.backends.local.state import write_adapter_files, write_weights
@@ -25,6 +24,8 @@ from instar.errors import BackendError
 from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CHUNK_ROWS = 256
+"""The number of rows whose logits are in memory at the same time."""
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
 
 
@@ -57,7 +58,7 @@ class TrainedModel:
             hidden_states = self._hidden_states(packed, plan)
             rows = hidden_states[self._tensor(packed.previous[positions])]
             head = cast(nn.Module, self.model.get_output_embeddings())
-            return target_logprobs(head, rows, self._tensor(packed.token_ids[positions]))
+            return _target_logprobs(head, rows, self._tensor(packed.token_ids[positions]))
 
     def _hidden_states(self, packed: PackedRow, plan: TreeAttentionPlan) -> Tensor:
         output = self.model.base_model(
@@ -143,24 +144,13 @@ def load_reference(config: ModelConfig, backend: LocalBackendConfig) -> TrainedM
 
 def _read_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     _check_supported(cast(PreTrainedConfig, AutoConfig.from_pretrained(folder)))
-    with _no_progress_bar():
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    logging.disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
     model = cast(PreTrainedModel, loaded)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-@contextmanager
-def _no_progress_bar() -> Generator[None]:
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
 
 
 def _check_supported(config: PreTrainedConfig) -> None:
@@ -177,3 +167,54 @@ def _check_supported(config: PreTrainedConfig) -> None:
     for name in LOGIT_SETTINGS:
         if getattr(config, name, None) not in (None, 1.0):
             raise unsupported(f"{name}: {getattr(config, name)}")
+
+
+def _target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the fp32 logprob of each ``targets[i]`` after ``hidden[i]``, which is the target's logit minus
+    the logsumexp of its row."""
+    if type(head) is nn.Linear and not head.weight.requires_grad:
+        return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias))
+    chunks = zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([_chunk_logprobs(head, rows, ids) for rows, ids in chunks])
+    # The chunks use no randomness, and another model may be using torch's generator.
+    parts = [
+        checkpoint(_chunk_logprobs, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
+        for rows, ids in chunks
+    ]
+    return torch.cat(cast(list[Tensor], parts))
+
+
+def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = cast(Tensor, head(hidden)).float()
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, -1)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Computes logprobs with a frozen output layer. For every loss, the gradient of a row's logprob with
+    respect to its hidden state is W[target] - Σ p·W. It is therefore computed in the forward pass, in which
+    the logits are available."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        directions = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(hidden), CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            logits = nn.functional.linear(hidden[rows], weight, bias)
+            target_logits = logits.gather(-1, targets[rows].unsqueeze(-1)).float()
+            top_logits, top_ids = logits.max(-1, keepdim=True)
+            probs = torch.softmax(logits, -1, dtype=torch.float32)
+            # logsumexp = top - log p[top]. torch's own logsumexp is ten times as slow on a CPU.
+            logprobs[rows] = (target_logits - top_logits.float() + probs.gather(-1, top_ids).log()).squeeze(
+                -1
+            )
+            if directions is not None:
+                directions[rows] = weight[targets[rows]] - probs.to(weight.dtype) @ weight
+        ctx.save_for_backward(directions)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (directions,) = ctx.saved_tensors
+        return (directions * grads[0].unsqueeze(-1)).to(directions.dtype), None, None, None

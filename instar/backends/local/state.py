@@ -30,7 +30,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
-    """Write a PEFT adapter folder; ``config`` is PEFT's config as a dict."""
     write_tensors(folder / "adapter_model.safetensors", weights)
     content: dict[str, Any] = {**config, "inference_mode": True}
     # Sets have no fixed order, and equal adapters should have equal files.
@@ -109,43 +108,29 @@ def load_training(
         raise BackendError(
             f"{path} has format {metadata.get('format')!r}, but this version of Instar reads only {FORMAT}"
         )
-    saved = {name.removeprefix("weight/"): t for name, t in tensors.items() if name.startswith("weight/")}
-    _check_fit(path, saved, parameters)
+    shapes = {f"weight/{name}": parameter.shape for name, parameter in parameters.items()}
+    saved_shapes = {name: t.shape for name, t in tensors.items() if name.startswith("weight/")}
+    names = saved_shapes.keys() | shapes.keys()
+    if different := sorted(name for name in names if saved_shapes.get(name) != shapes.get(name)):
+        name = different[0]
+        raise BackendError(
+            f"{path} is the state of another model or adapter: {len(different)} tensors differ, for example "
+            f"{name} (shape {saved_shapes.get(name)} in the state, {shapes.get(name)} in the model)"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(saved[name])
+            parameter.copy_(tensors[f"weight/{name}"])
             grad = tensors.get(f"grad/{name}") if with_optimizer else None
             parameter.grad = None if grad is None else grad.to(parameter.device)
     optimizer.state.clear()
     if with_optimizer:
-        _load_moments(tensors, parameters, optimizer)
+        moments = {
+            index: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            for index, name in enumerate(parameters)
+            if f"step/{name}" in tensors
+        }
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and torch.cuda.is_available():
             torch.cuda.set_rng_state(tensors["rng/cuda"])
     return cast(dict[str, int], metadata["counters"])
-
-
-def _check_fit(path: Path, saved: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    if different := sorted(saved.keys() ^ parameters.keys()):
-        raise BackendError(
-            f"{path} is the state of another model or adapter: {len(different)} tensors exist only in the "
-            f"state or only in the model, for example {different[0]!r}"
-        )
-    for name, parameter in parameters.items():
-        if saved[name].shape != parameter.shape:
-            raise BackendError(
-                f"{path} is the state of another model or adapter: {name!r} has the shape "
-                f"{tuple(saved[name].shape)} in the state and {tuple(parameter.shape)} in the model"
-            )
-
-
-def _load_moments(
-    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
-    keys = ("step", "exp_avg", "exp_avg_sq")
-    state = {
-        index: {key: tensors[f"{key}/{name}"] for key in keys}
-        for index, name in enumerate(parameters)
-        if f"step/{name}" in tensors
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,1 +1,0 @@
-"""Sharded training (FSDP) with verl's own workers on Ray."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from instar.backends.base import (
 from instar.backends.check import check_samples, nan_logprobs, select_trained
 from instar.backends.folders import write_folder
 from instar.backends.loss_values import compute_loss, non_finite_error
+from instar.backends.packages import check_installed
 from instar.backends.service import read_state
 from instar.backends.threaded import ThreadedBackend, in_thread
 from instar.backends.verl.sharding import (
@@ -34,15 +34,13 @@ from instar.backends.verl.sharding import (
 )
 from instar.backends.verl.workers import NO_WORKERS, RayWorkers
 from instar.config import AdamConfig, LossConfig, ModelConfig, VerlBackendConfig
-from instar.errors import BackendError, BackendLost, ConfigError, NonFiniteError
+from instar.errors import BackendError, BackendLost, NonFiniteError
 from instar.models import device_and_dtype, resolve_model
 from instar.types import Artifact, Floats, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SUPPORTED_VERSIONS = ">=0.9.1,<0.10"
-INSTALL_COMMAND = "python3 -m venv verl-env && verl-env/bin/pip install 'instar[local,verl]'"
 STATE_FILE = "instar.json"
 CHUNK_BYTES = 32 * 2**20
 """The number of bytes of weights that rank 0 exports in one call, through Ray's object store."""
@@ -50,7 +48,7 @@ CHUNK_BYTES = 32 * 2**20
 
 class VerlBackend(ThreadedBackend):
     def __init__(self, model: ModelConfig, config: VerlBackendConfig, *, seed: int = 0) -> None:
-        check_version()
+        check_installed(config.model_copy(update={"python": None}))
         from transformers import AutoConfig
 
         super().__init__("instar-verl")
@@ -189,20 +187,3 @@ class VerlBackend(ThreadedBackend):
         """Return the settings that must be equal in a saved state and in the backend that loads it."""
         lora = self._config.lora
         return {"format": 1, "ranks": self._config.ranks, "lora": lora and lora.model_dump()}
-
-
-def check_version() -> None:
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        version = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            f"backend.type: 'verl' needs verl{SUPPORTED_VERSIONS} in the environment of backend.python, and "
-            f"verl is not installed; run {INSTALL_COMMAND}"
-        ) from error
-    if version not in SpecifierSet(SUPPORTED_VERSIONS):
-        raise ConfigError(
-            f"backend.type: 'verl' needs verl{SUPPORTED_VERSIONS}, and {version} is installed; "
-            f"run {INSTALL_COMMAND}"
-        )

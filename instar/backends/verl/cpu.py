@@ -15,18 +15,30 @@ from torch import Tensor
 from verl.plugin.platform import PlatformBase, set_platform
 
 
+class _CpuModule(ModuleType):
+    """torch.cpu with the additional functions of torch.cuda that verl calls."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def empty_cache(self) -> None: ...
+
+    def memory_allocated(self) -> int:
+        return 0
+
+    memory_reserved = memory_allocated
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 0, 0
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+
 class PlatformCPU(PlatformBase):
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> ModuleType:
-        return _CPU
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _CpuModule("torch.cpu")
 
     def is_available(self) -> bool:
         return True
@@ -38,19 +50,10 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -65,10 +68,6 @@ class PlatformCPU(PlatformBase):
     def nvtx_range(self, msg: str) -> Generator[None]:
         yield
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "CPU"
 
@@ -78,32 +77,10 @@ class PlatformCPU(PlatformBase):
     def is_ipc_supported(self) -> bool:
         return False
 
-    def cudart(self) -> Any:
-        return None
+    def _do_nothing(self, *_: object, **__: object) -> None: ...
 
-
-class _CpuModule(ModuleType):
-    """torch.cpu with the additional functions of torch.cuda that verl calls."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
-
-    def empty_cache(self) -> None: ...
-
-    def memory_allocated(self) -> int:
-        return 0
-
-    def memory_reserved(self) -> int:
-        return 0
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return 0, 0
-
-    def set_rng_state(self, state: Tensor) -> None:
-        torch.set_rng_state(state)
-
-
-_CPU = _CpuModule("torch.cpu")
+    set_device = synchronize = set_allocator_settings = empty_cache = _do_nothing
+    profiler_start = profiler_stop = cudart = _do_nothing
 
 
 @cache

@@ -31,8 +31,6 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """The fields of an `instar.types.Sample` that a rank needs."""
-
     token_ids: Ids
     mask: Floats
     advantages: Floats
@@ -47,7 +45,6 @@ class RankShares:
     indices: list[list[int]]
     """The indices in the batch of each rank's samples. The remaining samples of a rank are padding."""
     max_tokens: int
-    """The largest number of tokens in one micro-batch of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,6 @@ def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens
 def gather_logprobs(
     shares: RankShares, logprobs: Sequence[Sequence[Floats]], samples: Sequence[Sample]
 ) -> list[Floats]:
-    """Return the logprobs of all ranks, in the order of the samples and without padding."""
     results: list[Floats] = [np.empty(0, np.float32)] * len(samples)
     for indices, rank_logprobs in zip(shares.indices, logprobs, strict=True):
         for i, row in zip(indices, rank_logprobs, strict=False):

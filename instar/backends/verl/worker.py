@@ -52,7 +52,6 @@ class InstarWorker(TinkerTrainingWorker):
         self._export_dtype = torch.float32 if settings.dtype == "fp32" else torch.bfloat16
 
     def start(self, seed: int) -> None:
-        """Reset to the base model, with a new adapter that rank 0 initializes from the seed."""
         torch.manual_seed(seed)
         self.reset()
         for module in self._module.modules():
@@ -72,7 +71,6 @@ class InstarWorker(TinkerTrainingWorker):
     # --- called by the backend -----------------------------------------------------------------------
 
     def logprobs(self, samples: Sequence[RankSample], max_tokens: int, use_base_model: bool) -> list[Floats]:
-        """Return the logprob of every token of each sample (NaN at index 0)."""
         data = _make_tensordict(samples, max_tokens)
         tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=use_base_model)
         return _unshift(self.infer_batch(data)["log_probs"])
@@ -170,22 +168,6 @@ class InstarWorker(TinkerTrainingWorker):
         return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
 
 
-def create_worker_group(settings: WorkerSettings, environment: dict[str, str]) -> Any:
-    """Create the ranks as a RayWorkerGroup of verl. Called in the process that controls the ranks."""
-    import ray
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-
-    uses_gpu = settings.device == "cuda"
-    pool = RayResourcePool([settings.ranks], use_gpu=uses_gpu, max_colocate_count=1)
-    worker_class = RayClassWithInitArgs(cls=ray.remote(InstarWorker), settings=settings)
-    return RayWorkerGroup(
-        resource_pool=pool,
-        ray_cls_with_init=worker_class,
-        device_name=settings.device,
-        worker_env=environment,
-    )
-
-
 def _sum_loss(
     *, config: LossConfig, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, bool]]:
@@ -226,7 +208,7 @@ def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
 
 
 def _unshift(log_probs: Tensor) -> list[Floats]:
-    """Return the logprobs, shifted so that index i refers to token i."""
+    """Return logprobs whose index i refers to token i."""
     rows = [row.float().cpu().numpy() for row in log_probs.unbind()]
     return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
 

@@ -43,9 +43,28 @@ class RayWorkers:
             from instar.backends.verl.cpu import use_cpu
 
             use_cpu()
-        from instar.backends.verl.worker import create_worker_group
+        import ray
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-        self._group = create_worker_group(self._settings, self._environment())
+        from instar.backends.verl.worker import InstarWorker
+
+        settings = self._settings
+        environment = {
+            # verl's checkpoints are pickled, so torch must not load code from them.
+            "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
+            "INSTAR_VERL_DEVICE": settings.device,
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if settings.device == "cpu":
+            # verl registers its FSDP engine only for GPUs. This variable selects the engine on a CPU.
+            environment["VERL_ENGINE_DEVICE"] = "cuda"
+        use_gpu = settings.device == "cuda"
+        self._group = RayWorkerGroup(
+            resource_pool=RayResourcePool([settings.ranks], use_gpu=use_gpu, max_colocate_count=1),
+            ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(InstarWorker), settings=settings),
+            device_name=settings.device,
+            worker_env=environment,
+        )
 
     def call(self, method: str, *arguments: Any, shares: Sequence[Any] | None = None) -> list[Any]:
         """Call a method on every rank with the rank's share and the common arguments, and return the results
@@ -86,7 +105,6 @@ class RayWorkers:
         return ray.get(references)
 
     def end(self) -> None:
-        """Kill the processes of all ranks. Their unsaved state is lost."""
         if self._group is None:
             return
         import ray
@@ -101,7 +119,6 @@ class RayWorkers:
             remove_placement_group(placement)
 
     def close(self) -> None:
-        """Stop the ranks, and also Ray if this object started it."""
         self.end()
         if self._started_ray:
             import ray
@@ -158,18 +175,6 @@ class RayWorkers:
                 )
             time.sleep(0.2)
 
-    def _environment(self) -> dict[str, str]:
-        env = {
-            # verl's checkpoints are pickled, so torch must not load code from them.
-            "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",
-            "INSTAR_VERL_DEVICE": self._settings.device,
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if self._settings.device == "cpu":
-            # verl registers its FSDP engine only for GPUs. This variable selects the engine on a CPU.
-            env["VERL_ENGINE_DEVICE"] = "cuda"
-        return env
-
     def _has_dead_peer(self, waiting: Sequence[Any]) -> bool:
         """Return True if another rank died. If so, the remaining ranks fail too, and their failures may
         arrive before the failure of that rank."""
@@ -202,6 +207,5 @@ def _check_reachable(address: str) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the type and the first line of an error, without the traceback that Ray adds."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -284,7 +284,7 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Return a copy of one chunk, so that the object store can delete the original."""
     import ray
 
-    references = ray.get(_mailbox(body).take.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
+    references = ray.get(_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
     arrays = ray.get(references, timeout=RAY_GET_TIMEOUT)
     weights: list[tuple[str, Tensor]] = []
     for (name, dtype_name, shape), array in zip(body["layout"], arrays, strict=True):

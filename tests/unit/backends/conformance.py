@@ -1,4 +1,4 @@
-"""The requirements for every training backend, checked against plain transformers + peft + torch.optim.
+"""The requirements for every training backend, checked against transformers, peft and torch.optim.
 
 A variant's test module subclasses `BackendConformance` and provides ``make_backend``: a fixture whose
 value is a function that returns a new backend with a LoRA adapter, in fp32, on the tiny model of the
@@ -37,7 +37,7 @@ def compute_base_logprobs(model: Any, token_ids: Any) -> Any:
 
 
 class ReferenceModel:
-    """The same adapter, run on one sample at a time with the libraries' own code."""
+    """The same adapter, computed by the libraries' own code on one sample at a time."""
 
     def __init__(self, model_folder: Path, adapter: Path) -> None:
         logging.disable_progress_bar()
@@ -93,7 +93,7 @@ class BackendConformance:
 
     @pytest.fixture
     def make_trained_backend(self, make_backend: Callable[[], Backend]) -> Callable[[], Any]:
-        """A function that returns a backend whose adapter is not zero."""
+        """Return a function that creates a backend whose adapter is not zero."""
 
         async def make() -> Backend:
             backend = await start_backend(make_backend)
@@ -279,9 +279,9 @@ class BackendConformance:
     ) -> None:
         backend = await start_backend(make_backend)
         values = np.array([0, 0, -1, np.nan], np.float32)
-        with pytest.raises(BackendError, match=r"holey.*3"):
+        with pytest.raises(BackendError, match=r"incomplete.*3"):
             await backend.forward_backward(
-                [make_sample("holey", [4, 5, 6, 7], 2, **{field: values})], LossConfig()
+                [make_sample("incomplete", [4, 5, 6, 7], 2, **{field: values})], LossConfig()
             )
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from instar.backends.local import kernels
+from instar.backends.local import attention
 from instar.backends.local.attention import make_attention_plan, tree_attention
 from instar.backends.local.pack import pack
 from instar.errors import BackendError
@@ -35,12 +35,12 @@ def test_tree_attention_matches_dense_masked_attention() -> None:
 def test_math_kernel_matches_flash_kernel(causal: bool) -> None:
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 2, 7, 8)
-    flash = kernels.forward(q, k, v, causal=causal, scale=0.4)
-    for a, b in zip(kernels.math_forward(q, k, v, causal, 0.4), flash, strict=True):
+    flash = attention.block_forward(q, k, v, causal=causal, scale=0.4)
+    for a, b in zip(attention.math_forward(q, k, v, causal, 0.4), flash, strict=True):
         torch.testing.assert_close(a, b)
     grad = torch.randn(2, 4, 7, 8)
-    expected_grads = kernels.cpu_flash_backward(grad, q, k, v, *flash, causal, 0.4)
-    for a, b in zip(kernels.math_backward(grad, q, k, v, *flash, causal, 0.4), expected_grads, strict=True):
+    expected_grads = attention.cpu_flash_backward(grad, q, k, v, *flash, causal, 0.4)
+    for a, b in zip(attention.math_backward(grad, q, k, v, *flash, causal, 0.4), expected_grads, strict=True):
         torch.testing.assert_close(a, b)
 
 

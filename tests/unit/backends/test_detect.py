@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
-from instar.backends.detect import BackendDetection, detect_backend
 from instar.backends.packages import (
     PackageRequirement,
     check_installed,
     inspect_package,
     inspect_packages,
-    inspect_packages_of,
 )
-from instar.backends.resolve import extract_secrets, resolve_run, without_api_key
+from instar.backends.resolve import (
+    BackendDetection,
+    detect_backend,
+    extract_secrets,
+    resolve_run,
+    without_api_key,
+)
 from instar.config import (
     AutoBackendConfig,
     CloudEngineConfig,
@@ -171,7 +175,7 @@ def test_check_installed_with_missing_package_shows_install_command() -> None:
 
 
 def test_check_installed_inspects_configured_interpreter(tmp_path: Path) -> None:
-    assert inspect_packages_of(sys.executable) == inspect_packages()
+    assert inspect_packages(sys.executable) == inspect_packages()
     with pytest.raises(ConfigError, match=r"backend\.python.*no-such-python"):
         check_installed(VerlBackendConfig(python="no-such-python"))
     venv.create(tmp_path, symlinks=True, with_pip=False)

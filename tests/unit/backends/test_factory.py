@@ -1,4 +1,4 @@
-"""Unsupported settings are rejected by name before the start; a loss may have a fallback."""
+"""Unsupported settings are rejected by name before a run starts, and a loss may have a fallback."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ async def test_adapter_depends_only_on_seed(model_folder: Path, tmp_path: Path) 
 
 
 async def test_saved_state_depends_only_on_seed(model_folder: Path, tmp_path: Path) -> None:
-    """The state includes the RNG; if it were not seeded, it would differ between processes."""
+    """The state includes the state of the RNG, which would differ between processes without a seed."""
     for name in ("one", "other"):
         backend = make_local(model_folder, seed=5)
         await backend.save_state(tmp_path / name)
@@ -123,7 +123,7 @@ async def test_bf16_logprobs_are_close_to_fp32(model_folder: Path) -> None:
 
 
 async def test_reference_under_full_finetuning_stays_frozen(model_folder: Path) -> None:
-    """The copy is loaded on first use and has the initial weights, even after training steps."""
+    """The reference model has the initial weights, even if it is loaded after training steps."""
     backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype="bf16")
     samples = tree_samples()
     initial = await backend.forward(samples)
@@ -194,8 +194,8 @@ def test_local_backend_rejects_sliding_window(tmp_path: Path) -> None:
 
 
 def test_local_backend_rejects_unknown_lora_targets(model_folder: Path) -> None:
-    config = LocalBackendConfig(lora=LoraConfig(targets=["nothing_like_it"]))
-    with pytest.raises(BackendError, match="nothing_like_it"):
+    config = LocalBackendConfig(lora=LoraConfig(targets=["missing_module"]))
+    with pytest.raises(BackendError, match="missing_module"):
         make_local(model_folder, config)
 
 

@@ -1,4 +1,4 @@
-"""The Tinker backend with the real SDK, against a protocol server on a socket."""
+"""The Tinker backend with the real SDK, connected to a local server of the protocol."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: ModelConfig, server_folder: Path) -> Generator[str]:
-    # The model of a closed backend is kept until the server notices that its session has ended.
+    # The server keeps the model of a closed backend until it notices that the session has ended.
     with (
         collect_sdk_leaks(),
         serve_in_thread(
@@ -100,7 +100,7 @@ async def test_tinker_samples_without_trained_tokens_are_answered_locally(
 
 
 async def test_tinker_dro_does_not_move_untrained_tokens(make_backend: Callable[[], Backend]) -> None:
-    """The protocol has no mask, so dro could pull every token towards its old logprob."""
+    """The protocol has no mask, so dro could change the logprob of every token."""
     backend = await start_backend(make_backend)
     mask = np.zeros(40, np.float32)
     mask[-1] = 1

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.backends.verl.backend import VerlBackend, check_version
+from instar.backends.packages import check_installed
+from instar.backends.verl.backend import VerlBackend
 from instar.backends.verl.sharding import distribute_samples, gather_logprobs
 from instar.config import ModelConfig, VerlBackendConfig
 from instar.errors import ConfigError
@@ -16,12 +17,12 @@ from tests.unit.backends.conformance import make_sample, tree_samples
 
 
 def test_verl_backend_without_verl_shows_install_command(model_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"verl>=0\.9\.1,<0\.10.*backend\.python.*pip install"):
+    with pytest.raises(ConfigError, match=r"verl>=0\.9\.1,<0\.10.*pip install.*backend\.python"):
         VerlBackend(ModelConfig(name=str(model_folder)), VerlBackendConfig())
 
 
 @pytest.mark.parametrize(("version", "is_supported"), [("0.8.2", False), ("0.9.1", True), ("0.10.0", False)])
-def test_check_version_accepts_only_tested_versions(
+def test_check_installed_accepts_only_tested_versions(
     version: str, is_supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dist_info = tmp_path / f"verl-{version}.dist-info"
@@ -29,10 +30,10 @@ def test_check_version_accepts_only_tested_versions(
     (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verl\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
     if is_supported:
-        check_version()
+        check_installed(VerlBackendConfig())
         return
     with pytest.raises(ConfigError, match=f"{version} is installed"):
-        check_version()
+        check_installed(VerlBackendConfig())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

@@ -1,4 +1,4 @@
-"""The Weaver backend with the real SDK, against a server that trains a model."""
+"""The Weaver backend with the real SDK, connected to a local server that trains a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(model_folder: Path) -> ModelConfig:
 @pytest.fixture(scope="module")
 def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    limits = ServiceLimits(max_models=64)  # closing a backend keeps its model at the server
+    limits = ServiceLimits(max_models=64)  # the server keeps the models of closed backends
     with serve_in_thread(
         "weaver", model, folder=folder, keys=[KEY], base_model="tiny", limits=limits
     ) as address:
@@ -258,7 +258,7 @@ async def test_weaver_unknown_key_or_model_is_named(make_backend: MakeBackend) -
 async def test_weaver_restarted_server_raises_backend_lost(
     make_backend: MakeBackend, model: ModelConfig, tmp_path: Path
 ) -> None:
-    """The saved state remains, calls in flight are not repeated, and queued calls are not sent."""
+    """The saved state remains, running calls are not repeated, and queued calls are not sent."""
     options = {"folder": tmp_path / "checkpoints", "keys": [KEY], "base_model": "tiny"}
     with ExitStack() as servers:
         address = servers.enter_context(serve_in_thread("weaver", model, **options))

@@ -20,7 +20,7 @@ from instar.trainer.monitor import read_steps
 from instar.types import Floats, Sample
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN
-from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill, make_config, open_trainer
+from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill_store, make_config, open_trainer
 
 
 class FixedReference(Reference):
@@ -123,11 +123,11 @@ async def test_penalty_after_crash_gives_same_weights(model: Path, tmp_path: Pat
     hashes = []
     for folder in (plain, uninterrupted):
         config = make_penalty_config(folder, model) if folder is uninterrupted else make_config(folder, model)
-        await fill(config)
+        await fill_store(config)
         hashes.append(await train_and_hash(config))
     assert hashes[0] != hashes[1], "the penalty changes the weights"
     config = make_penalty_config(interrupted, model)
-    await fill(config)
+    await fill_store(config)
     with pytest.raises(SimulatedCrash):
         await train_and_hash(config, FaultInjector("optim_step", 2))
     assert await train_and_hash(config) == hashes[1]
@@ -136,7 +136,7 @@ async def test_penalty_after_crash_gives_same_weights(model: Path, tmp_path: Pat
 async def test_trainer_with_penalty_reports_reference_kl(model: Path, tmp_path: Path) -> None:
     """The divergence equals the one computed with plain transformers from the recorded logprobs."""
     config = make_penalty_config(tmp_path / "run", model)
-    await fill(config)
+    await fill_store(config)
     async with open_trainer(config) as harness:
         harness.trainer.penalty = create_penalty(config, harness.backend, None)
         batch = await harness.trainer.batcher.next_batch(1, 0, 0)

@@ -1,4 +1,4 @@
-"""Fakes for sync tests: an engine that receives weights like a vLLM worker, and a backend that sends them."""
+"""An engine that receives weights like a vLLM worker, and a backend that sends weights."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ class WeightSendingBackend(Backend):
         for index, (name, shape) in enumerate(SHAPES.items()):
             yield name, torch.full(shape, self.value + index)
 
-    async def _never(self, *_: Any, **__: Any) -> Any:
+    async def _raise_error(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("this backend does not train")
 
-    forward = forward_backward = optim_step = publish = save_state = load_state = _never
+    forward = forward_backward = optim_step = publish = save_state = load_state = _raise_error
 
     async def close(self) -> None: ...
 

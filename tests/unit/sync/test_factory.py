@@ -1,4 +1,4 @@
-"""Tests of selecting the sync route for a backend and engines."""
+"""Selecting the route from a backend to engines."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class AdapterBackend(WeightSendingBackend):
 
 
 class OtherMachineEngine(WeightReceivingEngine):
-    """An engine on another machine, which maps other memory."""
+    """An engine that cannot map the trainer's memory."""
 
     async def stage(self, transfer: Any) -> Any:
         return {"workers": [{"content": "00", "gpu": None}]}
 
 
-def config(route: str = "auto", **sections: Any) -> RunConfig:
+def make_config(route: str = "auto", **sections: Any) -> RunConfig:
     model = {"name": "tiny", "device": "cpu", "dtype": "fp32"}
     return RunConfig.model_validate({"model": model, "sync": {"route": route}, **sections})
 
 
 async def test_create_sync_selects_files_without_other_routes() -> None:
-    sync = await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(routes=())])
+    sync = await create_sync(make_config(), AdapterBackend(), [WeightReceivingEngine(routes=())])
     assert isinstance(sync, FileSync)
     assert sync.description.startswith("files")
     assert not sync.live
@@ -43,9 +43,9 @@ async def test_create_sync_selects_files_without_other_routes() -> None:
 
 async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
     assert isinstance(
-        await create_sync(config(), WeightSendingBackend(), [WeightReceivingEngine()]), FileSync
+        await create_sync(make_config(), WeightSendingBackend(), [WeightReceivingEngine()]), FileSync
     )
-    sync = await create_sync(config("ipc"), WeightSendingBackend(), [WeightReceivingEngine()])
+    sync = await create_sync(make_config("ipc"), WeightSendingBackend(), [WeightReceivingEngine()])
     assert isinstance(sync, SharedSync)
     assert sync.live
     assert "the machine's memory" in sync.description
@@ -72,7 +72,7 @@ async def test_create_sync_rejects_an_unsupported_route(
     with pytest.raises(
         ConfigError, match=rf"sync.route: given '{route}'; .*{message}.*Supported here: .*files"
     ):
-        await create_sync(config(route), backend, [engine])
+        await create_sync(make_config(route), backend, [engine])
 
 
 async def test_create_sync_requires_a_route_to_every_engine() -> None:
@@ -84,7 +84,7 @@ async def test_create_sync_requires_a_route_to_every_engine() -> None:
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
     with pytest.raises(ConfigError, match="no route from backend to engine"):
-        await create_sync(config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()])
+        await create_sync(make_config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()])
 
 
 def test_plan_group_assigns_distinct_ranks() -> None:

@@ -16,7 +16,7 @@ POLICY = Policy("p", 3, Artifact("adapter", "somewhere"))
 
 
 class LoadingEngine(Engine):
-    """Raises ``errors`` on its first loads, then succeeds; each load takes ``seconds``."""
+    """An engine whose first loads raise ``errors``. Each load takes ``seconds``."""
 
     def __init__(self, *errors: Exception, seconds: float = 0.0) -> None:
         self.errors = list(errors)
@@ -53,14 +53,14 @@ async def test_push_loads_on_all_engines_concurrently() -> None:
 
 
 async def test_push_failure_of_one_engine_does_not_affect_others() -> None:
-    good, bad = LoadingEngine(), LoadingEngine(EngineError("wrong rank"))
-    failed, succeeded = await FileSync().push(POLICY, [bad, good])
+    healthy_engine, failing_engine = LoadingEngine(), LoadingEngine(EngineError("wrong rank"))
+    failed, succeeded = await FileSync().push(POLICY, [failing_engine, healthy_engine])
     assert isinstance(failed, SyncError)
     assert "version 3 of p" in str(failed)
     assert "wrong rank" in str(failed)
-    assert bad.attempts == 1
+    assert failing_engine.attempts == 1
     assert succeeded is None
-    assert good.version == 3
+    assert healthy_engine.version == 3
 
 
 async def test_push_retries_transient_failures() -> None:

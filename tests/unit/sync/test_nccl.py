@@ -1,4 +1,4 @@
-"""Tests of broadcasting weights to a group of engines whose members may fail."""
+"""Broadcasting weights to a group of engines whose members may fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.sync.fakes import WeightReceivingEngine, WeightSendingBackend, h
 
 
 class FakeGroup:
-    """A fake NCCL group: a broadcast ends when every member received it or the group is destroyed."""
+    """A fake NCCL group. A broadcast ends when every member has received it or the group is destroyed."""
 
     def __init__(self) -> None:
         self.mailboxes: list[queue.Queue[Tensor]] = []
@@ -38,7 +38,7 @@ class FakeGroup:
 
 
 class FakeRendezvous:
-    """Creates the fake groups: a group is complete when all of its members have joined."""
+    """Creates the fake groups. A group is complete when all of its members have joined."""
 
     def __init__(self) -> None:
         self.groups: list[FakeGroup] = []
@@ -56,14 +56,14 @@ class FakeRendezvous:
 class GroupMemberEngine(WeightReceivingEngine):
     def __init__(self, rendezvous: FakeRendezvous, failing: str = "") -> None:
         super().__init__(routes=("nccl",), failing=failing)
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
         self.mailbox: queue.Queue[Tensor] | None = None
         self.names: list[str] = []
 
     async def stage(self, transfer: WeightTransfer) -> Json:
         if "init" in transfer.body:
             self.mailbox = queue.Queue()
-            self._meeting.mailboxes_by_port.setdefault(transfer.body["init"]["master_port"], []).append(
+            self._rendezvous.mailboxes_by_port.setdefault(transfer.body["init"]["master_port"], []).append(
                 self.mailbox
             )
         if "update" in transfer.body:
@@ -84,11 +84,11 @@ class GroupMemberEngine(WeightReceivingEngine):
 
 class FakeTransport(nccl.NcclTransport):
     def __init__(self, rendezvous: FakeRendezvous, *, error: str = "") -> None:
-        self._meeting = rendezvous
+        self._rendezvous = rendezvous
         self._error = error
 
     def join(self, init_info: Json) -> FakeGroup:
-        return self._meeting.join(init_info)
+        return self._rendezvous.join(init_info)
 
     def broadcast(self, group: FakeGroup, tensor: Tensor) -> None:
         if self._error:
@@ -101,7 +101,7 @@ def rendezvous() -> FakeRendezvous:
     return FakeRendezvous()
 
 
-def policy(version: int) -> Policy:
+def make_policy(version: int) -> Policy:
     return Policy("p", version, Artifact("live"))
 
 
@@ -117,7 +117,7 @@ async def test_push_broadcasts_to_all_engines_in_one_group(rendezvous: FakeRende
     sync = create_sync(backend, rendezvous)
     for version in (1, 2, 3):
         backend.value = 10.0 * version
-        assert await sync.push(policy(version), engines) == [None, None]
+        assert await sync.push(make_policy(version), engines) == [None, None]
         assert all(has_weights(engine, 10.0 * version) and engine.version == version for engine in engines)
     await sync.close()
     (group,) = rendezvous.groups
@@ -126,21 +126,21 @@ async def test_push_broadcasts_to_all_engines_in_one_group(rendezvous: FakeRende
 
 async def test_push_aborts_the_broadcast_if_a_member_fails(rendezvous: FakeRendezvous) -> None:
     """The push must not wait for the deadline, because a broadcast blocks the trainer's GPU."""
-    backend, bad, good = (
+    backend, failing_engine, healthy_engine = (
         WeightSendingBackend(),
         GroupMemberEngine(rendezvous, failing="commit"),
         GroupMemberEngine(rendezvous),
     )
     sync = create_sync(backend, rendezvous)
     async with asyncio.timeout(10):
-        outcome, other = await sync.push(policy(1), [bad, good])
+        outcome, other = await sync.push(make_policy(1), [failing_engine, healthy_engine])
     assert "the GPU is gone" in str(outcome)
     assert "another engine of its group failed" in str(other)
     assert rendezvous.groups[0].destroyed.is_set()
-    assert good.version == 0
-    bad.failing = ""
-    assert await sync.push(policy(1), [bad, good]) == [None, None]
-    assert has_weights(good, 0.0)
+    assert healthy_engine.version == 0
+    failing_engine.failing = ""
+    assert await sync.push(make_policy(1), [failing_engine, healthy_engine]) == [None, None]
+    assert has_weights(healthy_engine, 0.0)
     assert len(rendezvous.groups) == 2
     await sync.close()
 
@@ -151,7 +151,7 @@ async def test_push_destroys_the_group_after_the_deadline(rendezvous: FakeRendez
             await asyncio.sleep(60)
 
     sync = create_sync(WeightSendingBackend(), rendezvous, deadline=0.3)
-    (outcome,) = await sync.push(policy(1), [HangingEngine(rendezvous)])
+    (outcome,) = await sync.push(make_policy(1), [HangingEngine(rendezvous)])
     assert "longer than 0.3 s" in str(outcome)
     assert rendezvous.groups[0].destroyed.is_set()
 
@@ -164,19 +164,19 @@ async def test_push_succeeds_for_engines_that_serve_the_version_at_the_deadline(
             await super().commit(policy)
             await asyncio.sleep(60)
 
-    slow, good = SlowEngine(rendezvous), GroupMemberEngine(rendezvous)
+    slow, healthy_engine = SlowEngine(rendezvous), GroupMemberEngine(rendezvous)
     outcome, succeeded = await create_sync(WeightSendingBackend(), rendezvous, deadline=1.0).push(
-        policy(1), [slow, good]
+        make_policy(1), [slow, healthy_engine]
     )
     assert "longer than 1 s" in str(outcome)
     assert succeeded is None
-    assert good.version == 1
+    assert healthy_engine.version == 1
 
 
 async def test_push_returns_broadcast_errors_as_outcome(rendezvous: FakeRendezvous) -> None:
     error = "NCCL error: remote process exited"
     sync = create_sync(WeightSendingBackend(), rendezvous, error=error)
-    (outcome,) = await sync.push(policy(1), [GroupMemberEngine(rendezvous)])
+    (outcome,) = await sync.push(make_policy(1), [GroupMemberEngine(rendezvous)])
     assert "remote process exited" in str(outcome)
     assert rendezvous.groups[0].destroyed.is_set()
 
@@ -194,7 +194,7 @@ async def test_push_destroys_the_group_if_the_backend_fails(rendezvous: FakeRend
 
     engine = GroupMemberEngine(rendezvous)
     with pytest.raises(RuntimeError, match="out of memory"):
-        await create_sync(FailingBackend(), rendezvous).push(policy(1), [engine])
+        await create_sync(FailingBackend(), rendezvous).push(make_policy(1), [engine])
     assert rendezvous.groups[0].destroyed.is_set()
     assert engine.version == 0
 
@@ -206,8 +206,8 @@ async def test_push_creates_a_new_group_for_a_new_engine(rendezvous: FakeRendezv
         GroupMemberEngine(rendezvous),
     )
     sync = create_sync(backend, rendezvous)
-    assert await sync.push(policy(1), [first]) == [None]
-    assert await sync.push(policy(2), [first, second]) == [None, None]
+    assert await sync.push(make_policy(1), [first]) == [None]
+    assert await sync.push(make_policy(2), [first, second]) == [None, None]
     assert (first.version, second.version) == (2, 2)
     assert [group.destroyed.is_set() for group in rendezvous.groups] == [True, False]
     await sync.close()

@@ -1,4 +1,4 @@
-"""Tests of weights that engines copy from the trainer's memory."""
+"""Engines that copy the weights from the trainer's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instar.types import Artifact, Policy
 from tests.unit.sync.fakes import FusedModel, WeightReceivingEngine, WeightSendingBackend, has_weights
 
 
-def policy(version: int) -> Policy:
+def make_policy(version: int) -> Policy:
     return Policy("p", version, Artifact("live"))
 
 
@@ -28,7 +28,7 @@ async def test_push_copies_the_weights_to_all_engines() -> None:
     sync = SharedSync(backend, device="cpu", deadline=60)
     for version in (1, 2, 3):
         backend.value = 10.0 * version
-        assert await sync.push(policy(version), engines) == [None, None]
+        assert await sync.push(make_policy(version), engines) == [None, None]
         assert all(has_weights(engine, 10.0 * version) and engine.version == version for engine in engines)
         assert all(engine.has_copy_plan for engine in engines)
     await sync.close()
@@ -37,30 +37,34 @@ async def test_push_copies_the_weights_to_all_engines() -> None:
 async def test_push_sends_the_layout_once_per_engine() -> None:
     backend, engine = WeightSendingBackend(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=60)
-    await sync.push(policy(1), [engine])
+    await sync.push(make_policy(1), [engine])
     first, engine.received_bytes = engine.received_bytes, 0
-    await sync.push(policy(2), [engine])
+    await sync.push(make_policy(2), [engine])
     assert engine.received_bytes < first / 4
-    fresh = WeightReceivingEngine()  # a restarted engine
+    restarted_engine = WeightReceivingEngine()
     backend.value = 7.0
-    assert await sync.push(policy(2), [fresh]) == [None]
-    assert has_weights(fresh, 7.0)
+    assert await sync.push(make_policy(2), [restarted_engine]) == [None]
+    assert has_weights(restarted_engine, 7.0)
     await sync.close()
 
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])
 async def test_push_failure_keeps_the_engine_version_and_updates_others(phase: str) -> None:
-    backend, bad, good = WeightSendingBackend(), WeightReceivingEngine(failing=phase), WeightReceivingEngine()
+    backend, failing_engine, healthy_engine = (
+        WeightSendingBackend(),
+        WeightReceivingEngine(failing=phase),
+        WeightReceivingEngine(),
+    )
     sync = SharedSync(backend, device="cpu", deadline=60)
-    failed, succeeded = await sync.push(policy(4), [bad, good])
+    failed, succeeded = await sync.push(make_policy(4), [failing_engine, healthy_engine])
     assert isinstance(failed, SyncError)
     assert "version 4 of p" in str(failed)
     assert isinstance(failed.__cause__, EngineError)
     assert succeeded is None
-    assert (bad.version, good.version) == (0, 4)
-    bad.failing = ""
-    assert await sync.push(policy(4), [bad]) == [None]
-    assert bad.version == 4
+    assert (failing_engine.version, healthy_engine.version) == (0, 4)
+    failing_engine.failing = ""
+    assert await sync.push(make_policy(4), [failing_engine]) == [None]
+    assert failing_engine.version == 4
     await sync.close()
 
 
@@ -71,14 +75,14 @@ async def test_push_fails_after_the_deadline() -> None:
             yield "never", torch.zeros(1)
 
     (outcome,) = await SharedSync(SlowBackend(), device="cpu", deadline=0.05).push(
-        policy(1), [WeightReceivingEngine()]
+        make_policy(1), [WeightReceivingEngine()]
     )
     assert isinstance(outcome, SyncError)
     assert "0.05 s" in str(outcome)
 
 
 class LateEngine(WeightReceivingEngine):
-    """Copies when ``may_copy`` is set, even after the caller was cancelled, like an engine behind HTTP."""
+    """An engine that copies when ``may_copy`` is set, even if the caller was cancelled, as over HTTP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,24 +99,24 @@ class LateEngine(WeightReceivingEngine):
 
 
 async def test_push_does_not_overwrite_a_buffer_that_may_still_be_copied() -> None:
-    backend, late, good = WeightSendingBackend(), LateEngine(), WeightReceivingEngine()
+    backend, late, healthy_engine = WeightSendingBackend(), LateEngine(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=0.5)
     backend.value = 10.0
-    failed, succeeded = await sync.push(policy(1), [late, good])
+    failed, succeeded = await sync.push(make_policy(1), [late, healthy_engine])
     assert "longer than 0.5 s" in str(failed)
     assert succeeded is None, "this engine finished in time"
     backend.value = 20.0
-    assert await sync.push(policy(2), [good]) == [None]
-    assert has_weights(good, 20.0)
+    assert await sync.push(make_policy(2), [healthy_engine]) == [None]
+    assert has_weights(healthy_engine, 20.0)
     assert late.copying is not None
     late.may_copy.set()
     await late.copying
     assert late.version == 1
     assert has_weights(late, 10.0)
     backend.value = 30.0
-    assert await sync.push(policy(3), [late, good]) == [None, None]
+    assert await sync.push(make_policy(3), [late, healthy_engine]) == [None, None]
     assert has_weights(late, 30.0)
-    assert has_weights(good, 30.0)
+    assert has_weights(healthy_engine, 30.0)
     await sync.close()
 
 
@@ -128,10 +132,10 @@ async def test_push_replaces_the_buffer_only_if_a_commit_may_still_run(
             raise failure
 
     sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
-    await sync.push(policy(1), [FailingEngine()])
+    await sync.push(make_policy(1), [FailingEngine()])
     before = sync._buffer
     engine = WeightReceivingEngine()
-    assert await sync.push(policy(1), [engine]) == [None]
+    assert await sync.push(make_policy(1), [engine]) == [None]
     assert (sync._buffer is not before) == replaces_buffer
     await sync.close()
 
@@ -145,11 +149,11 @@ async def test_push_returns_buffer_errors_as_outcome() -> None:
                 raise RuntimeError(self.errors.pop())
 
     sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60, create_buffer=FailingOnceBuffer)
-    (outcome,) = await sync.push(policy(1), [WeightReceivingEngine()])
+    (outcome,) = await sync.push(make_policy(1), [WeightReceivingEngine()])
     assert isinstance(outcome, SyncError)
     assert isinstance(outcome.__cause__, RouteError)
     assert "out of memory" in str(outcome)
-    assert await sync.push(policy(1), [WeightReceivingEngine()]) == [None]
+    assert await sync.push(make_policy(1), [WeightReceivingEngine()]) == [None]
     await sync.close()
 
 
@@ -161,7 +165,7 @@ async def test_push_raises_backend_errors() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         await SharedSync(FailingBackend(), device="cpu", deadline=60).push(
-            policy(1), [WeightReceivingEngine()]
+            make_policy(1), [WeightReceivingEngine()]
         )
 
 

@@ -1,4 +1,4 @@
-"""Tests of weights that arrive at an engine in chunks and are sent again."""
+"""Weights that an engine receives in chunks and more than once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer in this process with a real store, backend and engine, and faults at chosen points."""
+"""A trainer in this process with a real store, backend and engine, which raises errors at chosen points."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from tests.unit.data.builders import RUN, add_group, begin
 
 
 class SimulatedCrash(Exception):
-    """Stands for the death of the trainer's process."""
+    """Simulates a crash of the trainer's process."""
 
 
 @dataclass
 class FaultInjector:
-    """Records the points that are reached, and raises at the n-th time that the given one is."""
+    """Records each point that is reached, and raises ``error`` when ``point`` is reached for the n-th
+    time."""
 
     point: str = ""
     times: int = 1
@@ -82,10 +83,10 @@ class FaultyBackend(LocalBackend):
         self.faults = faults
         self.initial_state = config.run_dir / "initial_state"
         self.keep_seconds: float | None = None
-        """The lifetime that published artifacts claim to have."""
+        """The lifetime of published artifacts; None if they do not expire."""
 
     async def start(self) -> None:
-        """Return to the initial state, however often it is called."""
+        """Save the initial state in the first call, and load it in later calls."""
         if self.initial_state.exists():
             await self.load_state(self.initial_state)
         else:
@@ -140,7 +141,7 @@ class _ListHandler(logging.Handler):
 
 @contextmanager
 def capture_log() -> Generator[list[str]]:
-    """Collect the trainer's log messages, also if another test has configured Instar's logging."""
+    """Collect the trainer's log messages, even if another test has configured Instar's logging."""
     logger, handler = logging.getLogger("instar.trainer"), _ListHandler()
     level = logger.level
     logger.setLevel(logging.INFO)
@@ -153,7 +154,7 @@ def capture_log() -> Generator[list[str]]:
 
 
 def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
-    """Return a config for training on groups that are all in the store from the start."""
+    """Return a config for a run whose groups are all in the store before training starts."""
     section = {
         "steps": 3,
         "groups_per_step": 1,
@@ -174,7 +175,7 @@ def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
     )
 
 
-async def fill(config: RunConfig, groups: int = 6) -> None:
+async def fill_store(config: RunConfig, groups: int = 6) -> None:
     store = SqliteStore(config.store_path)
     await begin(store)
     for index in range(groups):
@@ -186,7 +187,7 @@ async def fill(config: RunConfig, groups: int = 6) -> None:
 async def open_trainer(
     config: RunConfig, faults: FaultInjector | None = None, trainer_class: type[Trainer] = Trainer
 ) -> AsyncGenerator[TrainerHarness]:
-    """Open the parts of a trainer's process, each time anew on the same store and folder."""
+    """Open a trainer with new objects on the store and folder of the run."""
     faults = faults or FaultInjector()
     store = FaultyStore(config.store_path, faults)
     backend = FaultyBackend(config, faults)

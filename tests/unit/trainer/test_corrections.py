@@ -1,4 +1,4 @@
-"""Corrected replies are trained along with a step, each exactly once even if the trainer crashes."""
+"""Corrected replies are trained together with a step, each exactly once even if the trainer crashes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instar.trainer.monitor import read_steps
 from instar.types import UNTRAINABLE, Channel, Feedback, Sample, Tag
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, add_group, begin, make_call, make_session
-from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill, make_config, open_trainer
+from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill_store, make_config, open_trainer
 
 CORRECTED_IDS = [11, 12, 13, 9]
 
@@ -37,7 +37,7 @@ async def add_corrected_session(
     await store.open_session(make_session(name, **fields))
     await store.add_calls([make_call(f"{name}#0", [1, 2, 3], [7, 9], session_id=name)])
     ids = np.asarray(corrected_ids, np.int32)
-    await store.add_feedback(Feedback(name, name, f"{name}#0", correction="said", correction_ids=ids))
+    await store.add_feedback(Feedback(name, name, f"{name}#0", correction="corrected", correction_ids=ids))
 
 
 async def add_corrections(config: RunConfig, count: int) -> None:
@@ -99,7 +99,7 @@ async def test_load_corrections_takes_oldest_trainable_up_to_per_step(
     await store.add_tags([Tag("tagged", UNTRAINABLE)])
     for name in ("live", "train", "third"):
         await add_corrected_session(store, name, channel=Channel.TRAIN if name == "train" else Channel.LIVE)
-    await store.add_feedback(Feedback("words", "live", "live#0", correction="no tokens of it"))
+    await store.add_feedback(Feedback("words", "live", "live#0", correction="without tokens"))
     samples = await load_samples(store, make_config(tmp_path, model, corrections={"per_step": 2}))
     assert [sample.session_id for sample in samples] == ["live", "train"], "the two oldest"
     without_weight = make_config(tmp_path, model, corrections={"weight": 0})
@@ -111,7 +111,7 @@ async def test_load_corrections_takes_oldest_trainable_up_to_per_step(
 
 async def test_training_on_corrections_raises_their_logprob(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path / "run", model, corrections={"per_step": 1})
-    await fill(config)
+    await fill_store(config)
     await add_corrections(config, 3)
     async with open_trainer(config) as harness:
         (sample, *_) = await load_samples(harness.store, config)
@@ -162,8 +162,8 @@ async def test_corrections_are_trained_once_after_crash(
 ) -> None:
     results: list[tuple[Any, str]] = []
     for faults in (FaultInjector(), FaultInjector(point, times)):
-        config = make_config(tmp_path / (faults.point or "calm"), model, corrections={"per_step": 1})
-        await fill(config)
+        config = make_config(tmp_path / (faults.point or "undisturbed"), model, corrections={"per_step": 1})
+        await fill_store(config)
         await add_corrections(config, 3)
         if faults.point:
             async with open_trainer(config, faults) as harness:

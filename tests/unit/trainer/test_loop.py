@@ -20,7 +20,7 @@ from tests.unit.trainer.harness import (
     FaultInjector,
     SimulatedCrash,
     TrainerHarness,
-    fill,
+    fill_store,
     make_config,
     open_trainer,
 )
@@ -38,7 +38,7 @@ STEP_POINTS = [
     "published",
     "committed",
 ]
-"""The points that a step passes, in order. The second `submitted` stores its metrics."""
+"""The points that a step reaches, in order. The second `submitted` stores the metrics of the step."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def config(tmp_path: Path, model: Path) -> RunConfig:
     config = make_config(tmp_path / "run", model)
-    await fill(config)
+    await fill_store(config)
     return config
 
 
@@ -96,7 +96,7 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
     config = make_config(tmp_path_factory.mktemp("undisturbed"), model)
 
     async def train() -> TrainingResult:
-        await fill(config)
+        await fill_store(config)
         async with open_trainer(config) as harness:
             await harness.trainer.run()
             return await harness.claims(), await harness.head_hash()
@@ -146,7 +146,7 @@ async def test_trainer_recovers_from_crash_during_recovery(
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_checkpoint_commits_all_earlier_steps_after_crash(config: RunConfig, times: int) -> None:
-    """The crash happens after the first or the second of the two rows is written."""
+    """The crash happens after the first or after the second row is written."""
     every_two = with_trainer(config, checkpoint_every=2, steps=2)
     await run_until_crash(every_two, "saved" if times == 1 else "committed", 1)
     async with open_trainer(every_two) as harness:
@@ -338,7 +338,7 @@ async def test_trainer_republishes_policy_before_it_expires(config: RunConfig) -
 async def test_crash_does_not_increase_staleness(
     tmp_path: Path, model: Path, point: str, times: int, checkpoint_every: int
 ) -> None:
-    """Each group is one version older than the step that trains it, which is the limit."""
+    """The staleness of each group is 1, which is the limit."""
     config = make_config(tmp_path / "run", model, steps=4, max_staleness=1, checkpoint_every=checkpoint_every)
     store = SqliteStore(config.store_path)
     await begin(store)
@@ -353,14 +353,14 @@ async def test_crash_does_not_increase_staleness(
 
 
 class ImpatientTrainer(Trainer):
-    """A trainer that stops waiting for a batch at once, as if a policy had to be published again."""
+    """A trainer that does not wait for a batch, as if a policy had to be published again."""
 
     def _batch_timeout(self) -> float | None:
         return 0.0
 
 
 class FinishingRolloutBatcher(Batcher):
-    """A batcher during which the rollout adds its last group and finishes, just after the store was read."""
+    """A batcher that adds the last group and finishes the rollout just after it has read the store."""
 
     trainer: Trainer
 
@@ -374,7 +374,7 @@ class FinishingRolloutBatcher(Batcher):
 
 async def test_trainer_trains_group_added_as_rollout_finishes(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path / "run", model)
-    await fill(config, groups=0)
+    await fill_store(config, groups=0)
     async with open_trainer(config, trainer_class=ImpatientTrainer) as harness:
         trainer = harness.trainer
         trainer.is_rollout_finished = False

@@ -17,11 +17,11 @@ from instar.reference.base import Reference
 from instar.reference.penalty import ReferencePenalty
 from instar.store.sqlite import SqliteStore
 from instar.trainer.monitor import read_steps
-from instar.trainer.off_policy import apply_off_policy
+from instar.trainer.update import apply_off_policy
 from instar.types import Floats, GroupStatus, Reward, RewardSource, SessionStatus
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, add_group, add_session, make_call, make_session
-from tests.unit.trainer.harness import fill, make_config, open_trainer
+from tests.unit.trainer.harness import fill_store, make_config, open_trainer
 
 RECOMPUTE = {"proximal": "recompute", "truncate": 1.5}
 
@@ -45,10 +45,11 @@ async def end_with_reward(store: SqliteStore, session_id: str, value: float) -> 
 
 
 async def test_step_with_recomputed_logprobs_weighs_off_policy_tokens(model: Path, tmp_path: Path) -> None:
-    """The recorded logprobs, -0.01 × token id, differ much from the model's own. With one update per batch
-    the loss's ratio is 1, so the loss is minus the sum of the weighted advantages."""
+    """The recorded logprobs, which are -0.01 × token id, differ much from the model's logprobs. With one
+    update per batch, the ratio of the loss is 1, so that the loss is minus the sum of the weighted
+    advantages."""
     config = make_config(tmp_path, model, off_policy=RECOMPUTE, steps=1, tensorboard=True)
-    await fill(config)
+    await fill_store(config)
     batch = await first_batch(config)
     backend = LocalBackend(config.model, config.backend, seed=config.seed)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
@@ -77,7 +78,7 @@ async def test_reply_sampled_across_update_weighs_only_old_tokens(model: Path, t
     """Tokens that the trained policy itself sampled have weight 1, regardless of the tokens before them."""
     config = make_config(tmp_path, model)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
-    await fill(config)
+    await fill_store(config)
     batch = await first_batch(config)
     before = await backend.forward(batch.samples)
     await backend.forward_backward(batch.samples, LossConfig())
@@ -121,7 +122,7 @@ class ConstantReference(Reference):
 
 async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, off_policy=RECOMPUTE)
-    await fill(config)
+    await fill_store(config)
     batch = await first_batch(config)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
@@ -141,9 +142,9 @@ async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Pat
 
 
 async def test_truncated_softmax_sampling_is_weighed_once(model: Path, tmp_path: Path) -> None:
-    """The weight relates the proximal policy directly to the truncated softmax, not to the full one."""
+    """The weight is the ratio of the proximal policy to the truncated softmax, not to the full softmax."""
     config = make_config(tmp_path, model, off_policy=RECOMPUTE, advantage={"normalize": "none"})
-    await fill(config, groups=0)
+    await fill_store(config, groups=0)
     store = SqliteStore(config.store_path)
     group = await add_group(store, 0, [0.0], status=GroupStatus.OPEN)
     session = make_session("warm", group_id=group, slot=1)
@@ -171,7 +172,7 @@ async def test_step_with_every_token_dropped_trains_nothing_and_continues(
 ) -> None:
     off_policy = {"proximal": "recompute", "drop_above": 1.5, "truncate": 1.2}
     config = make_config(tmp_path, model, off_policy=off_policy, steps=2)
-    await fill(config)
+    await fill_store(config)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         assert "forward_backward" not in harness.faults.reached
@@ -183,7 +184,7 @@ async def test_step_with_every_token_dropped_trains_nothing_and_continues(
 
 async def test_behavior_logprobs_take_importance_metrics_from_update(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1)
-    await fill(config)
+    await fill_store(config)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         assert "forward" not in harness.faults.reached
@@ -196,7 +197,7 @@ async def test_behavior_logprobs_take_importance_metrics_from_update(model: Path
 @pytest.mark.parametrize("stale", ["drop", "mask"])
 async def test_stale_setting_drops_samples_or_masks_tokens(model: Path, tmp_path: Path, stale: str) -> None:
     config = make_config(tmp_path, model, stale=stale, max_staleness=1, advantage={"normalize": "none"})
-    await fill(config, groups=0)
+    await fill_store(config, groups=0)
     store = SqliteStore(config.store_path)
     group = await add_group(store, 0, [0.0], version=3, status=GroupStatus.OPEN)
     await add_session(store, group, 1, 1.0, version=1)

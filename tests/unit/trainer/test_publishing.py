@@ -1,4 +1,4 @@
-"""Pushing the policy to engines, and to those that fall behind while the trainer waits for data."""
+"""Pushing the policy to all engines, and again to engines that lag behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.trainer.publishing import MAX_REFUSALS, PolicyPublisher
 from instar.types import Artifact, Policy
 from tests.tiny import make_tiny_model
 from tests.unit.sync.test_files import LoadingEngine
-from tests.unit.trainer.harness import RUN, fill, make_config, open_trainer
+from tests.unit.trainer.harness import RUN, fill_store, make_config, open_trainer
 
 HEAD = Policy("p", 3, Artifact("adapter", "somewhere"))
 
@@ -35,16 +35,19 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 async def test_publisher_pushes_again_to_an_engine_that_a_push_did_not_reach(log: list[str]) -> None:
-    late, good = LoadingEngine(EngineUnavailable("starting"), EngineError("no room")), LoadingEngine()
-    publisher = make_publisher(late, good)
+    late_engine, healthy_engine = (
+        LoadingEngine(EngineUnavailable("starting"), EngineError("out of memory")),
+        LoadingEngine(),
+    )
+    publisher = make_publisher(late_engine, healthy_engine)
     await publisher.push(HEAD)
-    assert (late.version, good.version) == (0, 3)
+    assert (late_engine.version, healthy_engine.version) == (0, 3)
     assert publisher.report["engines"] == 2
     assert publisher.report["engines_behind"] == 1
-    await publisher.sync_while_waiting(HEAD, wait_until(lambda: late.version == 3))
-    assert good.attempts == 1
-    assert any("did not reach an engine" in line and "no room" in line for line in log)
-    assert any("reached 1 engine(s) at last" in line for line in log)
+    await publisher.sync_while_waiting(HEAD, wait_until(lambda: late_engine.version == 3))
+    assert healthy_engine.attempts == 1
+    assert any("did not reach an engine" in line and "out of memory" in line for line in log)
+    assert any("reached 1 engine(s) after a retry" in line for line in log)
 
 
 async def test_publisher_pushes_to_an_engine_that_was_restarted() -> None:
@@ -95,11 +98,14 @@ async def test_publisher_fails_when_the_route_keeps_failing() -> None:
 
 
 async def test_publisher_continues_while_only_one_engine_refuses() -> None:
-    refusing, good = LoadingEngine(*[EngineError("broken") for _ in range(99)]), LoadingEngine()
-    publisher = make_publisher(refusing, good)
+    refusing_engine, healthy_engine = (
+        LoadingEngine(*[EngineError("broken") for _ in range(99)]),
+        LoadingEngine(),
+    )
+    publisher = make_publisher(refusing_engine, healthy_engine)
     for version in range(1, 2 * MAX_REFUSALS):
         await publisher.push(Policy("p", version, HEAD.artifact))
-    assert good.version == 2 * MAX_REFUSALS - 1
+    assert healthy_engine.version == 2 * MAX_REFUSALS - 1
 
 
 class SlowLiveSync(Sync):
@@ -137,7 +143,7 @@ async def test_file_push_does_not_delay_the_batch() -> None:
 async def test_saved_versions_have_files_with_live_sync(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32)
     config = make_config(tmp_path / "run", model, checkpoint_every=2)
-    await fill(config)
+    await fill_store(config)
     async with open_trainer(config) as harness:
         sync = SlowLiveSync()
         harness.trainer.publisher.sync = sync
