@@ -23,9 +23,9 @@ from tests.unit.engines.conformance import EngineConformance, collect, ids_of, r
 
 pytestmark = pytest.mark.timeout(900)
 BASE = Policy("p", 0, Artifact("base"))
-MAX_CONTEXT = 4096
+MAX_CONTEXT = 2048
 """Large enough that a reply of LONG_REPLY_TOKENS takes many seconds."""
-LONG_REPLY_TOKENS = 4000
+LONG_REPLY_TOKENS = 2000
 
 
 @pytest.fixture(scope="module")

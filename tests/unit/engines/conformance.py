@@ -179,7 +179,7 @@ class EngineConformance:
         assert (await engine.status()).version == 0
 
     async def test_reply_ends_at_the_context_limit(self, engine: Engine, prompt: list[int]) -> None:
-        long = (prompt * 256)[: engine.info.max_context - 3]
+        long = (prompt * engine.info.max_context)[: engine.info.max_context - 3]
         chunks = await collect(engine, long, max_tokens=50, temperature=0)
         assert chunks[-1].finish_reason == "length"
         assert len(ids_of(chunks)) == 3
@@ -189,7 +189,7 @@ class EngineConformance:
             with pytest.raises(EngineError, match="logprobs of given tokens"):
                 await engine.logprobs(prompt)
             return
-        long = (prompt * 256)[: engine.info.max_context]
+        long = (prompt * engine.info.max_context)[: engine.info.max_context]
         complete, prefix, single, repeated = await asyncio.gather(
             engine.logprobs(long), engine.logprobs(long[:40]), engine.logprobs([7]), engine.logprobs(long)
         )
@@ -206,7 +206,7 @@ class EngineConformance:
     async def test_logprobs_rejects_invalid_prompts(self, engine: Engine, prompt: list[int]) -> None:
         if engine.info.scores:
             with pytest.raises(PromptTooLong):
-                await engine.logprobs((prompt * 256)[: engine.info.max_context + 1])
+                await engine.logprobs((prompt * engine.info.max_context)[: engine.info.max_context + 1])
             for invalid_ids in ([], [-1], [engine.info.vocab_size]):
                 with pytest.raises(EngineError):
                     await engine.logprobs(invalid_ids)
@@ -215,7 +215,7 @@ class EngineConformance:
         self, engine: Engine, prompt: list[int]
     ) -> None:
         with pytest.raises(PromptTooLong):
-            await collect(engine, (prompt * 256)[: engine.info.max_context], max_tokens=1)
+            await collect(engine, (prompt * engine.info.max_context)[: engine.info.max_context], max_tokens=1)
 
     async def test_generate_accepts_arrays_and_lists(self, engine: Engine, prompt: list[int]) -> None:
         expected = await collect(engine, prompt, max_tokens=6, temperature=0)
