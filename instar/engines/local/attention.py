@@ -1,8 +1,8 @@
 """The attention of the local engine, which is registered in transformers under a name.
 
 A step runs the model on [1, T] tokens: one token of every decoding row, then pieces of prompts. Each layer
-calls ``attend`` with the plan of the step. It writes the new keys and values into the rows and attends within
-each row.
+calls ``attend`` with the plan of the step. The function writes the new keys and values into the rows and
+attends within each row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class DecodeBlock:
     stop: int
     length: int
     mask: Tensor
-    """[rows, 1, 1, length]: 0 for visible keys, else -inf, because layers would convert a boolean mask."""
+    """[rows, 1, 1, length]: 0 for visible keys, else -inf. A boolean mask would be converted in every
+    layer."""
 
 
 @dataclass(slots=True)

@@ -68,9 +68,8 @@ class VllmReply:
             while last is None:
                 data = await self._response.readany()
                 if not data:
-                    raise EngineUnavailable(
-                        f"The vLLM server at {self._client.url} closed an incomplete reply."
-                    )
+                    url = self._client.url
+                    raise EngineUnavailable(f"The vLLM server at {url} closed the connection during a reply.")
                 chunk = self._parse(data)
                 if chunk is not None and chunk.finish_reason is not None:
                     last = chunk

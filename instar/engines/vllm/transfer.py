@@ -48,7 +48,7 @@ async def prefetch_adapter(client: VllmClient, folder: str) -> None:
 
 
 class TransferReceiver:
-    """Stages and commits weights on one server. They must have the shapes of the model in ``base``."""
+    """Stages and commits weights on one server. The shapes must match those of the model in ``base``."""
 
     def __init__(self, weights: ServerWeights, base: Path) -> None:
         self._weights = weights
@@ -104,7 +104,7 @@ class TransferReceiver:
 
     async def _stage_nccl(self, body: Json) -> Json:
         """Connect the workers to the trainer, or store the description of the weights. vLLM loads weights
-        while it receives them over NCCL, so that they can be sent only during the commit."""
+        while it receives them over NCCL, so the trainer sends them only during the commit."""
         if "init" in body:
             await self._client.post("/init_weight_transfer_engine", {"init_info": body["init"]})
         if "update" in body:
