@@ -36,15 +36,15 @@ NOT_SAMPLED = -1
 
 
 _id_generator = random.Random(os.urandom(32))
-"""The source of ids. Ids must be unique, not secret; a system call per id would dominate the cost of a short
-call."""
+"""The source of ids, which must be unique but not secret. A system call for each id would take more time than
+the rest of a short call."""
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id, readable in a log: ``sess-18e7…``.
+    """Return a new id, such as ``sess-18e7…``.
 
-    The id begins with the time, so that new rows go to the end of an index of ids. Inserting them anywhere
-    else would cost the store twice as much.
+    The id begins with the time, so that new rows are added at the end of an index of ids. Inserting them
+    anywhere else would take the store twice as long.
     """
     return f"{prefix}-{time.time_ns() >> 20:011x}{_id_generator.getrandbits(36):09x}"
 
@@ -57,7 +57,7 @@ class Channel(StrEnum):
     VAL = "val"
     LIVE = "live"
     DATA = "data"
-    """Imported from exported data, to be trained on."""
+    """Sessions that were imported as training data."""
 
 
 class SessionStatus(StrEnum):
@@ -65,15 +65,15 @@ class SessionStatus(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """Superseded by a newer attempt at the same slot; never trained on."""
+    """The session was replaced with a newer attempt in the same slot. It is never trained on."""
 
 
 class GroupStatus(StrEnum):
     OPEN = "open"
     SCORING = "scoring"
-    """Every slot has its final session, and some of the sessions are still being scored in the background."""
+    """Every slot has its final session, and some of the sessions are still being scored."""
     READY = "ready"
-    """Every slot has its final session, and each of them has been scored: the trainer may claim the group."""
+    """Every slot has its final session, and all sessions are scored. The trainer may claim the group."""
     DROPPED = "dropped"
 
 
@@ -86,7 +86,7 @@ class RewardSource(StrEnum):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem; the agent and the reward rule receive its ``data``."""
+    """A problem. The agent and the reward rule receive its ``data``."""
 
     task_id: str
     data: Json
@@ -117,14 +117,14 @@ class Session:
     status: SessionStatus = SessionStatus.OPEN
     group_id: str | None = None
     slot: int = 0
-    """The position within the group; a refill or retry is a new session in the same slot."""
+    """The position within the group. A refill or retry is a new session in the same slot."""
     attempt: int = 0
     task_id: str | None = None
     reason: str | None = None
-    """Why the session failed or was abandoned."""
+    """The reason for which the session failed or was abandoned."""
     seed: int | None = None
     sampling: Json = field(default_factory=dict[str, Any])
-    """Sampling settings forced on every call of the session (``{"temperature": 0}``)."""
+    """Sampling settings that override those of every call of the session, such as ``{"temperature": 0}``."""
     metadata: Json = field(default_factory=dict[str, Any])
     external_id: str | None = None
     """The id that the agent itself uses for this session, if it sends one."""
@@ -152,11 +152,11 @@ class Link(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One model call, exactly as it happened.
+    """One model call, with its complete prompt and messages.
 
-    ``prompt_ids`` and ``messages`` are complete here. A store keeps only what follows the first
-    ``base_tokens`` tokens and ``base_messages`` messages of the call ``base_id``. The tokens of that call are
-    its prompt and its sampled tokens; its messages include its reply.
+    A store keeps only what follows the first ``base_tokens`` tokens and ``base_messages`` messages of the
+    base call ``base_id``. The tokens of the base call are its prompt and its sampled tokens, and its messages
+    include its reply. The columns of stores and exports are derived from these fields (`column_types`).
     """
 
     call_id: str
@@ -182,16 +182,16 @@ class Call:
     status: CallStatus = CallStatus.OK
     trainable: bool = True
     reason: str | None = None
-    """Why the call is not trainable, or was aborted."""
+    """The reason for which the call is not trainable or was aborted."""
     dialect: str = "chat"
     model: str = ""
     """The model name that the agent requested."""
     client_key: str | None = None
-    """The idempotency key of the request. A request with the same key is a repetition of this one."""
+    """The idempotency key of the request. A request with the same key is a retry of this request."""
     digests: bytes = b""
-    """Keyed hashes by which requests are compared (`record.hashing`): of the tools, then of each message
-    after ``base_messages`` and of the reply, all before redaction. If empty, they are computed from the
-    messages."""
+    """The keyed hashes of the tools, of each message after ``base_messages`` and of the reply, all before
+    redaction (`record.hashing`). Requests are compared by these hashes. If this is empty, the hashes are
+    computed from the messages."""
     params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so it can be shared
     started_at: float = 0.0
     first_token_at: float | None = None
@@ -214,8 +214,7 @@ class Reward:
     reward_id: str | None = None
     """The reward's id. Adding a reward whose id is already stored changes nothing."""
     scorer_version: str = ""
-    """The version of the rule, rubric or model. A different version of the same scorer adds another
-    reward."""
+    """The version of the rule, rubric or model. Each version of a scorer adds its own reward."""
     cost: float = 0.0
     """The cost in US dollars, if the price is known."""
 
@@ -223,12 +222,12 @@ class Reward:
 class ScoreState(StrEnum):
     SCORED = "scored"
     FALLBACK = "fallback"
-    """The scorer gave up, with a reason."""
+    """The scorer failed and gave the fallback reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A record that a scorer has finished with a session. There is one per session and scorer."""
+    """A record that a scorer has scored a session. There is one per session and scorer."""
 
     session_id: str
     scorer: str
@@ -236,7 +235,7 @@ class Score:
     state: ScoreState
     attempts: int = 1
     reason: str | None = None
-    """Why the scorer gave up."""
+    """The reason for which the scorer failed."""
     created_at: float = 0.0
 
 
@@ -270,7 +269,7 @@ class Feedback:
     correction: str | None = None
     """The reply that the call should have returned."""
     correction_ids: Ids | None = None
-    """The correction as tokens, as the model would have sampled it after the call's prompt."""
+    """The tokens of the correction, as the model would have sampled them after the call's prompt."""
     author: str = ""
     created_at: float = 0.0
 
@@ -370,7 +369,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A running role of a run: its address, its process and its current activity."""
+    """The address, process and current activity of a running role."""
 
     run_id: str
     role: str

@@ -1,4 +1,4 @@
-"""The input, the findings and the limits of the checks."""
+"""The input, the findings and the limits of the curation checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instar.types import Json, Reward, Session
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """The part of a closed session that the checks read."""
+    """The data of an ended session that the checks read."""
 
     session: Session
     prompt: str
@@ -42,12 +42,12 @@ class CurationLimits:
     """The thresholds at which the checks report a finding."""
 
     similarity: float = 0.9
-    """Share of word triples that two near-duplicates have in common."""
+    """The share of word triples that two near-duplicates have in common."""
     drift: float = 2.0
-    """Ratio of the output length, or repetition, of the latest versions to that of the first versions."""
+    """The ratio of the output length or repetition of the latest versions to that of the first versions."""
     repetition: float = 0.3
-    """Share of an output's word triples that already occurred earlier in the output."""
+    """The share of an output's word triples that already occurred earlier in the output."""
     disagreement: float = 0.5
-    """Difference between the reward from rules and the reward from judges."""
+    """The difference between the reward of a rule and the reward of a judge."""
     identical: float = 0.5
-    """Share of a group's sessions with the same output."""
+    """The share of a group's sessions that have the same output."""

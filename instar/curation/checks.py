@@ -1,4 +1,4 @@
-"""Checks that return findings for session summaries. They change nothing."""
+"""Checks of session summaries. A check returns findings and changes nothing."""
 
 from __future__ import annotations
 
@@ -13,51 +13,50 @@ from instar.types import RewardSource
 
 Check = Callable[[Sequence[SessionSummary], CurationLimits], list[CurationFinding]]
 
-SAME_REWARD = 1e-8
-MIN_SESSIONS = 8
-"""The smallest number of sessions whose mean is trusted."""
+MAX_REWARD_ROUNDING = 1e-8
+MIN_SESSIONS_FOR_MEAN = 8
 
 
 def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each set of nearly identical outputs to different tasks.
-
-    Either the model ignores the task, or the tasks repeat each other.
-    """
+    """Return a finding for each set of nearly identical outputs to different tasks. Either the model ignores
+    the task, or the tasks are duplicates."""
     texts = [summary.output for summary in sessions]
     findings: list[CurationFinding] = []
     for indices in find_near_duplicates(texts, limits.similarity):
         similar = [sessions[index] for index in indices]
         if len({summary.session.task_id for summary in similar}) < 2 or not similar[0].output.strip():
             continue
-        first = similar[0].session.session_id
-        reason = f"{len(similar)} outputs to different tasks are nearly identical; the first is {first}"
+        first_id = similar[0].session.session_id
+        reason = (
+            f"{len(similar)} outputs to different tasks are nearly identical; the first session is {first_id}"
+        )
         numbers = {"sessions": len(similar), "tasks": len({summary.session.task_id for summary in similar})}
-        findings.append(_make_finding("duplicates", "duplicate", first, reason, similar[1:], numbers))
+        findings.append(_make_finding("duplicates", "duplicate", first_id, reason, similar[1:], numbers))
     return findings
 
 
 def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return findings for groups with many identical outputs: nothing is explored. Needs complete groups."""
+    """Return a finding for each group with many identical outputs, in which nothing is explored."""
     findings: list[CurationFinding] = []
-    for group_id, members in _by_group(sessions).items():
+    for group_id, members in _group_sessions(sessions).items():
         by_output: dict[str, list[SessionSummary]] = defaultdict(list)
         for summary in members:
             by_output[summary.output].append(summary)
-        most = max(by_output.values(), key=len)
-        share = len(most) / len(members)
-        if len(most) > 1 and share >= limits.identical:
-            reason = f"{len(most)} of {len(members)} outputs of group {group_id} are identical"
-            findings.append(_make_finding("identical", "identical", group_id, reason, most, {"share": share}))
+        same = max(by_output.values(), key=len)
+        share = len(same) / len(members)
+        if len(same) > 1 and share >= limits.identical:
+            reason = f"{len(same)} of {len(members)} outputs of group {group_id} are identical"
+            findings.append(_make_finding("identical", "identical", group_id, reason, same, {"share": share}))
     return findings
 
 
 def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return findings for groups whose rewards are all equal: they teach nothing. Needs complete groups."""
+    """Return a finding for each group whose rewards are all equal, so that training has no signal."""
     del limits
     findings: list[CurationFinding] = []
-    for group_id, members in _by_group(sessions).items():
+    for group_id, members in _group_sessions(sessions).items():
         rewards = [summary.reward for summary in members if summary.reward is not None]
-        if len(rewards) > 1 and max(rewards) - min(rewards) <= SAME_REWARD:
+        if len(rewards) > 1 and max(rewards) - min(rewards) <= MAX_REWARD_ROUNDING:
             reason = f"all {len(rewards)} rewards of group {group_id} are {rewards[0]:g}"
             numbers = {"reward": rewards[0], "sessions": len(rewards)}
             findings.append(_make_finding("zero_signal", "zero_signal", group_id, reason, members, numbers))
@@ -65,7 +64,7 @@ def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits)
 
 
 def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return findings for outputs that repeat themselves but have a reward above the mean."""
+    """Return a finding for each output that repeats itself and has a reward above the mean."""
     rewards = [summary.reward for summary in sessions if summary.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     findings: list[CurationFinding] = []
@@ -83,7 +82,7 @@ def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) 
 
 
 def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding if outputs grow much longer with newer versions: length itself may be rewarded."""
+    """Return a finding if outputs become much longer with newer versions. The reward may favor length."""
     lengths = [float(summary.tokens) for summary in sessions]
     return _find_drift("length_drift", "tokens", sessions, lengths, limits.drift, 1.0)
 
@@ -91,18 +90,18 @@ def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits
 def find_repetition_drift(
     sessions: Sequence[SessionSummary], limits: CurationLimits
 ) -> list[CurationFinding]:
-    """Return a finding if outputs repeat themselves more and more with newer versions."""
+    """Return a finding if outputs become more repetitive with newer versions."""
     shares = [repetition_ratio(summary.output) for summary in sessions]
     return _find_drift("repetition_drift", "repetition", sessions, shares, limits.drift, 0.05)
 
 
 def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return findings for sessions whose rule and judge rewards differ widely: one of them is wrong."""
+    """Return a finding for each session whose rule and judge rewards differ widely. One of them is wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
         rule, judge = _latest_reward(summary, RewardSource.RULE), _latest_reward(summary, RewardSource.JUDGE)
         if rule is not None and judge is not None and abs(rule - judge) >= limits.disagreement:
-            reason = f"the rule gives {rule:g}, the judge {judge:g}"
+            reason = f"the rule's reward is {rule:g}, the judge's reward is {judge:g}"
             numbers = {"rule": rule, "judge": judge}
             value = "rule_higher" if rule > judge else "judge_higher"
             findings.append(_make_finding("disagreement", "disagreement", value, reason, [summary], numbers))
@@ -120,7 +119,7 @@ CHECKS: dict[str, Check] = {
 }
 
 GROUP_CHECKS = ("identical", "zero_signal")
-"""Checks that need complete groups. With only part of a group, they report false findings."""
+"""Checks that need complete groups. They report false findings for a part of a group."""
 
 
 def _find_drift(
@@ -131,21 +130,17 @@ def _find_drift(
     limit: float,
     floor: float,
 ) -> list[CurationFinding]:
-    """Return a finding if the values grow too much from the first quarter of the versions to the last.
+    """Return a finding if the mean of the values grows ``limit`` times from the first to the last quarter of
+    the versions. Means below ``floor`` are treated as ``floor``.
 
-    The finding lists the late sessions above the early mean. Means below ``floor`` count as ``floor``.
+    The finding lists the sessions of the last quarter with values above the mean of the first quarter.
     """
     versions = sorted({summary.version for summary in sessions})
-    part = max(1, len(versions) // 4)
-    early = [
-        value for summary, value in zip(sessions, values, strict=True) if summary.version in versions[:part]
-    ]
-    late = [
-        (summary, v)
-        for summary, v in zip(sessions, values, strict=True)
-        if summary.version in versions[-part:]
-    ]
-    if len(versions) < 2 or len(early) < MIN_SESSIONS or len(late) < MIN_SESSIONS:
+    quarter = max(1, len(versions) // 4)
+    pairs = list(zip(sessions, values, strict=True))
+    early = [value for summary, value in pairs if summary.version in versions[:quarter]]
+    late = [(summary, value) for summary, value in pairs if summary.version in versions[-quarter:]]
+    if len(versions) < 2 or len(early) < MIN_SESSIONS_FOR_MEAN or len(late) < MIN_SESSIONS_FOR_MEAN:
         return []
     before, after = float(np.mean(early)), float(np.mean([value for _, value in late]))
     if max(after, floor) < limit * max(before, floor):
@@ -158,20 +153,22 @@ def _find_drift(
 
 
 def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
-    """Return the correlation of values and rewards. Near 1, the value itself seems to be rewarded."""
+    """Return the correlation of values and rewards. If it is near 1, the reward seems to favor the value."""
     pairs = [(summary.reward, value) for summary, value in late if summary.reward is not None]
-    rewards, values = np.array([r for r, _ in pairs]), np.array([v for _, v in pairs])
-    if len(pairs) < MIN_SESSIONS or not rewards.std() or not values.std():
+    rewards, values = np.array([reward for reward, _ in pairs]), np.array([value for _, value in pairs])
+    if len(pairs) < MIN_SESSIONS_FOR_MEAN or not rewards.std() or not values.std():
         return None
     return float(np.corrcoef(rewards, values)[0, 1])
 
 
 def _latest_reward(summary: SessionSummary, source: RewardSource) -> float | None:
-    values = [r.value for r in summary.rewards if r.source is source and r.call_id is None]
+    values = [
+        reward.value for reward in summary.rewards if reward.source is source and reward.call_id is None
+    ]
     return values[-1] if values else None
 
 
-def _by_group(sessions: Sequence[SessionSummary]) -> dict[str, list[SessionSummary]]:
+def _group_sessions(sessions: Sequence[SessionSummary]) -> dict[str, list[SessionSummary]]:
     groups: dict[str, list[SessionSummary]] = defaultdict(list)
     for summary in sessions:
         if summary.session.group_id is not None:

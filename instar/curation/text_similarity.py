@@ -1,5 +1,4 @@
-"""Finds near-duplicate texts in time linear in their number, with MinHash over word triples and banding to
-find candidates."""
+"""Detection of near-duplicate texts in linear time, with MinHash over word triples and banding."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASHES, BANDS = 64, 16
-"""Numbers of hashes and of bands, so that a band has four values. Texts that share 90% of their triples
-almost surely have a band in common; texts that share 30% hardly ever do."""
+"""A band has four of the hashes. Texts that share 90% of their triples almost surely have a band in common;
+texts that share 30% hardly ever do."""
 MAX_WORDS = 4096
-"""The number of words of a text that are compared; further words are ignored."""
+"""Further words of a text are ignored."""
 _PRIME = np.uint64((1 << 61) - 1)
 
 Shingles = NDArray[np.uint64]
@@ -24,23 +23,21 @@ def hash_shingles(text: str) -> Shingles:
     """Return the hashes of the distinct word triples in the text. A shorter text counts as one triple."""
     words = text.lower().split()[:MAX_WORDS]
     triples = [" ".join(words[start : start + 3]) for start in range(max(1, len(words) - 2))]
-    # A model may write half a surrogate pair, and the store keeps it.
+    # A model may generate a lone surrogate, which the store keeps.
     encoded = [triple.encode("utf-8", "surrogatepass") for triple in triples]
     return np.unique(np.array([zlib.crc32(triple) for triple in encoded], np.uint64))
 
 
 def repetition_ratio(text: str) -> float:
-    """Return the share of word triples that already occurred in the text; 0 for fewer than three words."""
+    """Return the share of word triples that occurred earlier in the text, or 0 for fewer than three words."""
     words = text.lower().split()[:MAX_WORDS]
     count = len(words) - 2
     return 1.0 - len({tuple(words[i : i + 3]) for i in range(count)}) / count if count > 0 else 0.0
 
 
 def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[int]]:
-    """Return sets of at least two similar texts, each as ascending indices.
-
-    Every text in a set has at least ``similarity`` to the first text in it.
-    """
+    """Return the indices of each set of two or more similar texts. Every text in a set has at least the
+    Jaccard similarity ``similarity`` to the first text of the set."""
     shingles = [hash_shingles(text) for text in texts]
     values = _minhash(shingles)
     duplicates: dict[int, list[int]] = defaultdict(list)
@@ -48,12 +45,12 @@ def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[i
     for index, own in enumerate(shingles):
         keys = [(band, part.tobytes()) for band, part in enumerate(values[index].reshape(BANDS, -1))]
         candidates = sorted({leader for key in keys for leader in leaders[key]})
-        match = next((c for c in candidates if jaccard_similarity(shingles[c], own) >= similarity), None)
-        if match is not None:
+        similar = (leader for leader in candidates if jaccard_similarity(shingles[leader], own) >= similarity)
+        if (match := next(similar, None)) is not None:
             duplicates[match].append(index)
             continue
         for key in keys:
-            if len(leaders[key]) < HASHES:  # limits the work if thousands of dissimilar texts share a band
+            if len(leaders[key]) < HASHES:  # limits the time if thousands of dissimilar texts share a band
                 leaders[key].append(index)
     return [[leader, *others] for leader, others in sorted(duplicates.items())]
 

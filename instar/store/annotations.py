@@ -101,10 +101,8 @@ def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[Rewar
     """Add scores and rewards and return True. If one of the sessions already has a score by the same scorer,
     return False and change nothing."""
     for score in scores:
-        existing = db.execute(
-            "SELECT 1 FROM scores WHERE session_id = ? AND scorer = ?", (score.session_id, score.scorer)
-        )
-        if existing.fetchone() is not None:
+        sql = "SELECT 1 FROM scores WHERE session_id = ? AND scorer = ?"
+        if db.execute(sql, (score.session_id, score.scorer)).fetchone() is not None:
             return False
     _add_scores(db, scores)
     add_rewards(db, rewards)
@@ -245,8 +243,6 @@ def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: floa
 
 
 def get_judgment_totals(db: Database, run_id: str) -> tuple[int, float]:
-    """Return the number of paid answers and their total cost."""
-    row = db.execute(
-        "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?", (run_id,)
-    ).fetchone()
+    sql = "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?"
+    row = db.execute(sql, (run_id,)).fetchone()
     return int(row["n"]), float(row["cost"])

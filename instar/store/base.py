@@ -16,9 +16,8 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 from instar.errors import StoreError
 from instar.store import annotations, listing, policies
 from instar.store import calls as call_queries
-from instar.store import datasets as dataset_queries
-from instar.store import keys as key_queries
 from instar.store import sessions as session_queries
+from instar.store import shared_rows as shared_queries
 from instar.store import steps as step_queries
 from instar.store.database import Database
 from instar.store.models import FEEDBACK_KEY_PREFIX as FEEDBACK_KEY_PREFIX
@@ -223,10 +222,10 @@ class Store:
     judgment_totals = _read(annotations.get_judgment_totals)
 
     # datasets
-    put_dataset = _write(dataset_queries.put_dataset)
-    dataset = _read(dataset_queries.get_dataset)
-    datasets = _read(dataset_queries.get_datasets)
-    remove_dataset = _write(dataset_queries.remove_dataset)
+    put_dataset = _write(shared_queries.put_dataset)
+    dataset = _read(shared_queries.get_dataset)
+    datasets = _read(shared_queries.get_datasets)
+    remove_dataset = _write(shared_queries.remove_dataset)
 
     # policy versions; version 0 is the base model and always exists
     reserve_version = _write(policies.reserve_version)
@@ -247,15 +246,15 @@ class Store:
     steps = _read(step_queries.get_steps)
 
     # API keys
-    put_key = _write(key_queries.put_key)
-    key = _read_statement(key_queries.get_key)
-    keys = _read(key_queries.get_keys)
-    revoke_key = _write(key_queries.revoke_key)
+    put_key = _write(shared_queries.put_key)
+    key = _read_statement(shared_queries.get_key)
+    keys = _read(shared_queries.get_keys)
+    revoke_key = _write(shared_queries.revoke_key)
 
     async def secret(self, name: str) -> bytes:
         """Return the 32 random bytes with this name, which are created on first use."""
-        value = await self.read_statement(lambda db: key_queries.get_secret(db, name))
-        return value or await self.write(lambda db: key_queries.create_secret(db, name))
+        value = await self.read_statement(lambda db: shared_queries.get_secret(db, name))
+        return value or await self.write(lambda db: shared_queries.create_secret(db, name))
 
     # processes of a run
     take_lease = _write(session_queries.take_lease)

@@ -200,7 +200,6 @@ class _PageQuery:
         self._add_exists("rewards", "by", values, extra)
 
     def _add_exists(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
-        """Require that the session has a row in ``table`` with these values."""
         values = {f"{prefix}_{column}": value for column, value in columns.items()}
         rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in columns) + extra
         matching = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"

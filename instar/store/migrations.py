@@ -76,7 +76,6 @@ def create_or_migrate(
 
 
 def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERSION) -> None:
-    """Raise StoreError if a file opened for reading is not a store of this version."""
     current = _read_version(connection, path, version)
     if current == 0:
         raise StoreError(f"{path} is empty: no run has written to it")

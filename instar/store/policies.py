@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from instar.errors import StoreError
-from instar.store.codec import sanitize_text
+from instar.store.codec import DatabaseRow, sanitize_text
 from instar.store.database import Database
-from instar.store.rows import decode_policy
 from instar.types import Artifact, Policy, PolicyState
 
 
@@ -33,19 +34,17 @@ def publish(db: Database, policy: Policy) -> None:
         raise StoreError(
             f"Version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version."
         )
-    artifact = policy.artifact
+    artifact = msgspec.structs.asdict(policy.artifact)
     db.execute(
-        "UPDATE policies SET state = ?, artifact_kind = ?, artifact_path = ?, expires_at = ?, updated_at = ? "
-        "WHERE policy_id = ? AND version = ?",
-        (
-            PolicyState.PUBLISHED.value,
-            artifact.kind,
-            artifact.path,
-            artifact.expires_at,
-            time.time(),
-            policy.policy_id,
-            policy.version,
-        ),
+        "UPDATE policies SET state = :state, artifact_kind = :kind, artifact_path = :path, "
+        "expires_at = :expires_at, updated_at = :now WHERE policy_id = :policy_id AND version = :version",
+        {
+            **artifact,
+            "state": PolicyState.PUBLISHED.value,
+            "now": time.time(),
+            "policy_id": policy.policy_id,
+            "version": policy.version,
+        },
     )
 
 
@@ -70,33 +69,31 @@ def _lock_state(db: Database, policy_id: str, version: int) -> PolicyState:
 
 
 def get_reserved_versions(db: Database, policy_id: str) -> list[tuple[int, int]]:
-    """Return (version, step) of the versions that are neither published nor tombstoned."""
-    rows = db.execute(
-        "SELECT version, step FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
-        (policy_id, PolicyState.RESERVED.value),
-    )
+    """Return the version and step of each version that is neither published nor tombstoned."""
+    sql = "SELECT version, step FROM policies WHERE policy_id = ? AND state = ? ORDER BY version"
+    rows = db.execute(sql, (policy_id, PolicyState.RESERVED.value))
     return [(row["version"], row["step"]) for row in rows]
 
 
 def get_steps_by_version(db: Database, policy_id: str) -> dict[int, int]:
-    """Return the training step of each version in any state."""
     rows = db.execute("SELECT version, step FROM policies WHERE policy_id = ?", (policy_id,))
     return {row["version"]: row["step"] for row in rows}
 
 
 def get_latest_policy(db: Database, policy_id: str) -> Policy:
     """Return the newest published version, or version 0 with a ``base`` artifact if there is none."""
-    row = db.execute(
-        "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1",
-        (policy_id, PolicyState.PUBLISHED.value),
-    ).fetchone()
-    return decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
+    sql = "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1"
+    row = db.execute(sql, (policy_id, PolicyState.PUBLISHED.value)).fetchone()
+    return _decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
 
 
 def get_published_policies(db: Database, policy_id: str) -> list[tuple[Policy, int]]:
-    """Return (policy, step) for every published version, oldest first."""
-    rows = db.execute(
-        "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version",
-        (policy_id, PolicyState.PUBLISHED.value),
-    )
-    return [(decode_policy(row), row["step"]) for row in rows]
+    """Return the policy and step of each published version, oldest first."""
+    sql = "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version"
+    rows = db.execute(sql, (policy_id, PolicyState.PUBLISHED.value))
+    return [(_decode_policy(row), row["step"]) for row in rows]
+
+
+def _decode_policy(row: DatabaseRow) -> Policy:
+    artifact = Artifact(row["artifact_kind"], row["artifact_path"], row["expires_at"])
+    return Policy(row["policy_id"], row["version"], artifact)

@@ -189,7 +189,6 @@ class PostgresWriteDatabase(PostgresDatabase):
 
 @cache
 def _to_psycopg(sql: str) -> bytes:
-    """Return the statement with psycopg's placeholders instead of ``?`` and ``:name``."""
     text = _PARAMETER.sub(
         lambda match: "%s" if match[1] is None else f"%({match[1]})s", sql.replace("%", "%%")
     )

@@ -40,7 +40,6 @@ _PLAIN_INDEX = re.compile(r"^CREATE INDEX (\w+) ON (\w+) \(([^)]*)\)")
 
 
 def to_postgres_ddl(ddl: str) -> str:
-    """Return a DDL statement of SQLite as one of PostgreSQL."""
     return _SQLITE_TYPE.sub(lambda match: _POSTGRES_TYPES[match[0]], _append_seq_column(ddl))
 
 
@@ -81,7 +80,6 @@ def create_or_migrate(
 
 
 def check_version(connection: PostgresConnection, server: PostgresServer, *, version: int = VERSION) -> None:
-    """Raise StoreError if a schema opened for reading is not a store of this version."""
     _check_server(connection, server)
     current = _read_version(connection, server, version)
     if current == 0:

@@ -205,7 +205,6 @@ def _sqlstate(error: Exception) -> str:
 
 
 def error_text(error: Exception) -> str:
-    """Return the server's message and its detail in one line."""
     if isinstance(error, psycopg.Error) and error.diag.message_primary:
         detail = error.diag.message_detail
         return error.diag.message_primary + (f" ({detail})" if detail else "")

@@ -166,8 +166,3 @@ def encode_claim(claim: types.Claim, step: int | None) -> dict[str, Any]:
                 raise StoreError(f"The claim of {claim.sample_key} has {name} {value}; it must be finite.")
             row[name] = number(value)
     return row
-
-
-def decode_policy(row: DatabaseRow) -> types.Policy:
-    artifact = types.Artifact(row["artifact_kind"], row["artifact_path"], row["expires_at"])
-    return types.Policy(row["policy_id"], row["version"], artifact)

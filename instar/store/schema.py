@@ -75,11 +75,9 @@ class Table:
         return f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
 
     def insert_many_sql(self, count: int) -> str:
-        """Return an INSERT of ``count`` rows, with the values in the order of `insert_columns`."""
         return _insert_many_sql(self.name, self.insert_columns, count)
 
     def values(self, row: Mapping[str, object]) -> tuple[object, ...]:
-        """Return the values of the row in the order of `insert_columns`."""
         return tuple(row[name] for name in self.insert_columns)
 
 

@@ -29,7 +29,6 @@ _UPSERT_ENDPOINT = ENDPOINTS.insert_sql + ENDPOINTS.on_conflict_update("run_id",
 
 
 def put_run(db: Database, run: Run) -> None:
-    """Insert a run, or replace the run with the same id."""
     row = RUN_ROWS.encode(run)
     if not run.created_at:
         existing = get_run(db, run.run_id)

@@ -124,7 +124,6 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
 
 
 def primary_code(error: Exception) -> int:
-    """Return SQLite's error code without its extension, or 0 if the error has no code."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 

@@ -138,11 +138,8 @@ def _get_group_ids(db: Database, run_id: str, step: int) -> list[str | None]:
 
 def get_steps(db: Database, run_id: str) -> list[Step]:
     """Return all steps that are not released."""
-    return STEP_ROWS.select(
-        db,
-        "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step",
-        (run_id, StepState.RELEASED.value),
-    )
+    sql = "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step"
+    return STEP_ROWS.select(db, sql, (run_id, StepState.RELEASED.value))
 
 
 def get_claims(
@@ -217,13 +214,10 @@ def get_progress(db: Database, run_id: str, channel: Channel = Channel.TRAIN) ->
             ready += row["n"]
         else:
             open_ += row["n"]
-    last_group = db.execute(
-        "SELECT MAX(idx) AS idx FROM groups WHERE run_id = ? AND channel = ?", key
-    ).fetchone()
-    committed = db.execute(
-        "SELECT COUNT(*) AS n FROM steps WHERE run_id = ? AND state = ?",
-        (run_id, StepState.COMMITTED.value),
-    ).fetchone()
+    sql = "SELECT MAX(idx) AS idx FROM groups WHERE run_id = ? AND channel = ?"
+    last_group = db.execute(sql, key).fetchone()
+    sql = "SELECT COUNT(*) AS n FROM steps WHERE run_id = ? AND state = ?"
+    committed = db.execute(sql, (run_id, StepState.COMMITTED.value)).fetchone()
     run = db.execute("SELECT policy_id FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     sessions = db.execute(
         "SELECT status, CAST(SUM(n) AS BIGINT) AS n FROM session_counts "

@@ -117,7 +117,6 @@ class Writer:
         return future
 
     def close(self) -> None:
-        """Execute all queued writes, then stop the thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -188,7 +187,6 @@ class Writer:
             _fail(jobs, error)
 
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
-        """Commit the jobs in one transaction. Transient failures are retried, each after a rollback."""
         deadline: float | None = None
         while True:
             try:

@@ -84,4 +84,4 @@ def test_find_disagreement_reports_rule_and_judge_that_differ() -> None:
         LIMITS,
     )
     assert (finding.session_ids, finding.value) == (("fooled",), "rule_higher")
-    assert finding.reason == "the rule gives 1, the judge 0"
+    assert finding.reason == "the rule's reward is 1, the judge's reward is 0"
