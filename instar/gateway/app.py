@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -51,8 +51,7 @@ HASH_KEY_NAME = "message-hashes"
 async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
 ) -> AsyncGenerator[Starlette]:
-    """Yield the app of a run. The configured provider replies if there is no ``engine``. The caller closes
-    the store and the engine."""
+    """Yield the app of a run. The caller closes the store and the engine."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
@@ -141,8 +140,7 @@ def create_app(
 
 
 class GatewayApp(Starlette):
-    """The ASGI app of the gateway. Model calls skip Starlette's router and middleware, which are slow
-    compared with short calls."""
+    """The ASGI app of the gateway. Model calls skip Starlette's slow router and middleware."""
 
     def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
         error_types = (ApiError, StoreError, HTTPException, Exception)
@@ -170,33 +168,25 @@ class GatewayApp(Starlette):
 
 
 def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Recorder) -> Lifespan[Starlette]:
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        close_idle = _close_idle_sessions(services.sessions, config.idle_timeout)
-        async with _run_in_background(services.loop_lag.run(), close_idle):
-            yield
-        await recorder.drain()
-
-    return lifespan
-
-
-@asynccontextmanager
-async def _run_in_background(*coroutines: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Run tasks until the ``with`` block ends. The failure of a task is logged immediately."""
-
     def log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("A background task of the gateway failed.", exc_info=error)
 
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    for task in tasks:
-        task.add_done_callback(log_failure)
-    try:
-        yield
-    finally:
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+        close_idle = _close_idle_sessions(services.sessions, config.idle_timeout)
+        tasks = [asyncio.create_task(coroutine) for coroutine in (services.loop_lag.run(), close_idle)]
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            task.add_done_callback(log_failure)
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await recorder.drain()
+
+    return lifespan
 
 
 async def _close_idle_sessions(sessions: SessionService, idle_timeout: float) -> None:

@@ -36,8 +36,7 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     seed: Int64 | None = None
     """The seed from which the seeds of calls without a seed are derived."""
     sampling: Json = msgspec.field(default_factory=dict)
-    """The sampling settings of all calls, which replace the agent's. The keys are those in
-    `SAMPLING_KEYS`."""
+    """The sampling settings, by the names in `SAMPLING_KEYS`, that replace the agent's."""
     metadata: Json = msgspec.field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from instar.gateway.token_api import SubmissionService, parse_submission
 
 T = TypeVar("T")
 PREFIXES = ("/v1", "/s/{session}/v1")
+POST = ["POST"]
 _LAG_SAMPLE_SECONDS = 0.05
 _MAX_LAG_SAMPLES = 6000  # five minutes
 
@@ -86,13 +88,13 @@ class ControlApi:
             *(Route(f"{prefix}/models/{{model:path}}", self.get_model) for prefix in PREFIXES),
             Route("/healthz", self.health),
             Route("/stats", self.stats),
-            Route("/sessions", self.open_session, methods=["POST"]),
+            Route("/sessions", self.open_session, methods=POST),
             Route("/sessions/{session}", self.get_session),
-            Route("/sessions/{session}/complete", self.complete_session, methods=["POST"]),
-            Route("/sessions/{session}/fail", self.fail_session, methods=["POST"]),
-            Route("/sessions/{session}/calls", self.submit_calls, methods=["POST"]),
+            Route("/sessions/{session}/complete", partial(self.end_session, CompleteSession), methods=POST),
+            Route("/sessions/{session}/fail", partial(self.end_session, FailSession), methods=POST),
+            Route("/sessions/{session}/calls", self.submit_calls, methods=POST),
             Route("/feedback", self.list_feedback),
-            *(Route(f"{prefix}/feedback", self.add_feedback, methods=["POST"]) for prefix in ("", *PREFIXES)),
+            *(Route(f"{prefix}/feedback", self.add_feedback, methods=POST) for prefix in ("", *PREFIXES)),
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
@@ -133,13 +135,7 @@ class ControlApi:
         opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _to_response(opened, 201)
 
-    async def complete_session(self, http: HttpRequest) -> Response:
-        return await self._end_session(http, CompleteSession)
-
-    async def fail_session(self, http: HttpRequest) -> Response:
-        return await self._end_session(http, FailSession)
-
-    async def _end_session(self, http: HttpRequest, kind: type[CompleteSession | FailSession]) -> Response:
+    async def end_session(self, kind: type[CompleteSession | FailSession], http: HttpRequest) -> Response:
         caller, body = await self._read(http, kind)
         return _to_response(await self._services.sessions.end(http.path_params["session"], caller, body))
 
@@ -182,10 +178,10 @@ class ControlApi:
         if (await self._authenticate(http)).kind != "admin":
             raise ApiError(403, "This path requires the admin key.", code="not_allowed")
 
-    async def _read(self, http: HttpRequest, kind: type[T]) -> tuple[Caller, T]:
+    async def _read(self, http: HttpRequest, body_class: type[T]) -> tuple[Caller, T]:
         caller = await self._authenticate(http)
         body = await self._reader.read_http(http)
-        return caller, decode_body(msgspec.json.Decoder(kind), body or b"{}")
+        return caller, decode_body(msgspec.json.Decoder(body_class), body or b"{}")
 
 
 def _format_model(name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from instar.errors import EngineUnavailable, PromptTooLong
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
+from instar.gateway.dialects.common import check_token_ids
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
 from instar.record.base import Placement, Renderer, StreamParser
@@ -50,15 +51,8 @@ class EngineSource(Source):
     def check_prompt(self, call: ModelCall) -> None:
         request = call.request
         if request.prompt is not None and not isinstance(request.prompt, str):
-            self._check_ids(request.prompt, call.dialect.prompt_param)
-        self._check_ids(request.stop_token_ids, "stop_token_ids")
-
-    def _check_ids(self, ids: Sequence[int], param: str) -> None:
-        size = self.engine.info.vocab_size
-        position = next((i for i, token in enumerate(ids) if not 0 <= token < size), None)
-        if position is not None:
-            message = f"Token id {ids[position]} is not in the vocabulary, whose last id is {size - 1}."
-            raise invalid_value(message, f"{param}[{position}]")
+            check_token_ids(request.prompt, self.engine.info.vocab_size, call.dialect.prompt_param)
+        check_token_ids(request.stop_token_ids, self.engine.info.vocab_size, "stop_token_ids")
 
     def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun:
         return _EngineSamplingRun(self, call, placement, self._train_sampling)
@@ -112,8 +106,7 @@ class EngineSource(Source):
         return dialect.format_count(len(self.renderer.render(request.messages, request.tools)))
 
     async def score_prompt(self, request: ModelRequest) -> list[TokenLogprob]:
-        """Return the logprobs of the prompt's tokens. The request is not recorded, because nothing is
-        sampled."""
+        """Return the logprobs of the prompt's tokens. Nothing is sampled or recorded."""
         self.check_request(request)
         if not self.engine.info.scores:
             message = "The engine cannot return the logprobs of a prompt; send the request without 'echo'."
@@ -121,7 +114,7 @@ class EngineSource(Source):
         assert request.prompt is not None
         prompt = request.prompt
         ids = self.renderer.encode(prompt) if isinstance(prompt, str) else prompt
-        self._check_ids(ids, "prompt")
+        check_token_ids(ids, self.engine.info.vocab_size, "prompt")
         try:
             async with asyncio.timeout(self._timeout):
                 logprobs = await self.engine.logprobs(ids)
@@ -181,8 +174,7 @@ class _EngineSamplingRun(SamplingRun):
             self._replies.append(reply)
 
     def _sampling_params(self) -> SamplingParams:
-        """Return the sampling settings. The session's settings replace the channel's, which replace the
-        agent's."""
+        """Return the settings. The session's settings replace the channel's, which replace the agent's."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:

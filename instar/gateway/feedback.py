@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -34,8 +33,7 @@ FeedbackText = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
 class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Feedback on a session, a call or a response. A session's own key identifies the session if no id is
-    sent."""
+    """Feedback on a session, a call or a response. The key of a session identifies its session."""
 
     session_id: str | None = None
     call_id: str | None = None
@@ -86,12 +84,6 @@ def reward_value(feedback: Feedback) -> float | None:
     return None if feedback.thumbs is None else THUMB_REWARDS[feedback.thumbs]
 
 
-@dataclass(frozen=True, slots=True)
-class _FeedbackSubject:
-    session: Session
-    call: Call | None
-
-
 class FeedbackService:
     def __init__(
         self,
@@ -120,15 +112,15 @@ class FeedbackService:
         (409) if the id or key was used for different feedback.
         """
         _check_body(body)
-        subject = await self._find_subject(caller, body)
-        feedback, reason = await self._build_feedback(subject, body, client_key, caller)
+        session, call = await self._find_subject(caller, body)
+        feedback, reason = await self._build_feedback(session, call, body, client_key, caller)
         value = reward_value(feedback)
-        rewards = [] if value is None else [_build_reward(feedback, value, subject, caller)]
+        rewards = [] if value is None else [_build_reward(feedback, value, session, call, caller)]
         if await self._store.add_feedback(feedback, rewards):
             return _feedback_view(feedback, reason), True
         rows = await self._store.feedback(self._run_id, session_id=feedback.session_id)
         recorded = next((row for row in rows if row.feedback_id == feedback.feedback_id), None)
-        if recorded is None or not _is_same(recorded, feedback, subject.call):
+        if recorded is None or not _is_same(recorded, feedback, call):
             message = (
                 f"The id {feedback.feedback_id!r} is already used by different feedback; send another id."
             )
@@ -140,7 +132,7 @@ class FeedbackService:
         rows = await self._store.feedback(self._run_id, session_id=session_id)
         return [_feedback_view(row) for row in rows]
 
-    async def _find_subject(self, caller: Caller, body: FeedbackBody) -> _FeedbackSubject:
+    async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
         call = await self._find_call(caller, body)
         session_id = call.session_id if call else body.session_id or caller.session_id
         if session_id is None:
@@ -154,7 +146,7 @@ class FeedbackService:
         if session is None:
             raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
         caller.check_access(session)
-        return _FeedbackSubject(session, call)
+        return session, call
 
     async def _get_session(self, session_id: str) -> Session | None:
         session = await self._store.session(session_id)
@@ -186,24 +178,24 @@ class FeedbackService:
         return calls[0]
 
     async def _build_feedback(
-        self, subject: _FeedbackSubject, body: FeedbackBody, client_key: str | None, caller: Caller
+        self, session: Session, call: Call | None, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
         """Return the feedback, and the reason if the model cannot be trained on its correction."""
         redact = self._redactor.redact_text
-        session_id = subject.session.session_id
+        session_id = session.session_id
         feedback_id = body.feedback_id or (f"{session_id}/{client_key}" if client_key else new_id("fb"))
         if redact(feedback_id) != feedback_id:
             raise bad_request("The feedback id looks like a secret; send another id.", "feedback_id")
-        call, ids, reason, correction = subject.call, None, None, None
+        ids, reason, correction = None, None, None
         if body.correction is not None:
             correction = redact(body.correction)
             call = call or await self._last_call(session_id)
             if correction != body.correction:
                 reason = "a secret was removed from the correction"
-            elif _is_from_agent(subject.session, caller):
+            elif _is_from_agent(session, caller):
                 reason = "the correction was sent with the session key of a rollout, which only the agent has"
             else:
-                ids, reason = self._encode_correction(subject.session, call, correction)
+                ids, reason = self._encode_correction(session, call, correction)
         feedback = Feedback(
             feedback_id=feedback_id,
             session_id=session_id,
@@ -262,17 +254,19 @@ def _is_from_agent(session: Session, caller: Caller) -> bool:
     return caller.kind == "session" and session.channel is not Channel.LIVE
 
 
-def _build_reward(feedback: Feedback, value: float, subject: _FeedbackSubject, caller: Caller) -> Reward:
+def _build_reward(
+    feedback: Feedback, value: float, session: Session, call: Call | None, caller: Caller
+) -> Reward:
     detail = {"feedback_id": feedback.feedback_id, "by": caller.kind}
     if feedback.author:
         detail["author"] = feedback.author
-    is_from_agent = _is_from_agent(subject.session, caller)
+    is_from_agent = _is_from_agent(session, caller)
     return Reward(
         session_id=feedback.session_id,
         value=value,
         source=RewardSource.AGENT if is_from_agent else RewardSource.HUMAN,
         scorer=SCORER,
-        call_id=subject.call.call_id if subject.call else None,
+        call_id=call.call_id if call else None,
         detail=detail,
         created_at=feedback.created_at,
         # The key has a prefix, so that a client's id cannot replace the reward of a scorer.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from instar.config import SamplingConfig
 from instar.gateway.auth import KEY_HEADER, KEY_HEADERS
 from instar.gateway.context import GatewayContext
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
 from instar.record.base import Placement
@@ -90,7 +90,7 @@ class _ProviderSamplingRun(SamplingRun):
     def partial_replies(self) -> list[SampledReply]:
         return self._build_replies(self._response.partial_choices())
 
-    def _build_replies(self, choices: Sequence[ReplyChoice]) -> list[SampledReply]:
+    def _build_replies(self, choices: ReplyChoices) -> list[SampledReply]:
         if choices and choices[0].prompt_ids is not None:
             self.placement = self._graph.attach_prompt(self.placement, choices[0].prompt_ids)
         return [self._build_reply(choice) for choice in choices]

@@ -46,11 +46,7 @@ class RequestCache:
         self._hasher = hasher
         self._max_bytes = max_bytes
         self._entries: OrderedDict[Hashable, list[_ParsedBody]] = OrderedDict()
-        self._size = 0
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.size = 0  # in bytes
 
     def parse(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
         key = (dialect.name, caller)
@@ -111,14 +107,14 @@ class RequestCache:
         self._entries.move_to_end(key)
         if replaced is not None and len(replaced.ends) <= len(parsed.ends):
             entries.remove(replaced)
-            self._size -= len(replaced.body)
+            self.size -= len(replaced.body)
         entries.append(parsed)
-        self._size += len(parsed.body)
+        self.size += len(parsed.body)
         if len(entries) > _MAX_BODIES_PER_CALLER:
-            self._size -= len(entries.pop(0).body)
-        while self._size > self._max_bytes:
+            self.size -= len(entries.pop(0).body)
+        while self.size > self._max_bytes:
             _, dropped = self._entries.popitem(last=False)
-            self._size -= sum(len(entry.body) for entry in dropped)
+            self.size -= sum(len(entry.body) for entry in dropped)
 
 
 def _common_prefix_length(a: bytes, b: bytes) -> int:
@@ -131,8 +127,7 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
 
 
 def _next_message(body: bytes, end: int) -> int:
-    """Return the offset of the message after the message that ends at ``end``, or 0 after the last
-    message."""
+    """Return the offset of the message that follows a message that ends at ``end``, or 0 at the end."""
     while body[end : end + 1] and body[end] in _WHITESPACE:
         end += 1
     return end + 1 if body[end : end + 1] == b"," else 0

@@ -18,7 +18,7 @@ import numpy as np
 from instar.gateway.base import invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
-from instar.gateway.dialects.common import decode_body, parse_stop
+from instar.gateway.dialects.common import check_token_ids, decode_body, parse_stop
 from instar.gateway.dialects.tokens import NonNegativeInt, TokenParams, check_token_params
 from instar.gateway.pipeline.record import Recorder, RequestMeta, SampledReply
 from instar.gateway.session_states import SessionState, SessionStates
@@ -96,8 +96,7 @@ class SubmissionService:
         self._renderer = renderer
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
-        """Record the calls and return their ids. A call whose ``client_key`` was already recorded is not
-        recorded again."""
+        """Record the calls and return their ids. A call with a known ``client_key`` is not recorded again."""
         ids: list[str] = []
         with self._states.track_call(state):
             graph = await self._states.load_graph(state)
@@ -150,16 +149,18 @@ def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int)
     for name in ("prompt_ids", "sampled_ids"):
         if not getattr(call, name):
             raise invalid_value(f"'{path}.{name}' is empty.", f"{path}.{name}")
-        _check_vocabulary(getattr(call, name), vocab_size, f"{path}.{name}")
+        check_token_ids(getattr(call, name), vocab_size, f"{path}.{name}")
     for name in ("logprobs", "versions", "behavior_logprobs"):
         values = getattr(call, name)
         if values is not None and len(values) != len(call.sampled_ids):
             message = f"'{path}.{name}' has {len(values)} values for {len(call.sampled_ids)} sampled tokens."
             raise invalid_value(message, f"{path}.{name}")
-    version_message = "Version {0} does not exist; the latest version is {1}."
-    _check_maximum(call.versions, latest_version, f"{path}.versions", version_message)
+    if max(call.versions) > latest_version:
+        position = next(i for i, version in enumerate(call.versions) if version > latest_version)
+        message = f"Version {call.versions[position]} does not exist; the latest version is {latest_version}."
+        raise invalid_value(message, f"{path}.versions[{position}]")
     check_token_params(call.params, f"{path}.params.")
-    _check_vocabulary(call.params.stop_token_ids, vocab_size, f"{path}.params.stop_token_ids")
+    check_token_ids(call.params.stop_token_ids, vocab_size, f"{path}.params.stop_token_ids")
     for i, message in enumerate(call.messages or ()):
         _check_message(message, f"{path}.messages[{i}]")
     if call.messages == []:
@@ -203,17 +204,6 @@ def _build_message(body: SubmittedMessage) -> Message:
     return cast(Message, msgspec.to_builtins(body))
 
 
-def _check_vocabulary(ids: Sequence[int], vocab_size: int, path: str) -> None:
-    message = "Token id {0} is not in the vocabulary, whose last id is {1}."
-    _check_maximum(ids, vocab_size - 1, path, message)
-
-
-def _check_maximum(values: Sequence[int], maximum: int, path: str, message: str) -> None:
-    if values and max(values) > maximum:
-        position = next(i for i, value in enumerate(values) if value > maximum)
-        raise invalid_value(message.format(values[position], maximum), f"{path}[{position}]")
-
-
 def _check_message(message: SubmittedMessage, path: str) -> None:
     if message.role != "assistant" and (message.tool_calls or message.reasoning is not None):
         name = "tool_calls" if message.tool_calls else "reasoning"
@@ -224,8 +214,7 @@ def _check_message(message: SubmittedMessage, path: str) -> None:
 
 
 def _to_floats(values: Sequence[float | None], path: str) -> list[float]:
-    """Return the values with NaN instead of None. Raise ApiError (400) if a value is below the 32-bit
-    range."""
+    """Return the values with NaN instead of None. Raise ApiError (400) if a value exceeds 32 bits."""
     floats = np.asarray([math.nan if value is None else value for value in values], np.float64)
     is_too_small = floats < np.finfo(np.float32).min
     if is_too_small.any():

@@ -55,8 +55,7 @@ class ModelRequest:
     """The decoded body, for dialects that repeat parts of it in the response."""
 
     def sampling_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sampling settings that the agent or ``overrides`` set. None in ``overrides`` unsets
-        one."""
+        """Return the settings of the agent and of ``overrides`` that are not None."""
         names = ("temperature", "top_p", "top_k", "max_tokens")
         settings = {name: getattr(self, name) for name in names} | dict(overrides)
         return {name: value for name, value in settings.items() if value is not None}
@@ -69,6 +68,9 @@ class TokenLogprob:
     """The logprob, or NaN if it is missing."""
 
 
+TokenLogprobs = Sequence[TokenLogprob]
+
+
 @dataclass(frozen=True, slots=True)
 class ReplyChoice:
     """One finished reply."""
@@ -77,7 +79,7 @@ class ReplyChoice:
     finish_reason: FinishReason
     prompt_tokens: int
     sampled_tokens: int
-    logprobs: Sequence[TokenLogprob] = ()
+    logprobs: TokenLogprobs = ()
     stop_string: str | None = None
     """The stop string that ended the reply."""
     cached_tokens: int | None = None
@@ -90,6 +92,7 @@ class ReplyChoice:
     """All sampled tokens with logprobs and versions, for token-level dialects."""
 
 
+ReplyChoices = Sequence[ReplyChoice]
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -113,16 +116,14 @@ class StreamWriter(ABC):
     def begin(self, index: int) -> bytes:
         return b""
 
-    @abstractmethod
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes: ...
+    def write_deltas(self, index: int, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs) -> bytes:
+        raise NotImplementedError
 
     def write_tokens(self, index: int, chunk: TokenChunk) -> bytes:
         raise NotImplementedError
 
     @abstractmethod
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+    def finish(self, choices: ReplyChoices) -> bytes:
         """Return the end of the stream, including everything that tells the client that the replies ended."""
 
     @abstractmethod
@@ -155,21 +156,16 @@ class Dialect(ABC):
         """Return the parsed request. Raise ApiError (4xx) with the path of the first invalid field."""
 
     @abstractmethod
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes: ...
+    def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes: ...
 
     def format_error(self, error: ApiError) -> bytes:
         return orjson.dumps(format_openai_error(error))
 
-    def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
-        """Return the response to a request with ``score_prompt``."""
+    def format_scores(self, request_id: str, request: ModelRequest, tokens: TokenLogprobs) -> bytes:
         raise NotImplementedError
 
     def parse_count_request(self, body: bytes) -> ModelRequest:
-        """Return the parsed request to ``count_path``."""
         return self.parse_request(body)
 
     def format_count(self, tokens: int) -> bytes:
-        """Return the response of ``count_path``."""
         raise NotImplementedError

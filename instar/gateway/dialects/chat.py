@@ -25,7 +25,7 @@ import orjson
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, TokenLogprobs
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
 from instar.wire.openai import ChatContentPart, ChatRequestBody, ChatRequestMessage, ChatToolChoice
@@ -130,22 +130,7 @@ def _check_tool_choice(body: ChatRequestBody, names: set[str]) -> None:
         common.check_tool_is_listed(body.tool_choice.function.name, names)
 
 
-def _session_hints(body: ChatRequestBody) -> tuple[str, ...]:
-    # Each value is prefixed with its kind, so that a user never matches a session with the same name.
-    metadata = body.metadata or {}
-    values = [(key, metadata.get(key)) for key in common.SESSION_KEYS]
-    values += [
-        ("prompt_cache_key", body.prompt_cache_key),
-        ("safety_identifier", body.safety_identifier),
-        ("user", body.user),
-    ]
-    return tuple(f"{kind}:{value}" for kind, value in values if isinstance(value, str) and value)
-
-
-# --- responses ----------------------------------------------------------------------------------
-
-
-def _format_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
+def _format_logprobs(tokens: TokenLogprobs) -> Json:
     return {"content": [common.format_logprob(token) for token in tokens], "refusal": None}
 
 
@@ -172,9 +157,7 @@ class ChatStreamWriter(common.CompletionStreamWriter):
     def begin(self, index: int) -> bytes:
         return self._format_delta(index, {"role": "assistant", "content": ""})
 
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes:
+    def write_deltas(self, index: int, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs) -> bytes:
         chunks: list[bytes] = []
         for delta in deltas:
             if delta.call is not None:
@@ -222,7 +205,7 @@ class ChatDialect(Dialect):
             model=wire.model,
             messages=messages,
             tools=_parse_tools(wire),
-            session_hints=_session_hints(wire),
+            session_hints=common.parse_session_hints(wire, wire.metadata),
             n=wire.n or 1,
             max_tokens=wire.max_completion_tokens or wire.max_tokens,
             temperature=wire.temperature,
@@ -236,9 +219,7 @@ class ChatDialect(Dialect):
             unsupported_error=errors[0] if errors else None,
         )
 
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes:
+    def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
         head = common.format_response_head("chat.completion", request_id, request)
         formatted = [
             _format_choice(i, choice, has_logprobs=request.logprobs) for i, choice in enumerate(choices)

@@ -15,6 +15,7 @@ from instar.gateway.base import ApiError, bad_request, from_validation, invalid_
 from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
+    ReplyChoices,
     StreamWriter,
     TokenLogprob,
     format_openai_error,
@@ -33,10 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 1 << 31),
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
-SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
-"""The keys of ``metadata`` under which agents send the id of their session."""
-
-# --- requests -----------------------------------------------------------------------------------
+_METADATA_SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -99,16 +97,27 @@ def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[s
     return strings
 
 
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        position = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        message = f"Token id {ids[position]} is not in the vocabulary, whose last id is {vocab_size - 1}."
+        raise invalid_value(message, f"{param}[{position}]")
+
+
+def parse_session_hints(body: object, *metadata: Json | None) -> tuple[str, ...]:
+    # Each value is prefixed with its kind, so that a user never matches a session with the same name.
+    values = [(key, fields.get(key)) for fields in metadata if fields for key in _METADATA_SESSION_KEYS]
+    values += [(key, getattr(body, key)) for key in ("prompt_cache_key", "safety_identifier", "user")]
+    hints = (f"{kind}:{value}" for kind, value in values if isinstance(value, str) and value)
+    return tuple(dict.fromkeys(hints))
+
+
 def placeholder(value: msgspec.Struct, kind: str) -> str:
-    """Return a text that represents an image or other content. The text includes a hash of the content, so
-    that messages with different images differ."""
+    """Return a text that represents an image or other content, with a hash of the content."""
     return f"[{kind} {blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()}]"
 
 
-# --- OpenAI's responses -------------------------------------------------------------------------
-
-
-def format_usage(choices: Sequence[ReplyChoice]) -> Json:
+def format_usage(choices: ReplyChoices) -> Json:
     """Return the ``usage`` object of a response, in which the prompt is counted once for all choices. The
     number of reasoning tokens is included only if no reply has reasoning, because otherwise it is unknown."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
@@ -169,7 +178,7 @@ class CompletionStreamWriter(StreamWriter):
         if request.include_usage:
             self._head["usage"] = None
 
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+    def finish(self, choices: ReplyChoices) -> bytes:
         chunks = [
             self._format_chunk(index, self.empty_content, finish_reason=format_finish_reason(choice))
             for index, choice in enumerate(choices)

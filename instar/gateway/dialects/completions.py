@@ -12,9 +12,9 @@ from typing import Any, ClassVar, cast
 import msgspec
 import orjson
 
-from instar.gateway.base import ApiError, bad_request, invalid_value
+from instar.gateway.base import bad_request, invalid_value
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoices, TokenLogprobs
 from instar.record.base import ReplyDelta
 from instar.types import Json
 from instar.wire.openai import CompletionsRequestBody
@@ -59,22 +59,6 @@ def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-def _scores_prompt(body: CompletionsRequestBody) -> bool:
-    """Return True if the request asks for the logprobs of its prompt instead of a reply."""
-    return bool(body.echo) and body.max_tokens == 0 and body.logprobs == 0 and not body.stream
-
-
-def _find_unsupported(body: CompletionsRequestBody) -> list[ApiError]:
-    errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
-    if body.echo and not _scores_prompt(body):
-        message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."
-        errors.append(common.unsupported_value(message, "echo"))
-    if body.best_of not in (None, 1, body.n):
-        message = f"'best_of' is {body.best_of}; it must equal 'n' ({body.n or 1})."
-        errors.append(common.unsupported_value(message, "best_of"))
-    return errors
-
-
 class CompletionsStreamWriter(common.CompletionStreamWriter):
     object_name = "text_completion"
     empty_content: ClassVar[Json] = {"text": ""}
@@ -83,9 +67,7 @@ class CompletionsStreamWriter(common.CompletionStreamWriter):
         super().__init__(request_id, request)
         self._offsets = [0] * request.n
 
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes:
+    def write_deltas(self, index: int, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs) -> bytes:
         text = "".join(delta.text for delta in deltas)
         if not text and not logprobs:
             return b""
@@ -103,10 +85,16 @@ class CompletionsDialect(Dialect):
 
     def parse_request(self, body: bytes) -> ModelRequest:
         wire = common.decode_body(_decoder, body)
-        scores_prompt = _scores_prompt(wire)
+        scores_prompt = bool(wire.echo) and wire.max_tokens == 0 and wire.logprobs == 0 and not wire.stream
         checked = [name for name in common.RANGES if not (scores_prompt and name == "max_tokens")]
         common.check_ranges(wire, {name: common.RANGES[name] for name in checked})
-        errors = _find_unsupported(wire)
+        errors = common.find_unsupported_values(wire, _SUPPORTED_VALUES)
+        if wire.echo and not scores_prompt:
+            message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."
+            errors.append(common.unsupported_value(message, "echo"))
+        if wire.best_of not in (None, 1, wire.n):
+            message = f"'best_of' is {wire.best_of}; it must equal 'n' ({wire.n or 1})."
+            errors.append(common.unsupported_value(message, "best_of"))
         return ModelRequest(
             model=wire.model,
             messages=(),
@@ -126,9 +114,7 @@ class CompletionsDialect(Dialect):
             unsupported_error=errors[0] if errors else None,
         )
 
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes:
+    def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
         formatted = [
             {
                 "index": index,
@@ -141,7 +127,7 @@ class CompletionsDialect(Dialect):
         head = common.format_response_head("text_completion", request_id, request)
         return orjson.dumps({**head, "choices": formatted, "usage": common.format_usage(choices)})
 
-    def format_scores(self, request_id: str, request: ModelRequest, tokens: Sequence[TokenLogprob]) -> bytes:
+    def format_scores(self, request_id: str, request: ModelRequest, tokens: TokenLogprobs) -> bytes:
         choice = {
             "index": 0,
             "text": "".join(token.text for token in tokens),
@@ -153,7 +139,7 @@ class CompletionsDialect(Dialect):
         return orjson.dumps({**head, "choices": [choice], "usage": usage})
 
 
-def _format_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Json:
+def _format_logprobs(tokens: TokenLogprobs, offset: int) -> Json:
     offsets: list[int] = []
     for token in tokens:
         offsets.append(offset)

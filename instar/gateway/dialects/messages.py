@@ -9,7 +9,14 @@ from typing import Any, Literal, NoReturn, cast
 import orjson
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.base import (
+    Dialect,
+    ModelRequest,
+    ReplyChoice,
+    ReplyChoices,
+    StreamWriter,
+    TokenLogprobs,
+)
 from instar.gateway.dialects.common import format_named_event
 from instar.gateway.dialects.messages_request import parse_count_request, parse_request
 from instar.record.base import ReplyDelta, ToolCallDelta
@@ -17,8 +24,7 @@ from instar.types import Json
 from instar.wire.anthropic import MessagesRequestBody
 
 SIGNATURE = "instar"
-"""The signature of thinking blocks. It is never verified, but clients only send back thinking with a
-signature."""
+"""The signature of thinking blocks, which clients require and the gateway never verifies."""
 
 ThinkingDisplay = Literal["full", "omitted", "none"]
 BlockType = Literal["text", "thinking", "tool_use"]
@@ -149,9 +155,7 @@ class MessagesStreamWriter(StreamWriter):
         message = _format_message(self._request_id, self._request, [], None)
         return _format_event({"type": "message_start", "message": message}) + _format_event({"type": "ping"})
 
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes:
+    def write_deltas(self, index: int, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs) -> bytes:
         events: list[bytes] = []
         for delta in deltas:
             if delta.call is not None:
@@ -162,7 +166,7 @@ class MessagesStreamWriter(StreamWriter):
                 events += self._write_text(delta.text)
         return b"".join(events)
 
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+    def finish(self, choices: ReplyChoices) -> bytes:
         choice = choices[0]
         events: list[bytes] = []
         if self._held_space and self._open_block == "text":
@@ -236,9 +240,7 @@ class MessagesDialect(Dialect):
     def parse_request(self, body: bytes) -> ModelRequest:
         return parse_request(body)
 
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes:
+    def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
         content = _format_content(choices[0], _thinking_display(request))
         return _dump_json(_format_message(request_id, request, content, choices[0]))
 

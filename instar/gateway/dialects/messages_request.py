@@ -99,9 +99,6 @@ def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRe
     )
 
 
-# --- parameters ---------------------------------------------------------------------------------
-
-
 def _decode(raw: bytes) -> MessagesRequestBody:
     body = common.decode_body(_decoder, raw)
     if not body.messages:
@@ -195,9 +192,6 @@ def _session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
         if session and isinstance(session, str):
             return (f"claude-session:{session}",)
     return (f"user_id:{user}",)
-
-
-# --- messages -----------------------------------------------------------------------------------
 
 
 def _parse_system(system: str | list[MessagesContentBlock] | None, errors: list[ApiError]) -> list[Message]:

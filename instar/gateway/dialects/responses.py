@@ -30,7 +30,14 @@ import orjson
 
 from instar.gateway.base import ApiError
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.base import (
+    Dialect,
+    ModelRequest,
+    ReplyChoice,
+    ReplyChoices,
+    StreamWriter,
+    TokenLogprobs,
+)
 from instar.gateway.dialects.responses_items import RequestTools, parse_items, parse_tools
 from instar.gateway.dialects.responses_output import ResponseOutput
 from instar.record.base import ReplyDelta
@@ -80,26 +87,6 @@ def _find_unsupported(body: ResponsesRequestBody) -> list[ApiError]:
         message = f"Unsupported tool choice {choice.type!r}; supported: 'function', 'custom'."
         errors.append(common.unsupported_value(message, "tool_choice.type"))
     return errors
-
-
-def _check_tool_choice(choice: str | ResponsesToolChoice | None, tools: RequestTools) -> None:
-    if choice == "required" and not tools.offered:
-        raise common.no_tools_error()
-    if isinstance(choice, ResponsesToolChoice) and choice.type in ("function", "custom"):
-        common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
-
-
-def _session_hints(body: ResponsesRequestBody) -> Iterable[str]:
-    for metadata in (body.metadata or {}, body.client_metadata or {}):
-        for key in common.SESSION_KEYS:
-            if isinstance(value := metadata.get(key), str) and value:
-                yield f"{key}:{value}"
-    for kind in ("prompt_cache_key", "safety_identifier", "user"):
-        if value := getattr(body, kind):
-            yield f"{kind}:{value}"
-
-
-# --- responses ----------------------------------------------------------------------------------
 
 
 def _format_head(request_id: str, request: ModelRequest) -> Json:
@@ -154,19 +141,15 @@ def _finish_response(head: Json, output: ResponseOutput, choice: ReplyChoice) ->
         "completed_at": None if is_truncated else int(time.time()),
         "incomplete_details": {"reason": "max_output_tokens"} if is_truncated else None,
         "output": output.items,
-        "usage": _format_usage(choice),
+        "usage": {
+            "input_tokens": choice.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, "cache_write_tokens": 0},
+            "output_tokens": choice.sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},  # Reasoning is not counted separately.
+            "total_tokens": choice.prompt_tokens + choice.sampled_tokens,
+        },
     }
     return response, events
-
-
-def _format_usage(choice: ReplyChoice) -> Json:
-    return {
-        "input_tokens": choice.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": choice.cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": choice.sampled_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},  # not counted separately
-        "total_tokens": choice.prompt_tokens + choice.sampled_tokens,
-    }
 
 
 class ResponsesStreamWriter(StreamWriter):
@@ -180,12 +163,10 @@ class ResponsesStreamWriter(StreamWriter):
         types = ("response.created", "response.in_progress")
         return self._format_events([{"type": type_, "response": self._head} for type_ in types])
 
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes:
+    def write_deltas(self, index: int, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs) -> bytes:
         return self._format_events(self._output.add_deltas(deltas, logprobs))
 
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+    def finish(self, choices: ReplyChoices) -> bytes:
         response, events = _finish_response(self._head, self._output, choices[0])
         events.append({"type": f"response.{response['status']}", "response": response})
         return self._format_events(events)
@@ -225,14 +206,18 @@ class ResponsesDialect(Dialect):
         else:
             messages = parse_items(wire.input or (), errors)
         tools = parse_tools(wire.tools or (), errors)
-        _check_tool_choice(wire.tool_choice, tools)
+        choice = wire.tool_choice
+        if choice == "required" and not tools.offered:
+            raise common.no_tools_error()
+        if isinstance(choice, ResponsesToolChoice) and choice.type in ("function", "custom"):
+            common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
         return ModelRequest(
             model=wire.model,
             messages=(*instructions, *messages),
-            tools=() if wire.tool_choice == "none" else tools.offered,
+            tools=() if choice == "none" else tools.offered,
             previous_response_id=wire.previous_response_id,
             instruction_count=len(instructions),
-            session_hints=tuple(dict.fromkeys(_session_hints(wire))),
+            session_hints=common.parse_session_hints(wire, wire.metadata, wire.client_metadata),
             max_tokens=wire.max_output_tokens,
             temperature=wire.temperature,
             top_p=wire.top_p,
@@ -243,9 +228,7 @@ class ResponsesDialect(Dialect):
             parsed_body=ParsedResponsesRequest(wire, tools),
         )
 
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes:
+    def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
         choice = choices[0]
         output = ResponseOutput(request_id, request.parsed_body.tools.by_name)
         output.add_deltas(common.split_reply(choice.message), choice.logprobs)

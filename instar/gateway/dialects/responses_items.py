@@ -20,7 +20,6 @@ from instar.wire.openai import ResponsesContentPart, ResponsesInputItem, Respons
 
 T = TypeVar("T")
 
-# --- tools --------------------------------------------------------------------------------------
 
 _CALLABLE_TOOLS = ("function", "custom")
 IGNORED_TOOLS = {
@@ -39,8 +38,7 @@ class ClientTool:
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """True if the tool takes text instead of JSON. The model is offered a function with one string,
-    ``input``."""
+    """True if the tool takes text. The model is offered a function with one string, ``input``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,6 @@ def _format_tool(spec: ResponsesTool) -> Json:
         return {**head, "format": spec.format or {"type": "text"}}
     return {**head, "parameters": spec.parameters, "strict": spec.strict}
 
-
-# --- items --------------------------------------------------------------------------------------
 
 _OUR_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(?P<response>[0-9a-f]{8,})_\d+")
 _TEXT_PARTS = ("input_text", "output_text", "text")

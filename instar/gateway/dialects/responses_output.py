@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from instar.gateway.dialects.base import TokenLogprob
+from instar.gateway.dialects.base import TokenLogprob, TokenLogprobs
 from instar.gateway.dialects.common import format_logprob
 from instar.gateway.dialects.responses_items import ClientTool, make_item_id
 from instar.record.base import ReplyDelta, ToolCallDelta
@@ -33,7 +33,7 @@ class ResponseOutput:
         self._held_space = ""
         self._logprobs: list[TokenLogprob] = []
 
-    def add_deltas(self, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob] = ()) -> Events:
+    def add_deltas(self, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs = ()) -> Events:
         if not deltas or any(delta.text for delta in deltas):
             self._logprobs += logprobs
         events: Events = []
@@ -141,7 +141,7 @@ class _TextItem(_OutputItem):
     def begin(self) -> Events:
         return [*super().begin(), self._part_event("content_part.added", part=self._format_part(""))]
 
-    def add(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Events:
+    def add(self, text: str, logprobs: TokenLogprobs = ()) -> Events:
         self._pieces.append(text)
         self.logprobs += logprobs
         fields = self._format_logprobs(logprobs)
@@ -168,7 +168,7 @@ class _TextItem(_OutputItem):
             part |= {"annotations": [], **self._format_logprobs(self.logprobs)}
         return part
 
-    def _format_logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json:
+    def _format_logprobs(self, logprobs: TokenLogprobs) -> Json:
         return {} if self.kind == "reasoning" else {"logprobs": [format_logprob(token) for token in logprobs]}
 
 

@@ -5,15 +5,13 @@ The response is ``{"id", "choices": [GeneratedChoice]}``. A streamed response ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, StreamWriter
 from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, parse_stop
-from instar.record.base import ReplyDelta
 from instar.types import FinishReason, Json, TokenChunk
 
 MAX_STOP_TOKENS = 256
@@ -68,11 +66,6 @@ def check_token_params(params: TokenParams, prefix: str = "") -> None:
 
 
 class TokenStreamWriter(StreamWriter):
-    def write_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> bytes:
-        raise NotImplementedError("Token-level replies are streamed as tokens.")
-
     def write_tokens(self, index: int, chunk: TokenChunk) -> bytes:
         if not chunk.token_ids:
             return b""
@@ -81,7 +74,7 @@ class TokenStreamWriter(StreamWriter):
             GeneratedChunk(index, chunk.token_ids, chunk.logprobs, chunk.versions, chunk.behavior_logprobs)
         )
 
-    def finish(self, choices: Sequence[ReplyChoice]) -> bytes:
+    def finish(self, choices: ReplyChoices) -> bytes:
         return b"".join(
             _format_line(GeneratedChunk(i, [], [], [], None, choice.finish_reason, choice.stop_string))
             for i, choice in enumerate(choices)
@@ -121,9 +114,7 @@ class TokensDialect(Dialect):
             stream=parsed.stream,
         )
 
-    def format_response(
-        self, request_id: str, request: ModelRequest, choices: Sequence[ReplyChoice]
-    ) -> bytes:
+    def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
         formatted = [_format_choice(index, choice) for index, choice in enumerate(choices)]
         return msgspec.json.encode({"id": request_id, "choices": formatted})
 

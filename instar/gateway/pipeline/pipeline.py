@@ -83,8 +83,6 @@ class CallPipeline:
         responder = Responder(call, scope, receive, send, read_timeout=self._context.config.read_timeout)
         await responder.run(self._execute)
 
-    # --- parse and resolve ------------------------------------------------------------------------
-
     async def _prepare(self, route: RouteMatch, scope: Scope, receive: Receive) -> ModelCall | Response:
         """Return the call, or the complete response if nothing has to be sampled."""
         if scope["method"] != "POST":
@@ -131,8 +129,6 @@ class CallPipeline:
         state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)
         return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
-
-    # --- place, sample, record, respond -----------------------------------------------------------
 
     async def _execute(self, call: ModelCall, responder: Responder) -> None:
         with self._states.track_call(call.state):

@@ -36,8 +36,7 @@ class ReplayLookup:
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
     ) -> None:
-        """``key`` is the key of the call's placement. ``timeout`` limits the wait for the original
-        request."""
+        """``key`` is the key of the placement. ``timeout`` limits the wait for the original request."""
         self._store = store
         self._pending = call.state.pending
         self._retry = call.retry

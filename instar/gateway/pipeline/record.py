@@ -297,8 +297,7 @@ class Recorder:
         return self._redactor.redact_text(text) != text
 
     def _redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
-        """Return the tools without secrets, from a cache, because agents send the same tools with every
-        call."""
+        """Return the tools without secrets. The result is cached, because agents repeat their tools."""
         tools = meta.request.tools
         if not tools or meta.chain is None:
             return tools

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong, RenderError, StoreError
 from instar.gateway.base import SESSION_HEADER, ApiError
-from instar.gateway.dialects.base import Dialect, ReplyChoice, StreamWriter, TokenLogprob
+from instar.gateway.dialects.base import Dialect, ReplyChoices, StreamWriter, TokenLogprobs
 from instar.gateway.dialects.common import split_reply
 from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
 from instar.gateway.pipeline.sample import ModelCall, SampledResult
@@ -107,7 +107,7 @@ class Responder:
             parts = [writer.write_deltas(index, [delta], ()) for index, delta in result.deltas]
             await self._send_last(b"".join([*parts, writer.finish(result.choices)]))
 
-    async def replay(self, choices: Sequence[ReplyChoice]) -> None:
+    async def replay(self, choices: ReplyChoices) -> None:
         """Send recorded replies as if they were sampled now."""
         if self._call.request.stream:
             for index, choice in enumerate(choices):
@@ -117,9 +117,7 @@ class Responder:
                     await self.send_deltas(index, split_reply(choice.message), choice.logprobs)
         await self.finish(SampledResult((), choices))
 
-    async def send_deltas(
-        self, index: int, deltas: Sequence[ReplyDelta], logprobs: Sequence[TokenLogprob]
-    ) -> None:
+    async def send_deltas(self, index: int, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs) -> None:
         writer = await self._start_writer()
         await self._send_part(writer.write_deltas(index, deltas, logprobs))
 

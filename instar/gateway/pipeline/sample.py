@@ -6,10 +6,9 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
 from instar.gateway.pipeline.parse import RetryEvidence
 from instar.gateway.pipeline.record import RequestMeta, SampledReply
 from instar.gateway.session_states import SessionState
@@ -46,7 +45,7 @@ class SampledResult:
     """The complete replies of a call, ready to be recorded and then sent."""
 
     replies: Sequence[SampledReply]
-    choices: Sequence[ReplyChoice]
+    choices: ReplyChoices
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
     """The deltas that were not streamed."""
     raw: bytes = b""
@@ -101,8 +100,7 @@ class Source(ABC):
 
 
 class Deadline:
-    """A context manager that raises TimeoutError if its block takes longer than ``seconds``. It takes a third
-    of the time of asyncio.timeout."""
+    """A faster asyncio.timeout, which raises TimeoutError if its block takes longer than ``seconds``."""
 
     __slots__ = ("_cancelling", "_expired", "_handle", "_seconds", "_task")
 
@@ -117,12 +115,7 @@ class Deadline:
         self._cancelling = task.cancelling()
         self._handle = asyncio.get_running_loop().call_later(self._seconds, self._expire)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._handle.cancel()
         # A cancellation for a different reason must be passed on.
         is_only_cancellation = self._expired and self._task.uncancel() <= self._cancelling

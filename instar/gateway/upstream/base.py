@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instar.gateway.base import ApiError
-from instar.gateway.dialects.base import ReplyChoice
+from instar.gateway.dialects.base import ReplyChoices
 from instar.record.base import ReplyDelta
 
 
@@ -18,7 +18,7 @@ class UpstreamChunk:
     """The bytes to pass on; empty if the provider does not speak the agent's dialect."""
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
     """Pairs of choice index and delta; empty if the provider speaks the agent's dialect."""
-    choices: Sequence[ReplyChoice] | None = None
+    choices: ReplyChoices | None = None
     """The complete replies, which only the last chunk has. The call is recorded before ``raw`` of the last
     chunk is passed on, so only the last chunk tells the agent that the response has ended."""
     content_type: str | None = None

@@ -123,12 +123,8 @@ class ChatReader(ReplyReader):
         return build_choices(self.drafts, self.usage, self._prompt_ids)
 
 
-# --- translated requests ------------------------------------------------------------------------
-
-
 def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
-    """Return a chat completions body for a request of a different dialect. ``limit_name`` is the provider's
-    name for the maximum number of tokens."""
+    """Return a chat completions body. ``limit_name`` is the provider's name of ``max_tokens``."""
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]

@@ -108,8 +108,7 @@ class HttpUpstream:
         )
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Forward a request to Anthropic's token counter. Raise ApiError if the provider has no token
-        counter."""
+        """Forward a request to the provider's token counter. Raise ApiError (404) if there is none."""
         if "messages" not in self._dialects:
             raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
         if self._config.model is not None:
@@ -145,7 +144,12 @@ class HttpUpstream:
         if self._plain is not None:
             return self._plain.post(url.raw_path_qs, headers, body)
         if self._session is None:
-            self._session = _open_session(self._proxy)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_SECONDS),
+                proxy=self._proxy,
+            )
         data = body if len(body) < _MAX_BYTES_BODY else io.BytesIO(body)
         return self._session.post(url, data=data, headers=headers, allow_redirects=False)
 
@@ -171,8 +175,6 @@ class HttpUpstream:
             return msgspec.json.encode(messages.build_messages_request(request, model))
         return msgspec.json.encode(chat.build_chat_request(request, model, limit_name=self._limit_name))
 
-    # --- headers ----------------------------------------------------------------------------------
-
     def _build_fixed_headers(self, dialect: str) -> CIMultiDict[str]:
         headers = CIMultiDict(
             {"content-type": "application/json", "accept": "*/*", "accept-encoding": "identity"}
@@ -196,9 +198,6 @@ class HttpUpstream:
         if self._key is None and "authorization" not in headers and "x-api-key" not in headers:
             _forward_key(dialect, client_headers, headers)
         return headers
-
-
-# --- configuration ------------------------------------------------------------------------------
 
 
 def _key(config: UpstreamEngineConfig, path: str) -> str | None:
@@ -245,25 +244,13 @@ def _plain_client(base: URL) -> PlainClient | None:
     )
 
 
-def _open_session(proxy: str | None) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_SECONDS),
-        proxy=proxy,
-    )
-
-
-# --- keys ---------------------------------------------------------------------------------------
-
-
 def _auth_header(dialect: str, key: str) -> tuple[str, str]:
     return ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
 
 
 def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMultiDict[str]) -> None:
-    """Add the agent's own key to the headers, under the name that the provider reads. A Bearer token from a
-    client of Anthropic's API belongs to a subscription and is forwarded unchanged."""
+    """Add the agent's own key to the headers, under the name that the provider expects."""
+    # A Bearer token from a client of Anthropic's API belongs to a subscription and is forwarded unchanged.
     bearer, key = client_headers.get("authorization"), client_headers.get("x-api-key")
     is_anthropic_client = "anthropic-version" in client_headers
     if key is not None:

@@ -165,9 +165,6 @@ async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
         return b""
 
 
-# --- errors -------------------------------------------------------------------------------------
-
-
 async def read_error(response: HttpResponse) -> UpstreamError:
     if 300 <= response.status < 400:
         location = response.headers.get("Location", "another address")
@@ -188,8 +185,6 @@ def unreachable_error(error: Exception) -> EngineUnavailable:
 def _unreadable_error(error: Exception) -> UpstreamError:
     return UpstreamError(502, f"The provider's response cannot be read: {error}", code="bad_gateway")
 
-
-# --- server-sent events -------------------------------------------------------------------------
 
 # An event ends with two line ends in a row. A line ends with \r\n, \n or \r, and \r\n is one line end.
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")

@@ -109,9 +109,6 @@ class MessagesReader(ReplyReader):
         return [self._draft]
 
 
-# --- translated requests ------------------------------------------------------------------------
-
-
 def build_messages_request(request: ModelRequest, model: str) -> Json:
     """Return a Messages API body for a request of a different dialect."""
     for name, is_set in {"n": request.n > 1, "seed": request.seed is not None}.items():

@@ -65,8 +65,7 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. All their logprobs are missing if the provider did not send one for each
-        token."""
+        """Add sampled tokens. Their logprobs are missing unless there is one for each token."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids
@@ -176,8 +175,6 @@ class ReplyReader(ABC):
             return []
         return [replace(choice, finish_reason="aborted") for choice in self.choices()]
 
-
-# --- errors -------------------------------------------------------------------------------------
 
 _STATUS_BY_TYPE = {
     "invalid_request_error": 400,

@@ -17,13 +17,7 @@ _NULL = msgspec.Raw(b"null")
 
 # vLLM takes its sampling defaults from the model's generation config. A trainable call must be sampled from
 # the full softmax unless the agent sets other values, because these are the settings that are recorded.
-_FULL_SOFTMAX = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+_FULL_SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +50,7 @@ def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) ->
 
 
 def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
-    """Return the body with a request for vLLM's token ids and logprobs, and the response fields that it
-    adds."""
+    """Return the body with a request for vLLM's token ids and logprobs, and the fields that were added."""
     fields = _decode(body)
     agent_fields = {name for name, value in fields.items() if bytes(value) != b"null"}
     has_logprobs = "logprobs" in agent_fields and bytes(fields["logprobs"]) != b"false"
