@@ -1,9 +1,9 @@
-"""A provider on a real socket that speaks the four dialects with fixed answers, well or badly.
+"""A provider on a real socket that responds in four dialects with fixed replies and failures.
 
-The model that it is asked for says how it behaves: `plain`, `tools`, `exact` (as vLLM with token ids),
-`bytewise` (the stream comes byte by byte), `crlf`, `breaks` (the stream ends in its midst), `dies` (so does
-the connection), `limited` (429), `broken` (500), `garbage`, `hiccup` (an error inside the stream), `lingers`
-(the stream's connection stays open after its end).
+The model of a request selects the behaviour: `plain`, `tools`, `exact` (token ids like vLLM), `bytewise` (the
+stream is sent byte by byte), `crlf`, `breaks` (the stream is incomplete), `dies` (the connection is aborted),
+`limited` (429), `broken` (500), `garbage` (invalid JSON), `hiccup` (an error event in the stream), `lingers`
+(the connection stays open after the end of the stream).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ARGUMENTS = '{"city": "Zürich"}'
 USAGE = {"prompt_tokens": 12, "completion_tokens": 7, "total_tokens": 19}
 
 
-def pieces(text: str) -> list[str]:
+def split_text(text: str) -> list[str]:
     return [text[i : i + 3] for i in range(0, len(text), 3)]
 
 
 # --- chat and completions -----------------------------------------------------------------------
 
 
-def chat(model: str, n: int) -> Any:
+def build_chat_response(model: str, n: int) -> Any:
     message: dict[str, Any] = {"role": "assistant", "content": TEXT, "refusal": None, "annotations": []}
     finish = "stop"
     if model == "tools":
@@ -53,7 +53,7 @@ def chat(model: str, n: int) -> Any:
     return answer | {"usage": USAGE}
 
 
-def chat_stream(model: str, n: int) -> list[Any]:
+def build_chat_stream(model: str, n: int) -> list[Any]:
     def chunk(index: int, delta: Any, finish: str | None = None, **more: Any) -> Any:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
         return {"id": "chatcmpl-9", "object": "chat.completion.chunk", "model": "m", "choices": [choice]}
@@ -70,17 +70,17 @@ def chat_stream(model: str, n: int) -> list[Any]:
         events.append(chunk(0, {"reasoning_content": "Look it up."}))
         call = {"index": 0, "id": "call_1", "type": "function"}
         events.append(chunk(0, {"tool_calls": [{**call, "function": {"name": "weather", "arguments": ""}}]}))
-        for text in pieces(ARGUMENTS):
+        for text in split_text(ARGUMENTS):
             events.append(chunk(0, {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}))
         events.append(chunk(0, {}, "tool_calls"))
     else:
-        events += [chunk(i, {"content": text}) for text in pieces(TEXT) for i in range(n)]
+        events += [chunk(i, {"content": text}) for text in split_text(TEXT) for i in range(n)]
         events += [chunk(i, {}, "stop") for i in range(n)]
     usage = {"id": "chatcmpl-9", "object": "chat.completion.chunk", "model": "m", "choices": []}
     return [*events, usage | {"usage": USAGE}, "[DONE]"]
 
 
-def completion(model: str, n: int) -> Any:
+def build_completion(model: str, n: int) -> Any:
     choice: dict[str, Any] = {"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "length"}
     if model == "exact":
         logprobs = {"tokens": ["a"] * 3, "token_logprobs": [-0.5, -0.5, None], "top_logprobs": None}
@@ -89,18 +89,18 @@ def completion(model: str, n: int) -> Any:
     return answer | {"choices": [choice], "usage": USAGE}
 
 
-def completion_stream(model: str, n: int) -> list[Any]:
+def build_completion_stream(model: str, n: int) -> list[Any]:
     def chunk(text: str, finish: str | None = None) -> Any:
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
         return {"id": "cmpl-9", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
 
-    return [*(chunk(text) for text in pieces(TEXT)), chunk("", "length"), "[DONE]"]
+    return [*(chunk(text) for text in split_text(TEXT)), chunk("", "length"), "[DONE]"]
 
 
 # --- responses ----------------------------------------------------------------------------------
 
 
-def response(model: str, n: int = 1) -> Any:
+def build_response(model: str, n: int = 1) -> Any:
     part = {"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}
     output: list[Any] = [
         {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]}
@@ -135,39 +135,39 @@ def response(model: str, n: int = 1) -> Any:
     }
 
 
-def response_stream(model: str, n: int) -> list[Any]:
-    whole = response(model)
-    begun = whole | {"status": "in_progress", "output": [], "usage": None}
-    events: list[Any] = [{"type": "response.created", "response": begun}]
-    for at, item in enumerate(whole["output"]):
-        place = {"output_index": at, "item_id": item["id"]}
+def build_response_stream(model: str, n: int) -> list[Any]:
+    complete_response = build_response(model)
+    started_response = complete_response | {"status": "in_progress", "output": [], "usage": None}
+    events: list[Any] = [{"type": "response.created", "response": started_response}]
+    for index, item in enumerate(complete_response["output"]):
+        location = {"output_index": index, "item_id": item["id"]}
         empty = item | ({"arguments": ""} if "arguments" in item else {"content": []})
-        events.append({"type": "response.output_item.added", "output_index": at, "item": empty})
+        events.append({"type": "response.output_item.added", "output_index": index, "item": empty})
         if item["type"] == "message":
             part = {"type": "output_text", "text": "", "annotations": []}
-            place |= {"content_index": 0}
-            events.append({"type": "response.content_part.added", "part": part, **place})
-            deltas = [{"delta": text, "logprobs": []} for text in pieces(TEXT)]
-            events += [{"type": "response.output_text.delta", **delta, **place} for delta in deltas]
-            events.append({"type": "response.output_text.done", "text": TEXT, "logprobs": [], **place})
+            location |= {"content_index": 0}
+            events.append({"type": "response.content_part.added", "part": part, **location})
+            deltas = [{"delta": text, "logprobs": []} for text in split_text(TEXT)]
+            events += [{"type": "response.output_text.delta", **delta, **location} for delta in deltas]
+            events.append({"type": "response.output_text.done", "text": TEXT, "logprobs": [], **location})
             done = {"type": "response.content_part.done", "part": item["content"][0]}
-            events.append(done | place)
+            events.append(done | location)
         elif item["type"] == "function_call":
             kind = "response.function_call_arguments"
-            events += [{"type": f"{kind}.delta", "delta": text, **place} for text in pieces(ARGUMENTS)]
-            events.append({"type": f"{kind}.done", "arguments": ARGUMENTS, "name": "weather", **place})
+            events += [{"type": f"{kind}.delta", "delta": text, **location} for text in split_text(ARGUMENTS)]
+            events.append({"type": f"{kind}.done", "arguments": ARGUMENTS, "name": "weather", **location})
         else:
             kind = "response.reasoning_summary_text.delta"
-            events.append({"type": kind, "delta": "Look it up.", "summary_index": 0, **place})
-        events.append({"type": "response.output_item.done", "output_index": at, "item": item})
-    events.append({"type": "response.completed", "response": whole})
+            events.append({"type": kind, "delta": "Look it up.", "summary_index": 0, **location})
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    events.append({"type": "response.completed", "response": complete_response})
     return [event | {"sequence_number": i} for i, event in enumerate(events)]
 
 
 # --- messages -----------------------------------------------------------------------------------
 
 
-def message(model: str, n: int = 1) -> Any:
+def build_message(model: str, n: int = 1) -> Any:
     content: list[Any] = [{"type": "text", "text": TEXT}]
     if model == "tools":
         content = [
@@ -186,44 +186,48 @@ def message(model: str, n: int = 1) -> Any:
     }
 
 
-def message_stream(model: str, n: int) -> list[Any]:
-    whole = message(model)
-    begun = whole | {"content": [], "stop_reason": None}
-    begun["usage"] = whole["usage"] | {"output_tokens": 1}
-    events: list[Any] = [{"type": "message_start", "message": begun}]
-    for index, block in enumerate(whole["content"]):
+def build_message_stream(model: str, n: int) -> list[Any]:
+    complete_message = build_message(model)
+    started_message = complete_message | {"content": [], "stop_reason": None}
+    started_message["usage"] = complete_message["usage"] | {"output_tokens": 1}
+    events: list[Any] = [{"type": "message_start", "message": started_message}]
+    for index, block in enumerate(complete_message["content"]):
         if block["type"] == "text":
-            empty, deltas = {"text": ""}, [{"type": "text_delta", "text": text} for text in pieces(TEXT)]
+            empty, deltas = {"text": ""}, [{"type": "text_delta", "text": text} for text in split_text(TEXT)]
         elif block["type"] == "thinking":
             empty = {"thinking": "", "signature": ""}
             deltas = [{"type": "thinking_delta", "thinking": "Look it up."}]
             deltas.append({"type": "signature_delta", "signature": "sig"})
         else:
             empty = {"input": {}}
-            deltas = [{"type": "input_json_delta", "partial_json": text} for text in ["", *pieces(ARGUMENTS)]]
+            deltas = [
+                {"type": "input_json_delta", "partial_json": text} for text in ["", *split_text(ARGUMENTS)]
+            ]
         events.append({"type": "content_block_start", "index": index, "content_block": block | empty})
         events.append({"type": "ping"})
         events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
         events.append({"type": "content_block_stop", "index": index})
-    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    end = {"stop_reason": complete_message["stop_reason"], "stop_sequence": None}
     events.append({"type": "message_delta", "delta": end, "usage": {"output_tokens": 7}})
     return [*events, {"type": "message_stop"}]
 
 
 # --- the server ---------------------------------------------------------------------------------
 
-ANSWERS = {
-    "chat": (chat, chat_stream),
-    "completions": (completion, completion_stream),
-    "responses": (response, response_stream),
-    "messages": (message, message_stream),
+RESPONSE_BUILDERS = {
+    "chat": (build_chat_response, build_chat_stream),
+    "completions": (build_completion, build_completion_stream),
+    "responses": (build_response, build_response_stream),
+    "messages": (build_message, build_message_stream),
 }
-PATHS = {f"/v1/{name}": name for name in ANSWERS if name != "chat"} | {"/v1/chat/completions": "chat"}
+PATHS = {f"/v1/{name}": name for name in RESPONSE_BUILDERS if name != "chat"} | {
+    "/v1/chat/completions": "chat"
+}
 ERROR = {"error": {"message": "Slow down.", "type": "rate_limit_error", "param": None, "code": "slow"}}
-HICCUP = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded."}}
+STREAM_ERROR = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded."}}
 
 
-def sse(events: list[Any], named: bool, crlf: bool = False) -> list[bytes]:
+def encode_events(events: list[Any], named: bool, crlf: bool = False) -> list[bytes]:
     encoded: list[bytes] = [b": hello\n\n"]
     for event in events:
         data = event.encode() if isinstance(event, str) else orjson.dumps(event)
@@ -238,55 +242,59 @@ class Provider:
     bodies: list[bytes] = field(default_factory=list[bytes])
     headers: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     gate: asyncio.Event | None = None
-    """Where it is set, a stream waits for it before its last third."""
+    """The event for which streams wait before their last third."""
 
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def asked(self) -> Any:
+    def last_request(self) -> Any:
         return orjson.loads(self.bodies[-1])
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def handle_call(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        model, n = self.asked["model"], self.asked.get("n", 1)
+        model, n = self.last_request["model"], self.last_request.get("n", 1)
         if model == "limited":
             return web.json_response(ERROR, status=429, headers={"Retry-After": "7"})
         if model == "broken":
             return web.Response(status=500, text="<h1>Internal Server Error</h1>")
         if model == "garbage":
             return web.Response(text="}{ nothing of JSON", content_type="application/json")
-        whole, streamed = ANSWERS[PATHS[request.path]]
-        if not self.asked.get("stream"):
-            return web.json_response(whole(model, n), dumps=lambda value: orjson.dumps(value).decode())
+        build_complete, build_stream = RESPONSE_BUILDERS[PATHS[request.path]]
+        if not self.last_request.get("stream"):
+            return web.json_response(
+                build_complete(model, n), dumps=lambda value: orjson.dumps(value).decode()
+            )
         named = request.path in ("/v1/responses", "/v1/messages")
-        return await self.stream(request, sse(streamed(model, n), named, model == "crlf"), model)
+        return await self.send_stream(
+            request, encode_events(build_stream(model, n), named, model == "crlf"), model
+        )
 
-    async def stream(self, request: web.Request, events: list[bytes], model: str) -> web.StreamResponse:
+    async def send_stream(self, request: web.Request, events: list[bytes], model: str) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await answer.prepare(request)
-        middle = len(events) * 2 // 3
-        for event in events[:middle]:
-            await send(answer, event, bytewise=model == "bytewise")
+        gate_index = len(events) * 2 // 3
+        for event in events[:gate_index]:
+            await send_event(answer, event, bytewise=model == "bytewise")
         if self.gate is not None:
             await self.gate.wait()
         if model == "dies" and request.transport is not None:
             request.transport.abort()
         elif model == "hiccup":
-            await send(answer, b"event: error\ndata: " + orjson.dumps(HICCUP) + b"\n\n")
+            await send_event(answer, b"event: error\ndata: " + orjson.dumps(STREAM_ERROR) + b"\n\n")
         elif model != "breaks":
-            for event in events[middle:]:
-                await send(answer, event, bytewise=model == "bytewise")
+            for event in events[gate_index:]:
+                await send_event(answer, event, bytewise=model == "bytewise")
         if model == "lingers":
             await self.released.wait()
         return answer
 
-    async def count(self, request: web.Request) -> web.StreamResponse:
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         return web.json_response({"input_tokens": 12})
 
 
-async def send(answer: web.StreamResponse, event: bytes, bytewise: bool = False) -> None:
+async def send_event(answer: web.StreamResponse, event: bytes, bytewise: bool = False) -> None:
     for piece in [event[i : i + 1] for i in range(len(event))] if bytewise else [event]:
         await answer.write(piece)
         await asyncio.sleep(0)
@@ -297,8 +305,8 @@ async def run_provider() -> AsyncGenerator[Provider]:
     provider = Provider()
     app = web.Application(client_max_size=1 << 30)
     for path in PATHS:
-        app.router.add_post(path, provider.answer)
-    app.router.add_post("/v1/messages/count_tokens", provider.count)
+        app.router.add_post(path, provider.handle_call)
+    app.router.add_post("/v1/messages/count_tokens", provider.count_tokens)
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()
     listener = bind("127.0.0.1", 0)

@@ -45,9 +45,9 @@ async def test_drained_server_completes_streams_and_leaves_new_connections(cut_s
         assert await stream.content.readany() == b"first "
         one.drain.set()
         await asyncio.sleep(1.2)  # longer than the server's own look at whether it is to end
-        asking = asyncio.create_task(client.get(f"{url}/who"))
+        request_task = asyncio.create_task(client.get(f"{url}/who"))
         await asyncio.sleep(0.1)
-        assert not asking.done()
+        assert not request_task.done()
         assert not first.done(), "a stream is under way"
         if cut_short:
             one.stop.set()
@@ -56,7 +56,7 @@ async def test_drained_server_completes_streams_and_leaves_new_connections(cut_s
             assert await stream.content.read() == b"last"
         await asyncio.wait_for(first, 10)
         second = asyncio.create_task(serve(two.app, listener.dup(), stop=two.stop))
-        assert await (await asking).text() == "two"
+        assert await (await request_task).text() == "two"
         stream.close()
         two.stop.set()
         await asyncio.wait_for(second, 15)

@@ -19,7 +19,7 @@ import pytest
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
-from tests.unit.gateway.wire import PATHS, all_calls, asking, until_in_flight
+from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, wait_for_in_flight
 
 TRAFFIC = Path(__file__).parents[1] / "record" / "fixtures" / "traffic"
 COUNT = int(os.environ.get("INSTAR_FUZZ", "800"))
@@ -47,7 +47,7 @@ KEYS = [
 ]  # fmt: skip
 
 
-def by_hand(dialect: str) -> list[Any]:
+def build_complete_bodies(dialect: str) -> list[Any]:
     """Return bodies with every field of the dialect."""
     match dialect:
         case "chat":
@@ -121,7 +121,7 @@ def by_hand(dialect: str) -> list[Any]:
             ]
 
 
-def recorded(dialect: str) -> list[Any]:
+def load_recorded_bodies(dialect: str) -> list[Any]:
     """Return bodies that known agents sent."""
     locations: list[Any] = []
     for file in sorted(TRAFFIC.glob("*.json.gz")):
@@ -131,8 +131,8 @@ def recorded(dialect: str) -> list[Any]:
     return locations
 
 
-def places(value: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return every (container, key) of a body."""
+def list_locations(value: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return all pairs of container and key in a body."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -140,11 +140,11 @@ def places(value: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         items = list(enumerate(value))
     for key, item in items:
         into.append((value, key))
-        places(item, into)
+        list_locations(item, into)
     return into
 
 
-class Fuzz:
+class BodyFuzzer:
     def __init__(self, seeds: list[Any], rng: random.Random) -> None:
         self.seeds = seeds
         self.rng = rng
@@ -155,16 +155,16 @@ class Fuzz:
             if isinstance(body, dict) and self.rng.random() < 0.5:
                 body["stream"] = self.rng.random() < 0.5
             for _ in range(self.rng.choice([0, 1, 1, 1, 2, 3, 6])):
-                body = self.changed(body)
+                body = self.mutate(body)
             raw = json.dumps(body).encode().replace(f'"{DEEP}"'.encode(), b"[" * 100_000 + b"]" * 100_000)
-            yield self.spoilt(raw) if self.rng.random() < 0.15 else raw
+            yield self.corrupt(raw) if self.rng.random() < 0.15 else raw
 
-    def changed(self, body: Any) -> Any:
+    def mutate(self, body: Any) -> Any:
         rng = self.rng
-        locations = places(body, [])
+        locations = list_locations(body, [])
         if not locations or rng.random() < 0.01:
             return rng.choice(ODD)
-        # As a rule not far down: most of a body is within its tools.
+        # Half of the locations are near the start, because most of a body is in its tools.
         container, key = rng.choice(locations if rng.random() < 0.5 else locations[:60])
         match rng.randrange(7):
             case 0:
@@ -184,7 +184,7 @@ class Fuzz:
                 container[key] = copy.deepcopy(rng.choice(ODD))
         return body
 
-    def spoilt(self, raw: bytes) -> bytes:
+    def corrupt(self, raw: bytes) -> bytes:
         rng = self.rng
         at = rng.randrange(len(raw))
         match rng.randrange(6):
@@ -204,8 +204,8 @@ class Fuzz:
                 return raw + rng.choice([b"}", b"\n\n", b"{}", b"\x00"])
 
 
-def well_told(dialect: str, answer: Any) -> bool:
-    """True if the dialect's own clients recognize the error."""
+def is_valid_error(dialect: str, answer: Any) -> bool:
+    """Return True if the clients of the dialect recognize the error."""
     error = answer["error"]
     if dialect == "messages":
         return answer["type"] == "error" and bool(error["type"] and error["message"])
@@ -232,9 +232,9 @@ class Sender:
         async with self.http.post(self.gateway.url + path, data=body, headers=key) as answer:
             content = await answer.read()
         self.codes[answer.status] += 1
-        assert 200 <= answer.status < 500, (answer.status, content[:500], shown(body))
+        assert 200 <= answer.status < 500, (answer.status, content[:500], shorten_body(body))
         if answer.status >= 400:
-            assert well_told(self.dialect, json.loads(content)), (content[:500], shown(body))
+            assert is_valid_error(self.dialect, json.loads(content)), (content[:500], shorten_body(body))
         return answer.status, content
 
     async def send_all(self, path: str, bodies: Iterator[bytes]) -> None:
@@ -247,38 +247,44 @@ class Sender:
                 group.create_task(work())
 
 
-def shown(body: bytes) -> bytes:
+def shorten_body(body: bytes) -> bytes:
     return body if len(body) < 4000 else body[:2000] + b" ... " + body[-500:]
 
 
-def connected() -> aiohttp.ClientSession:
+def open_http_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
 
 
 @pytest.mark.parametrize("dialect", list(PATHS))
 async def test_malformed_requests_get_errors_and_leave_no_record(fuzzed: Served, dialect: str) -> None:
-    seeds = by_hand(dialect) * 4 + [asking(dialect, "hi")] * 4 + recorded(dialect)
-    fuzz = Fuzz(seeds, random.Random(dialect))
-    async with connected() as http:
+    seeds = (
+        build_complete_bodies(dialect) * 4
+        + [build_request(dialect, "hi")] * 4
+        + load_recorded_bodies(dialect)
+    )
+    fuzz = BodyFuzzer(seeds, random.Random(dialect))
+    async with open_http_session() as http:
         sender = Sender(fuzzed, http, dialect)
         await sender.send_all(PATHS[dialect], fuzz.bodies(COUNT))
         assert sender.codes[200] > COUNT / 20, sender.codes
         assert sender.codes[400] > COUNT / 20, sender.codes
-        await until_in_flight(fuzzed, 0)
-        calls = await all_calls(fuzzed)
+        await wait_for_in_flight(fuzzed, 0)
+        calls = await list_all_calls(fuzzed)
         assert len({call.request_id for call in calls}) == sender.codes[200]
         sessions = await fuzzed.store.sessions("run")
         assert {row.session.session_id for row in sessions} == {call.session_id for call in calls}
-        assert (await sender.send(PATHS[dialect], json.dumps(asking(dialect, "hi")).encode()))[0] == 200
+        assert (await sender.send(PATHS[dialect], json.dumps(build_request(dialect, "hi")).encode()))[
+            0
+        ] == 200
 
 
 @pytest.mark.parametrize("dialect", ["messages"])
 async def test_malformed_count_requests_get_errors(fuzzed: Served, dialect: str) -> None:
-    fuzz = Fuzz(by_hand(dialect), random.Random(1))
-    async with connected() as http:
+    fuzz = BodyFuzzer(build_complete_bodies(dialect), random.Random(1))
+    async with open_http_session() as http:
         sender = Sender(fuzzed, http, dialect)
         await sender.send_all("/v1/messages/count_tokens", fuzz.bodies(COUNT // 4))
-    assert await all_calls(fuzzed) == []
+    assert await list_all_calls(fuzzed) == []
 
 
 SUBMITTED = {
@@ -305,18 +311,18 @@ CONTROL: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("path", "seed"), CONTROL)
 async def test_malformed_control_requests_get_errors(fuzzed: Served, path: str, seed: Any) -> None:
-    fuzz = Fuzz([seed], random.Random(path))
-    async with connected() as http:
+    fuzz = BodyFuzzer([seed], random.Random(path))
+    async with open_http_session() as http:
         sender = Sender(fuzzed, http, "chat")
         for body in fuzz.bodies(COUNT // 8):
             session = (await fuzzed.open()).session_id if "{}" in path else ""
             await sender.send(path.format(session), body)
-    await until_in_flight(fuzzed, 0)
+    await wait_for_in_flight(fuzzed, 0)
 
 
 async def test_unusual_headers_and_paths_get_errors(fuzzed: Served) -> None:
-    body = json.dumps(asking("chat", "hi")).encode()
-    async with connected() as http:
+    body = json.dumps(build_request("chat", "hi")).encode()
+    async with open_http_session() as http:
         sender = Sender(fuzzed, http, "chat")
         for name, value in [
             ("X-Instar-Session", "nö\t"),

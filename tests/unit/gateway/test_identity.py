@@ -14,7 +14,14 @@ from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import Link, Session, SessionStatus
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
-from tests.unit.gateway.wire import all_calls, asking, gateway_at, post, session_of, until_in_flight
+from tests.unit.gateway.wire import (
+    build_request,
+    get_session_id,
+    list_all_calls,
+    post,
+    run_scripted_gateway,
+    wait_for_in_flight,
+)
 
 CONVERSING = ("chat", "responses", "messages")
 UUID = "5c9e7a1c-90f0-4a8f-8bf1-000000000001"
@@ -31,38 +38,38 @@ async def code(gateway: Served, body: Any, **sent: Any) -> tuple[int, str | None
 @pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
 async def test_session_by_url_key_or_header_precedes_the_agents_id(gateway: Served, dialect: str) -> None:
     agent_ids = {"session_id": "other", "x_session_id": "another"}
-    body = asking(dialect, "hi")
-    live = session_of(await post(gateway, body, dialect, **agent_ids))
+    body = build_request(dialect, "hi")
+    live = get_session_id(await post(gateway, body, dialect, **agent_ids))
     for sent in (
         lambda s: {"prefix": f"/s/{s.session_id}"},
         lambda s: {"key": s.api_key},
         lambda s: {"x_instar_session": s.session_id},
     ):
         opened = await gateway.open()
-        session_id = session_of(await post(gateway, body, dialect, **agent_ids, **sent(opened)))
+        session_id = get_session_id(await post(gateway, body, dialect, **agent_ids, **sent(opened)))
         assert session_id == opened.session_id != live
-    assert session_of(await post(gateway, body, dialect, **agent_ids)) == live
+    assert get_session_id(await post(gateway, body, dialect, **agent_ids)) == live
 
 
 async def test_session_by_agent_id_precedes_content(gateway: Served) -> None:
-    first = session_of(await post(gateway, asking("chat", "hi")))
-    goes_on = asking("chat", "hi", "You said: hi", "more")
-    assert session_of(await post(gateway, goes_on)) == first
-    assert session_of(await post(gateway, {**goes_on, "user": "someone"})) != first
+    first = get_session_id(await post(gateway, build_request("chat", "hi")))
+    goes_on = build_request("chat", "hi", "You said: hi", "more")
+    assert get_session_id(await post(gateway, goes_on)) == first
+    assert get_session_id(await post(gateway, {**goes_on, "user": "someone"})) != first
 
 
 async def test_session_names_that_differ_are_refused(gateway: Served) -> None:
     one, two = await gateway.open(), await gateway.open()
-    body, url = asking("chat", "hi"), f"/s/{one.session_id}"
+    body, url = build_request("chat", "hi"), f"/s/{one.session_id}"
     refused = (403, "session_conflict")
     assert await code(gateway, body, prefix=url, key=two.api_key) == refused
     assert await code(gateway, body, prefix=url, x_instar_session=two.session_id) == refused
     assert await code(gateway, body, key=one.api_key, x_instar_session=two.session_id) == refused
-    answer = await post(gateway, asking("responses", "hi"), "responses", key=one.api_key)
-    after = {**asking("responses", "more"), "previous_response_id": answer.json()["id"]}
+    answer = await post(gateway, build_request("responses", "hi"), "responses", key=one.api_key)
+    after = {**build_request("responses", "more"), "previous_response_id": answer.json()["id"]}
     response = await post(gateway, after, "responses", prefix=f"/s/{two.session_id}")
     assert (response.status_code, response.json()["error"]["code"]) == refused
-    assert len(await all_calls(gateway)) == 1
+    assert len(await list_all_calls(gateway)) == 1
 
 
 # --- ids that agents send -----------------------------------------------------------------------
@@ -100,10 +107,10 @@ async def test_session_ids_of_known_agents_are_recognized(
     gateway: Served, dialect: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     async def ask(more: dict[str, Any], sent: dict[str, str]) -> str:
-        body = {**asking(dialect, "hi"), **more}
+        body = {**build_request(dialect, "hi"), **more}
         key = {"Authorization": f"Bearer {ADMIN}"}
         path = {"chat": "chat/completions"}.get(dialect, dialect)
-        return session_of(await gateway.http.post(f"/v1/{path}", json=body, headers={**key, **sent}))
+        return get_session_id(await gateway.http.post(f"/v1/{path}", json=body, headers={**key, **sent}))
 
     first = await ask(body, headers)
     assert await ask(body, headers) == first
@@ -116,31 +123,35 @@ async def test_session_ids_of_known_agents_are_recognized(
 
 
 async def test_session_id_in_claude_code_header_and_body_is_the_same(gateway: Served) -> None:
-    body = asking("messages", "hi", metadata={"user_id": f"user_abc_account__session_{UUID}"})
-    by_body = session_of(await post(gateway, body, "messages"))
+    body = build_request("messages", "hi", metadata={"user_id": f"user_abc_account__session_{UUID}"})
+    by_body = get_session_id(await post(gateway, body, "messages"))
     assert (
-        session_of(await post(gateway, asking("messages", "x"), "messages", x_claude_code_session_id=UUID))
+        get_session_id(
+            await post(gateway, build_request("messages", "x"), "messages", x_claude_code_session_id=UUID)
+        )
         == by_body
     )
 
 
 async def test_session_id_equal_to_a_user_id_is_another_session(gateway: Served) -> None:
-    by_user = session_of(await post(gateway, asking("chat", "hi", user="ann")))
-    by_session = session_of(await post(gateway, asking("chat", "hi", metadata={"session_id": "ann"})))
+    by_user = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
+    by_session = get_session_id(
+        await post(gateway, build_request("chat", "hi", metadata={"session_id": "ann"}))
+    )
     assert by_user != by_session
 
 
 async def test_session_id_of_any_length_is_accepted(gateway: Served) -> None:
-    first = session_of(await post(gateway, asking("chat", "hi", user="a" * 20_000)))
-    assert session_of(await post(gateway, asking("chat", "hi", user="a" * 20_000))) == first
+    first = get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 20_000)))
+    assert get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 20_000))) == first
     session = await gateway.store.session(first)
     assert session is not None
     assert len(session.external_id or "") <= 512
 
 
 async def test_session_ids_that_differ_at_their_end_are_different(gateway: Served) -> None:
-    first = session_of(await post(gateway, asking("chat", "hi", user="a" * 2000 + "1")))
-    assert session_of(await post(gateway, asking("chat", "hi", user="a" * 2000 + "2"))) != first
+    first = get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 2000 + "1")))
+    assert get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 2000 + "2"))) != first
 
 
 class SlowLookups(SqliteStore):
@@ -158,21 +169,21 @@ class SlowLookups(SqliteStore):
 async def test_concurrent_first_calls_with_one_id_open_one_session(serving: Serve) -> None:
     gateway = await serving(store=SlowLookups)
     answers = await asyncio.gather(
-        *(post(gateway, asking("chat", f"hi {i}", user="ann")) for i in range(12)),
+        *(post(gateway, build_request("chat", f"hi {i}", user="ann")) for i in range(12)),
     )
-    assert len({session_of(answer) for answer in answers}) == 1
+    assert len({get_session_id(answer) for answer in answers}) == 1
     (row,) = await gateway.store.sessions("run")
     assert len(await gateway.store.calls(row.session.session_id)) == 12
 
 
 async def test_concurrent_calls_after_the_end_open_one_new_session(serving: Serve) -> None:
     gateway = await serving(store=SlowLookups)
-    old = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    old = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     await gateway.control(f"/sessions/{old}/complete", {})
     answers = await asyncio.gather(
-        *(post(gateway, asking("chat", f"hi {i}", user="ann")) for i in range(12)),
+        *(post(gateway, build_request("chat", f"hi {i}", user="ann")) for i in range(12)),
     )
-    session_ids = {session_of(answer) for answer in answers}
+    session_ids = {get_session_id(answer) for answer in answers}
     assert len(session_ids) == 1
     assert old not in session_ids
 
@@ -183,14 +194,14 @@ async def test_concurrent_calls_after_the_end_open_one_new_session(serving: Serv
 @pytest.mark.parametrize("dialect", CONVERSING)
 async def test_sessions_with_equal_content_differ_by_key_or_id(gateway: Served, dialect: str) -> None:
     keys = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
-    opening = asking(dialect, "hi")
-    first = [session_of(await post(gateway, opening, dialect, key=key)) for key in keys]
+    opening = build_request(dialect, "hi")
+    first = [get_session_id(await post(gateway, opening, dialect, key=key)) for key in keys]
     assert first[0] != first[1]
-    goes_on = asking(dialect, "hi", "You said: hi", "more")
-    then = [session_of(await post(gateway, goes_on, dialect, key=key)) for key in keys]
+    goes_on = build_request(dialect, "hi", "You said: hi", "more")
+    then = [get_session_id(await post(gateway, goes_on, dialect, key=key)) for key in keys]
     assert then == first
-    named = [session_of(await post(gateway, opening, dialect, x_session_id=f"s{i}")) for i in range(2)]
-    then = [session_of(await post(gateway, goes_on, dialect, x_session_id=f"s{i}")) for i in range(2)]
+    named = [get_session_id(await post(gateway, opening, dialect, x_session_id=f"s{i}")) for i in range(2)]
+    then = [get_session_id(await post(gateway, goes_on, dialect, x_session_id=f"s{i}")) for i in range(2)]
     assert named[0] != named[1]
     assert then == named
     for session in first + named:
@@ -198,12 +209,12 @@ async def test_sessions_with_equal_content_differ_by_key_or_id(gateway: Served, 
 
 
 async def test_named_session_with_equal_content_is_not_matched(gateway: Served) -> None:
-    opening, goes_on = asking("chat", "hi"), asking("chat", "hi", "You said: hi", "more")
-    unnamed = session_of(await post(gateway, opening))
+    opening, goes_on = build_request("chat", "hi"), build_request("chat", "hi", "You said: hi", "more")
+    unnamed = get_session_id(await post(gateway, opening))
     opened = await gateway.open()
     await post(gateway, opening, key=opened.api_key)
     await post(gateway, opening, x_session_id="s")
-    assert session_of(await post(gateway, goes_on)) == unnamed
+    assert get_session_id(await post(gateway, goes_on)) == unnamed
 
 
 @pytest.mark.parametrize("dialect", CONVERSING)
@@ -211,13 +222,13 @@ async def test_session_is_found_by_content_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
-    async with gateway_at(*at) as gateway:
-        first = session_of(await post(gateway, asking(dialect, "hi"), dialect))
-        named = session_of(await post(gateway, asking(dialect, "hi"), dialect, x_session_id="s"))
-    async with gateway_at(*at) as gateway:
-        goes_on = asking(dialect, "hi", "You said: hi", "more")
-        assert session_of(await post(gateway, goes_on, dialect)) == first
-        assert session_of(await post(gateway, goes_on, dialect, x_session_id="s")) == named
+    async with run_scripted_gateway(*at) as gateway:
+        first = get_session_id(await post(gateway, build_request(dialect, "hi"), dialect))
+        named = get_session_id(await post(gateway, build_request(dialect, "hi"), dialect, x_session_id="s"))
+    async with run_scripted_gateway(*at) as gateway:
+        goes_on = build_request(dialect, "hi", "You said: hi", "more")
+        assert get_session_id(await post(gateway, goes_on, dialect)) == first
+        assert get_session_id(await post(gateway, goes_on, dialect, x_session_id="s")) == named
         for session in (first, named):
             root, then = await gateway.store.calls(session)
             assert (then.link, then.parent_id) == (Link.EXTENDS, root.call_id)
@@ -228,42 +239,42 @@ async def test_session_is_found_by_content_after_a_restart(
 
 
 async def test_session_is_found_by_an_extended_reply(gateway: Served) -> None:
-    first = await post(gateway, asking("chat", "hello"))
+    first = await post(gateway, build_request("chat", "hello"))
     reply_text = first.json()["choices"][0]["message"]["content"]
-    again = await post(gateway, asking("chat", "hello", f"{reply_text}\nCalling tools: none", "more"))
-    other = await post(gateway, asking("chat", "hello", "Something else", "more"))
-    assert session_of(again) == session_of(first) != session_of(other)
+    again = await post(gateway, build_request("chat", "hello", f"{reply_text}\nCalling tools: none", "more"))
+    other = await post(gateway, build_request("chat", "hello", "Something else", "more"))
+    assert get_session_id(again) == get_session_id(first) != get_session_id(other)
 
 
 async def test_response_of_another_agent_cannot_be_continued(gateway: Served) -> None:
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
-    answer = await post(gateway, asking("responses", "my secret plan"), "responses", key=ann)
-    after = {**asking("responses", "what did I say?"), "previous_response_id": answer.json()["id"]}
+    answer = await post(gateway, build_request("responses", "my secret plan"), "responses", key=ann)
+    after = {**build_request("responses", "what did I say?"), "previous_response_id": answer.json()["id"]}
     response = await post(gateway, after, "responses", key=ben)
     assert response.status_code == 404
     assert response.json()["error"]["param"] == "previous_response_id"
     assert "plan" not in response.text
     session = await gateway.open()
     assert (await post(gateway, after, "responses", key=session.api_key)).status_code == 404
-    assert session_of(await post(gateway, after, "responses", key=ann)) == session_of(answer)
-    assert len(await all_calls(gateway)) == 2
+    assert get_session_id(await post(gateway, after, "responses", key=ann)) == get_session_id(answer)
+    assert len(await list_all_calls(gateway)) == 2
 
 
 async def test_response_is_continued_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
-    async with gateway_at(*at) as gateway:
-        answer = await post(gateway, asking("responses", "hi"), "responses")
-    async with gateway_at(*at) as gateway:
-        after = {**asking("responses", "more"), "previous_response_id": answer.json()["id"]}
-        assert session_of(await post(gateway, after, "responses")) == session_of(answer)
-        assert [call.link for call in await all_calls(gateway)] == [Link.ROOT, Link.EXTENDS]
+    async with run_scripted_gateway(*at) as gateway:
+        answer = await post(gateway, build_request("responses", "hi"), "responses")
+    async with run_scripted_gateway(*at) as gateway:
+        after = {**build_request("responses", "more"), "previous_response_id": answer.json()["id"]}
+        assert get_session_id(await post(gateway, after, "responses")) == get_session_id(answer)
+        assert [call.link for call in await list_all_calls(gateway)] == [Link.ROOT, Link.EXTENDS]
 
 
 async def test_agent_cannot_use_sessions_of_another_agent(gateway: Served) -> None:
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
-    session = session_of(await post(gateway, asking("chat", "hi"), key=ann))
+    session = get_session_id(await post(gateway, build_request("chat", "hi"), key=ann))
     as_ben = {"Authorization": f"Bearer {ben}"}
     path = f"/sessions/{session}"
     tries = [
@@ -271,8 +282,8 @@ async def test_agent_cannot_use_sessions_of_another_agent(gateway: Served) -> No
         await gateway.control(f"{path}/complete", {"reward": 1}, ben),
         await gateway.control(f"{path}/fail", {"reason": "x"}, ben),
         await gateway.control(f"{path}/calls", {"calls": []}, ben),
-        await post(gateway, asking("chat", "hi"), key=ben, prefix=f"/s/{session}"),
-        await post(gateway, asking("chat", "hi"), key=ben, x_instar_session=session),
+        await post(gateway, build_request("chat", "hi"), key=ben, prefix=f"/s/{session}"),
+        await post(gateway, build_request("chat", "hi"), key=ben, x_instar_session=session),
         await gateway.http.post(f"/s/{session}/v1/generate", json={"prompt_ids": [1]}, headers=as_ben),
         await gateway.control(f"{path}/complete", {"rewards": [{"value": 1.0}]}, ann),
         await gateway.http.get("/stats", headers=as_ben),
@@ -295,7 +306,7 @@ async def test_session_key_cannot_use_other_sessions(gateway: Served) -> None:
         await gateway.http.get("/stats", headers={"Authorization": f"Bearer {key}"}),
         await gateway.control(f"{path}/complete", {}, key),
         await gateway.control(f"{path}/calls", {"calls": []}, key),
-        await post(gateway, asking("chat", "hi"), key=key, prefix=f"/s/{another.session_id}"),
+        await post(gateway, build_request("chat", "hi"), key=key, prefix=f"/s/{another.session_id}"),
     ]
     assert [answer.status_code for answer in tries] == [403] * len(tries)
     assert await gateway.calls(another) == []
@@ -306,21 +317,21 @@ async def test_session_key_cannot_use_other_sessions(gateway: Served) -> None:
 
 async def test_live_session_is_stored_with_its_first_call(serving: Serve) -> None:
     gateway = await serving(delay=0.02)
-    first_call = asyncio.create_task(post(gateway, asking("chat", "hi", user="ann")))
-    await until_in_flight(gateway, 1)
+    first_call = asyncio.create_task(post(gateway, build_request("chat", "hi", user="ann")))
+    await wait_for_in_flight(gateway, 1)
     assert await gateway.store.sessions("run") == []
-    session = session_of(await first_call)
+    session = get_session_id(await first_call)
     assert [row.session.session_id for row in await gateway.store.sessions("run")] == [session]
 
 
 async def test_refused_first_call_stores_no_session(gateway: Served) -> None:
     for i in range(3):
-        too_long = asking("chat", "word " * 2000, user="ann")
+        too_long = build_request("chat", "word " * 2000, user="ann")
         assert (await post(gateway, too_long)).status_code == 400, i
-        unsupported = asking("chat", "hi", user="ann", store=True)
+        unsupported = build_request("chat", "hi", user="ann", store=True)
         assert (await post(gateway, unsupported)).status_code == 400
     assert await gateway.store.sessions("run") == []
     stats = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
     assert stats.json()["sessions_in_memory"] == 0
-    assert session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    assert get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     assert len(await gateway.store.sessions("run")) == 1

@@ -13,12 +13,18 @@ from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import Session, SessionStatus
 from tests.unit.gateway.conftest import Serve, Served
-from tests.unit.gateway.wire import asking, gateway_at, post, session_of, until_in_flight
+from tests.unit.gateway.wire import (
+    build_request,
+    get_session_id,
+    post,
+    run_scripted_gateway,
+    wait_for_in_flight,
+)
 
 BRIEF = GatewayConfig(idle_timeout=0.4)
 
 
-async def ended(gateway: Served, session_id: str, seconds: float = 10) -> Session:
+async def wait_until_ended(gateway: Served, session_id: str, seconds: float = 10) -> Session:
     async with asyncio.timeout(seconds):
         while True:
             session = await gateway.store.session(session_id)
@@ -30,24 +36,24 @@ async def ended(gateway: Served, session_id: str, seconds: float = 10) -> Sessio
 
 async def test_idle_session_is_completed_and_its_id_is_free(serving: Serve) -> None:
     gateway = await serving(config=BRIEF)
-    first = session_of(await post(gateway, asking("chat", "hi", user="ann")))
-    session = await ended(gateway, first)
+    first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
+    session = await wait_until_ended(gateway, first)
     assert session.status is SessionStatus.COMPLETED
     assert session.reason == "the session had no call for 0.4 seconds"
     assert session.ended_at
-    second = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    second = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     assert second != first
 
 
 async def test_closed_session_is_not_found_by_content(serving: Serve) -> None:
     gateway = await serving(config=BRIEF)
-    first = session_of(await post(gateway, asking("chat", "hi")))
-    await ended(gateway, first)
-    again = await post(gateway, asking("chat", "hi"), x_stainless_retry_count="1")
-    assert session_of(again) != first
-    goes_on = asking("chat", "hi", "You said: hi", "more")
-    await ended(gateway, session_of(again))
-    assert session_of(await post(gateway, goes_on)) not in (first, session_of(again))
+    first = get_session_id(await post(gateway, build_request("chat", "hi")))
+    await wait_until_ended(gateway, first)
+    again = await post(gateway, build_request("chat", "hi"), x_stainless_retry_count="1")
+    assert get_session_id(again) != first
+    goes_on = build_request("chat", "hi", "You said: hi", "more")
+    await wait_until_ended(gateway, get_session_id(again))
+    assert get_session_id(await post(gateway, goes_on)) not in (first, get_session_id(again))
 
 
 async def test_used_session_stays_open(serving: Serve) -> None:
@@ -55,8 +61,8 @@ async def test_used_session_stays_open(serving: Serve) -> None:
     texts = ["hi"]
     found: set[str] = set()
     for _ in range(8):
-        answer = await post(gateway, asking("chat", *texts, user="ann"))
-        found.add(session_of(answer))
+        answer = await post(gateway, build_request("chat", *texts, user="ann"))
+        found.add(get_session_id(answer))
         texts += [answer.json()["choices"][0]["message"]["content"], "more"]
         await asyncio.sleep(0.15)
     assert len(found) == 1
@@ -64,15 +70,15 @@ async def test_used_session_stays_open(serving: Serve) -> None:
 
 async def test_call_in_flight_keeps_its_session_open(serving: Serve) -> None:
     gateway = await serving(config=BRIEF, delay=0.12)
-    first = session_of(await post(gateway, asking("chat", "hi", user="ann", max_tokens=1)))
-    pending_call = asyncio.create_task(post(gateway, asking("chat", "hello there", user="ann")))
-    await until_in_flight(gateway, 1)
+    first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann", max_tokens=1)))
+    pending_call = asyncio.create_task(post(gateway, build_request("chat", "hello there", user="ann")))
+    await wait_for_in_flight(gateway, 1)
     await asyncio.sleep(1.0)
     assert not pending_call.done()
     session = await gateway.store.session(first)
     assert session is not None
     assert session.status is SessionStatus.OPEN
-    assert session_of(await pending_call) == first
+    assert get_session_id(await pending_call) == first
 
 
 class SlowEnd(SqliteStore):
@@ -87,14 +93,14 @@ class SlowEnd(SqliteStore):
 async def test_call_during_the_close_opens_another_session(serving: Serve, named: bool) -> None:
     gateway = await serving(config=BRIEF, store=SlowEnd)
     sent = {"x_session_id": "s"} if named else {}
-    first = session_of(await post(gateway, asking("chat", "hi"), **sent))
+    first = get_session_id(await post(gateway, build_request("chat", "hi"), **sent))
     # It is looked for every tenth of a second, and is being closed from then on for half a second.
     await asyncio.sleep(0.8)
     session = await gateway.store.session(first)
     assert session is not None
     assert session.status is SessionStatus.OPEN, "too late to tell"
-    goes_on = await post(gateway, asking("chat", "hi", "You said: hi", "more"), **sent)
-    assert session_of(goes_on) != first
+    goes_on = await post(gateway, build_request("chat", "hi", "You said: hi", "more"), **sent)
+    assert get_session_id(goes_on) != first
     assert len(await gateway.store.calls(first)) == 1
 
 
@@ -102,8 +108,8 @@ async def test_calls_during_closes_are_recorded(serving: Serve) -> None:
     """Calls are recorded in an open session, whenever they arrive."""
     gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
     for i in range(30):
-        answer = await post(gateway, asking("chat", f"hi {i}", user="ann"))
-        session = await gateway.store.session(session_of(answer))
+        answer = await post(gateway, build_request("chat", f"hi {i}", user="ann"))
+        session = await gateway.store.session(get_session_id(answer))
         assert session is not None
         calls = await gateway.store.calls(session.session_id)
         assert session.ended_at is None or calls[-1].ended_at <= session.ended_at
@@ -114,19 +120,19 @@ async def test_idle_sessions_are_closed_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
-    async with gateway_at(*at) as gateway:
-        first = session_of(await post(gateway, asking("chat", "hi", user="ann")))
+    async with run_scripted_gateway(*at) as gateway:
+        first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
         opened = await gateway.open()
-    async with gateway_at(*at, config=BRIEF) as gateway:
-        await ended(gateway, first)
-        await ended(gateway, opened.session_id)
+    async with run_scripted_gateway(*at, config=BRIEF) as gateway:
+        await wait_until_ended(gateway, first)
+        await wait_until_ended(gateway, opened.session_id)
 
 
 async def test_idle_rollout_sessions_stay_open(serving: Serve) -> None:
     """Sessions for training are completed by the rollout that opened them."""
     gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
     session = await gateway.open(channel="train")
-    assert (await post(gateway, asking("chat", "hi"), key=session.api_key)).status_code == 200
+    assert (await post(gateway, build_request("chat", "hi"), key=session.api_key)).status_code == 200
     await asyncio.sleep(0.5)
     stored = await gateway.store.session(session.session_id)
     assert stored is not None

@@ -15,16 +15,23 @@ from instar.engines.scripted import ScriptedEngine
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
-from tests.unit.gateway.wire import PATHS, all_calls, asking, in_flight, post, until_in_flight
+from tests.unit.gateway.wire import (
+    PATHS,
+    build_request,
+    count_in_flight,
+    list_all_calls,
+    post,
+    wait_for_in_flight,
+)
 
 DIALECTS = ("chat", "completions", "responses", "messages")
 
 
-async def nothing_left(gateway: Served) -> None:
-    await until_in_flight(gateway, 0)
+async def assert_nothing_recorded(gateway: Served) -> None:
+    await wait_for_in_flight(gateway, 0)
     assert await gateway.store.sessions("run") == []
-    answer = await post(gateway, asking("chat", "hi"))
-    assert answer.status_code == 200, "it goes on"
+    answer = await post(gateway, build_request("chat", "hi"))
+    assert answer.status_code == 200, "the gateway still responds"
 
 
 async def connect(gateway: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -55,7 +62,7 @@ async def status(reader: asyncio.StreamReader) -> int:
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_body_larger_than_the_limit_is_refused(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(max_body=10_000))
-    answer = await post(gateway, asking(dialect, "x" * 20_000), dialect)
+    answer = await post(gateway, build_request(dialect, "x" * 20_000), dialect)
     assert answer.status_code == 413
     assert "10000" in answer.json()["error"]["message"]
     reader, writer = await connect(gateway)
@@ -67,7 +74,7 @@ async def test_body_larger_than_the_limit_is_refused(serving: Serve, dialect: st
             await writer.drain()
     assert await status(reader) == 413
     writer.close()
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 async def test_chunked_body_larger_than_the_limit_is_refused(serving: Serve) -> None:
@@ -80,13 +87,13 @@ async def test_chunked_body_larger_than_the_limit_is_refused(serving: Serve) -> 
     headers = {"Authorization": f"Bearer {ADMIN}"}
     answer = await gateway.http.post(PATHS["chat"], content=endless(), headers=headers)
     assert answer.status_code == 413
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 async def test_too_many_messages_or_tools_are_refused(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(max_messages=5, max_tools=2))
-    answer = await post(gateway, asking(dialect, *["hi"] * 7), dialect)
+    answer = await post(gateway, build_request(dialect, *["hi"] * 7), dialect)
     assert answer.status_code == 400
     if dialect != "messages":
         assert answer.json()["error"]["param"] == ("input" if dialect == "responses" else "messages")
@@ -97,16 +104,16 @@ async def test_too_many_messages_or_tools_are_refused(serving: Serve, dialect: s
         "responses": {"type": "function", "name": "f", "parameters": schema},
         "messages": {"name": "f", "input_schema": schema},
     }
-    answer = await post(gateway, asking(dialect, "hi", tools=[tools[dialect]] * 3), dialect)
+    answer = await post(gateway, build_request(dialect, "hi", tools=[tools[dialect]] * 3), dialect)
     assert answer.status_code == 400
     assert "tools" in answer.json()["error"]["message"]
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 async def test_headers_larger_than_the_limit_are_refused(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(max_header=2000))
-    assert (await post(gateway, asking("chat", "hi"), x_long="x" * 3000)).status_code == 431
-    await nothing_left(gateway)
+    assert (await post(gateway, build_request("chat", "hi"), x_long="x" * 3000)).status_code == 431
+    await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("piece", [b"X-Long: " + b"x" * 60_000 + b"\r\n", b"x" * 60_000])
@@ -126,7 +133,7 @@ async def test_endless_headers_are_refused(gateway: Served, piece: bytes) -> Non
     with suppress(ConnectionError):
         assert await status(reader) == 431
     writer.close()
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: gat"])
@@ -157,15 +164,17 @@ async def test_headers_that_do_not_arrive_time_out(begun: bytes) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_requests_beyond_max_in_flight_are_refused(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(max_in_flight=3), delay=0.01)
-    answers = await asyncio.gather(*(post(gateway, asking(dialect, f"hi {i}"), dialect) for i in range(10)))
+    answers = await asyncio.gather(
+        *(post(gateway, build_request(dialect, f"hi {i}"), dialect) for i in range(10))
+    )
     codes = sorted(answer.status_code for answer in answers)
     assert codes == [200] * 3 + [429] * 7
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["message"]
-    await until_in_flight(gateway, 0)
-    assert len(await all_calls(gateway)) == 3
-    assert (await post(gateway, asking(dialect, "hi"), dialect)).status_code == 200
+    await wait_for_in_flight(gateway, 0)
+    assert len(await list_all_calls(gateway)) == 3
+    assert (await post(gateway, build_request(dialect, "hi"), dialect)).status_code == 200
 
 
 async def test_requests_with_incomplete_bodies_count_as_in_flight(serving: Serve) -> None:
@@ -175,11 +184,11 @@ async def test_requests_with_incomplete_bodies_count_as_in_flight(serving: Serve
         _, writer = await connect(gateway)
         writer.write(head(PATHS["chat"], 1000) + b"{")
         writers.append(writer)
-    await until_in_flight(gateway, 2)
-    assert (await post(gateway, asking("chat", "hi"))).status_code == 429
+    await wait_for_in_flight(gateway, 2)
+    assert (await post(gateway, build_request("chat", "hi"))).status_code == 429
     for writer in writers:
         writer.close()
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 # --- too slow -----------------------------------------------------------------------------------
@@ -189,17 +198,17 @@ async def test_requests_with_incomplete_bodies_count_as_in_flight(serving: Serve
 async def test_body_that_does_not_arrive_times_out(serving: Serve, dialect: str) -> None:
     gateway = await serving(config=GatewayConfig(read_timeout=0.2))
     reader, writer = await connect(gateway)
-    body = json.dumps(asking(dialect, "hi")).encode()
+    body = json.dumps(build_request(dialect, "hi")).encode()
     writer.write(head(PATHS[dialect], len(body)) + body[:10])
     assert await status(reader) == 408
     writer.close()
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 async def test_body_that_arrives_byte_by_byte_times_out(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(read_timeout=0.5))
     reader, writer = await connect(gateway)
-    body = json.dumps(asking("chat", "hi")).encode()
+    body = json.dumps(build_request("chat", "hi")).encode()
     writer.write(head(PATHS["chat"], len(body)))
     answered = asyncio.create_task(status(reader))
     for at in range(len(body)):
@@ -209,31 +218,31 @@ async def test_body_that_arrives_byte_by_byte_times_out(serving: Serve) -> None:
         await asyncio.sleep(0.05)
     assert await answered == 408
     writer.close()
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("sent", [0, 10])
 async def test_disconnect_during_the_body_leaves_no_record(gateway: Served, sent: int) -> None:
-    body = json.dumps(asking("chat", "hi")).encode()
+    body = json.dumps(build_request("chat", "hi")).encode()
     for _ in range(5):
         _, writer = await connect(gateway)
         writer.write(head(PATHS["chat"], len(body)) + body[:sent])
         await writer.drain()
         writer.close()
-    await nothing_left(gateway)
+    await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_disconnect_after_the_request_leaves_no_call_in_flight(serving: Serve, stream: bool) -> None:
     gateway = await serving(delay=0.02)
-    body = json.dumps(asking("chat", "hi", stream=stream)).encode()
+    body = json.dumps(build_request("chat", "hi", stream=stream)).encode()
     for _ in range(5):
         _, writer = await connect(gateway)
         writer.write(head(PATHS["chat"], len(body)) + body)
         await writer.drain()
         writer.close()
-    await until_in_flight(gateway, 0)
-    for call in await all_calls(gateway):
+    await wait_for_in_flight(gateway, 0)
+    for call in await list_all_calls(gateway):
         assert (call.status, call.trainable) == (CallStatus.ABORTED, False)
 
 
@@ -251,13 +260,16 @@ async def test_client_that_does_not_read_is_disconnected(
         client.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, int(port)))
-        body = json.dumps(asking(dialect, "hi", stream=True) | long_enough(dialect)).encode()
+        body = json.dumps(build_request(dialect, "hi", stream=True) | long_enough(dialect)).encode()
         await loop.sock_sendall(client, head(PATHS[dialect], len(body)) + body)
-        await until_in_flight(gateway, 1)
-        await until_in_flight(gateway, 0, seconds=15)
-        (call,) = await all_calls(gateway)
+        await wait_for_in_flight(gateway, 1)
+        await wait_for_in_flight(gateway, 0, seconds=15)
+        (call,) = await list_all_calls(gateway)
         assert (call.status, call.trainable) == (CallStatus.ABORTED, False)
-        assert (await post(gateway, asking(dialect, "hi", max_tokens=20), dialect)).status_code in (200, 400)
+        assert (await post(gateway, build_request(dialect, "hi", max_tokens=20), dialect)).status_code in (
+            200,
+            400,
+        )
 
 
 def long_enough(dialect: str) -> dict[str, Any]:
@@ -269,4 +281,4 @@ async def test_stats_need_the_admin_key(gateway: Served) -> None:
     session = await gateway.open()
     answer = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {session.api_key}"})
     assert answer.status_code == 403
-    assert await in_flight(gateway) == 0
+    assert await count_in_flight(gateway) == 0

@@ -17,12 +17,12 @@ ASK: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [{"role": "us
 SESSION = "6a05e087-8870-4876-a543-7e6f03946a05"
 
 
-def read(**fields: Any) -> ModelRequest:
+def parse_request(**fields: Any) -> ModelRequest:
     return DIALECT.parse_request(json.dumps({**ASK, **fields}).encode())
 
 
 def read_messages(*messages: Any) -> tuple[Message, ...]:
-    return read(messages=messages).messages
+    return parse_request(messages=messages).messages
 
 
 def text(reply_text: str, **marks: Any) -> dict[str, Any]:
@@ -35,8 +35,10 @@ def choice(message: Message, **options: Any) -> ReplyChoice:
     )
 
 
-def answered(message: Message, *, request: ModelRequest | None = None, **options: Any) -> AnthropicMessage:
-    body = DIALECT.format_response("msg_1", request or read(), [choice(message, **options)])
+def format_reply(
+    message: Message, *, request: ModelRequest | None = None, **options: Any
+) -> AnthropicMessage:
+    body = DIALECT.format_response("msg_1", request or parse_request(), [choice(message, **options)])
     return AnthropicMessage.model_validate_json(body, strict=True)
 
 
@@ -46,7 +48,7 @@ def answered(message: Message, *, request: ModelRequest | None = None, **options
 def test_messages_request_of_claude_code_is_parsed() -> None:
     """The shape of its traffic, version 2.1.197: blocks, marks, hints and a changing line for billing."""
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    request = read(
+    request = parse_request(
         system=[
             text("x-anthropic-billing-header: cc_version=2.1.197.fc3; cc_entrypoint=cli; cch=71fea;"),
             text("You are a Claude agent.", **cached),
@@ -110,10 +112,12 @@ def test_messages_request_of_claude_code_is_parsed() -> None:
 
 
 def test_messages_request_drops_the_billing_line() -> None:
-    first, second = (read(system=f"x-anthropic-billing-header: cch={i};\nBe brief.") for i in range(2))
+    first, second = (
+        parse_request(system=f"x-anthropic-billing-header: cch={i};\nBe brief.") for i in range(2)
+    )
     assert first.messages == second.messages
     assert first.messages[0] == {"role": "system", "content": "Be brief."}
-    assert read(system=[text("x-anthropic-billing-header: cch=1;")]).messages[0]["role"] == "user"
+    assert parse_request(system=[text("x-anthropic-billing-header: cch=1;")]).messages[0]["role"] == "user"
 
 
 def test_messages_request_keeps_text_before_tool_results() -> None:
@@ -139,7 +143,7 @@ def test_messages_request_keeps_text_before_tool_results() -> None:
     ],
 )
 def test_messages_session_hints(user_id: str | None, identity: tuple[str, ...]) -> None:
-    assert read(metadata={"user_id": user_id}).session_hints == identity
+    assert parse_request(metadata={"user_id": user_id}).session_hints == identity
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -224,13 +228,13 @@ FOR_A_PROVIDER: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "path"), MALFORMED, ids=[path for _, path in MALFORMED])
 def test_messages_request_rejects_invalid_fields_by_path(fields: dict[str, Any], path: str) -> None:
     with pytest.raises(ApiError) as wrong:
-        read(**fields)
+        parse_request(**fields)
     assert_names(wrong.value, path)
 
 
 @pytest.mark.parametrize(("fields", "path"), FOR_A_PROVIDER, ids=[path for _, path in FOR_A_PROVIDER])
 def test_messages_request_marks_provider_features_as_unsupported(fields: dict[str, Any], path: str) -> None:
-    request = read(**fields)
+    request = parse_request(**fields)
     assert request.unsupported_error is not None
     assert_names(request.unsupported_error, path)
     assert request.messages
@@ -256,7 +260,7 @@ def test_messages_request_distinguishes_images() -> None:
 
 def test_messages_request_drops_blocks_of_provider_tools() -> None:
     """The blocks are dropped when the reply is recorded too, so the next request continues it."""
-    request = read(
+    request = parse_request(
         messages=[
             assistant(
                 text("I look. "),
@@ -292,7 +296,7 @@ HINTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", HINTS)
 def test_messages_request_accepts_hints(fields: dict[str, Any]) -> None:
-    request = read(tools=[TOOL], **fields)
+    request = parse_request(tools=[TOOL], **fields)
     assert request.unsupported_error is None
     assert [tool["name"] for tool in request.tools] == ["a"]
 
@@ -319,8 +323,8 @@ def test_messages_count_rejects_unsupported_content() -> None:
 
 def test_messages_request_drops_tools_with_tool_choice_none() -> None:
     tools = [{"name": "a", "input_schema": {}}]
-    assert read(tools=tools, tool_choice={"type": "none"}).tools == ()
-    assert len(read(tools=tools, tool_choice={"type": "auto"}).tools) == 1
+    assert parse_request(tools=tools, tool_choice={"type": "none"}).tools == ()
+    assert len(parse_request(tools=tools, tool_choice={"type": "auto"}).tools) == 1
 
 
 @pytest.mark.parametrize(
@@ -346,36 +350,38 @@ def test_messages_error_has_the_type_of_its_status(status: int, kind: str) -> No
 
 # --- replies ------------------------------------------------------------------------------------
 
-SAID = Message(role="assistant", content="Hello.", reasoning="A greeting.")
+REPLY = Message(role="assistant", content="Hello.", reasoning="A greeting.")
 
 
 def test_messages_response_has_content_stop_reason_and_usage() -> None:
-    answer = answered(SAID, cached_tokens=4)
+    answer = format_reply(REPLY, cached_tokens=4)
     assert [block.type for block in answer.content] == ["text"]
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     assert answer.usage.input_tokens == 5
     assert answer.usage.cache_read_input_tokens == 4
     assert answer.usage.output_tokens == 5
-    assert answered(SAID, finish_reason="length").stop_reason == "max_tokens"
-    stopped = answered(SAID, stop_string="END")
+    assert format_reply(REPLY, finish_reason="length").stop_reason == "max_tokens"
+    stopped = format_reply(REPLY, stop_string="END")
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
 
 
 def test_messages_response_includes_thinking_only_on_request() -> None:
-    complete_text = answered(SAID, request=read(thinking={"type": "enabled", "budget_tokens": 1024})).content[
-        0
-    ]
+    complete_text = format_reply(
+        REPLY, request=parse_request(thinking={"type": "enabled", "budget_tokens": 1024})
+    ).content[0]
     assert complete_text.type == "thinking"
     assert complete_text.thinking == "A greeting."
     assert complete_text.signature
-    omitted = answered(SAID, request=read(thinking={"type": "adaptive", "display": "omitted"})).content[0]
+    omitted = format_reply(
+        REPLY, request=parse_request(thinking={"type": "adaptive", "display": "omitted"})
+    ).content[0]
     assert omitted.type == "thinking"
     assert omitted.thinking == ""
-    assert len(answered(SAID, request=read(thinking={"type": "disabled"})).content) == 1
+    assert len(format_reply(REPLY, request=parse_request(thinking={"type": "disabled"})).content) == 1
 
 
 def test_messages_response_to_an_empty_reply_is_an_empty_text() -> None:
-    (block,) = answered(Message(role="assistant", content="")).content
+    (block,) = format_reply(Message(role="assistant", content="")).content
     assert block.type == "text"
     assert block.text == ""
 
@@ -383,7 +389,7 @@ def test_messages_response_to_an_empty_reply_is_an_empty_text() -> None:
 @pytest.mark.parametrize("arguments", ["[1]", "3", '{"a": ', '{"a": NaN}', '{"a": 1e999}'])
 def test_messages_response_writes_non_object_arguments_as_text(arguments: str) -> None:
     call = ToolCall(id="t", name="calc", arguments=arguments)
-    answer = answered(Message(role="assistant", content="", tool_calls=[call]))
+    answer = format_reply(Message(role="assistant", content="", tool_calls=[call]))
     (block,) = answer.content
     assert block.type == "text"
     assert arguments in block.text
@@ -393,7 +399,7 @@ def test_messages_response_writes_non_object_arguments_as_text(arguments: str) -
 def test_messages_response_encodes_large_integers_and_surrogates() -> None:
     call = ToolCall(id="t", name="calc", arguments='{"a": 123456789012345678901234567890, "b": "\\ud800"}')
     body = DIALECT.format_response(
-        "msg_1", read(), [choice(Message(role="assistant", content="", tool_calls=[call]))]
+        "msg_1", parse_request(), [choice(Message(role="assistant", content="", tool_calls=[call]))]
     )
     assert json.loads(body)["content"][0]["input"]["a"] == 123456789012345678901234567890
 

@@ -32,7 +32,7 @@ def user(content: Any) -> Any:
 
 
 def options(gateway: Served, session: OpenedSession) -> dict[str, Any]:
-    """The SDK adds `/v1` itself."""
+    """Return the options of a client, whose SDK adds `/v1` to the URL."""
     return {"base_url": session.base_url.removesuffix("/v1"), "api_key": session.api_key, "max_retries": 0}
 
 

@@ -14,13 +14,13 @@ from instar.gateway.dialects.base import ModelRequest
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.record.hashing import canonical_content
 from instar.types import Message, ToolCall
-from tests.unit.gateway.test_messages import ASK, DIALECT, choice, read, read_messages, text
+from tests.unit.gateway.test_messages import ASK, DIALECT, choice, parse_request, read_messages, text
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def events(body: bytes) -> Iterator[Any]:
-    """Parse events like a strict client: each has its name and the fields of its type."""
+def parse_events(body: bytes) -> Iterator[Any]:
+    """Parse the events, and check that each event has its name and the fields of its type."""
     for part in body.decode().split("\n\n")[:-1]:
         head, data = part.split("\n")
         value = json.loads(data.removeprefix("data: "))
@@ -30,8 +30,8 @@ def events(body: bytes) -> Iterator[Any]:
             yield value
 
 
-def put_together(stream: Sequence[Any]) -> dict[str, Any]:
-    """Build the message from the events; blocks follow one another and each is closed."""
+def assemble_message(stream: Sequence[Any]) -> dict[str, Any]:
+    """Build the message from the events, and check that each block is closed before the next block."""
     assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
     assert stream[0]["type"] == "message_start"
     blocks: list[dict[str, Any]] = []
@@ -60,11 +60,11 @@ def put_together(stream: Sequence[Any]) -> dict[str, Any]:
     return {**stream[0]["message"], "content": blocks, **stream[-2]["delta"], "usage": stream[-2]["usage"]}
 
 
-def streamed(deltas: Sequence[ReplyDelta], message: Message, request: ModelRequest) -> dict[str, Any]:
+def stream_reply(deltas: Sequence[ReplyDelta], message: Message, request: ModelRequest) -> dict[str, Any]:
     writer = DIALECT.stream_writer_class("msg_1", request)
     body = writer.begin(0) + b"".join(writer.write_deltas(0, [delta], ()) for delta in deltas)
-    assert not {e["type"] for e in events(body)} & {"message_delta", "message_stop"}
-    return put_together(list(events(body + writer.finish([choice(message)]))))
+    assert not {e["type"] for e in parse_events(body)} & {"message_delta", "message_stop"}
+    return assemble_message(list(parse_events(body + writer.finish([choice(message)]))))
 
 
 def test_messages_stream_sends_arguments_as_they_arrive() -> None:
@@ -82,7 +82,7 @@ def test_messages_stream_sends_arguments_as_they_arrive() -> None:
         ToolCall(id="t1", name="now", arguments=""),
     ]
     message = Message(role="assistant", content="\n\n\n", reasoning="Hm.", tool_calls=calls)
-    answer = streamed(deltas, message, read(thinking={"type": "adaptive"}))
+    answer = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive"}))
     assert [block["type"] for block in answer["content"]] == ["thinking", "tool_use", "tool_use"]
     assert answer["content"][1]["input"] == {"a": 1}
     assert answer["content"][2]["input"] == {}
@@ -94,14 +94,14 @@ def test_messages_stream_sends_arguments_as_they_arrive() -> None:
 def test_messages_stream_signs_omitted_thinking(display: str, shown: str) -> None:
     message = Message(role="assistant", content="Yes.", reasoning="Hm.")
     deltas = [ReplyDelta(reasoning="Hm"), ReplyDelta(reasoning="."), ReplyDelta(text="Yes.")]
-    answer = streamed(deltas, message, read(thinking={"type": "adaptive", "display": display}))
+    answer = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive", "display": display}))
     thought, reply_text = answer["content"]
     assert (thought["thinking"], reply_text["text"]) == (shown, "Yes.")
     assert thought["signature"]
 
 
 def test_messages_stream_ends_with_an_error_event() -> None:
-    body = DIALECT.stream_writer_class("msg_1", read()).write_error(ApiError(503, "No engine."))
+    body = DIALECT.stream_writer_class("msg_1", parse_request()).write_error(ApiError(503, "No engine."))
     assert body.startswith(b"event: error\ndata: {")
     assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
 
@@ -113,7 +113,7 @@ VALUES: list[Any] = [1, 1.5, -3, True, None, "x\ny", "é😀\\", [1, {"a": []}],
 
 
 def random_reply(dice: random.Random) -> tuple[list[ReplyDelta], Message]:
-    """Any order of reasoning first, then text and tool calls; the deltas add up to the message."""
+    """Return a random message and its deltas: reasoning first, then text and tool calls in any order."""
     deltas = [ReplyDelta(reasoning=dice.choice(PIECES[:1])) for _ in range(dice.randrange(3))]
     calls: list[ToolCall] = []
     for _ in range(dice.randrange(5)):
@@ -139,9 +139,9 @@ def random_reply(dice: random.Random) -> tuple[list[ReplyDelta], Message]:
     return deltas, message
 
 
-def echoed(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, Any]]:
-    """As clients give a reply back: thinking left out, the ends of the text trimmed, empty texts dropped or
-    added, a text cut in two, keys in another order."""
+def echo_reply(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, Any]]:
+    """Return the blocks as a client may send them back: without thinking, with trimmed or split texts, without
+    or with empty texts, and with the keys in a different order."""
     blocks = [block for block in blocks if block["type"] != "thinking" or dice.random() < 0.5]
     out: list[dict[str, Any]] = []
     texts = [i for i, block in enumerate(blocks) if block["type"] == "text"]
@@ -163,13 +163,13 @@ def echoed(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_messages_reply_sent_back_matches_the_recorded_one(shown: bool) -> None:
-    request = read(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
+    request = parse_request(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
     for seed in range(400):
         dice = random.Random(seed)
         deltas, message = random_reply(dice)
         body = DIALECT.format_response("msg_1", request, [choice(message)])
-        for answer in (json.loads(body), streamed(deltas, message, request)):
-            back = {"role": "assistant", "content": echoed(answer["content"], dice)}
+        for answer in (json.loads(body), stream_reply(deltas, message, request)):
+            back = {"role": "assistant", "content": echo_reply(answer["content"], dice)}
             (read_back,) = read_messages(back, *ASK["messages"])[:-1]
             assert canonical_content(read_back) == canonical_content(message), (seed, answer)
             ids = [call["id"] for call in message.get("tool_calls", ())]

@@ -15,19 +15,19 @@ from instar.record.base import Renderer
 from instar.types import Call, Link
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.gateway.conftest import ADMIN, Serve, Served
-from tests.unit.gateway.wire import PATHS, asking, gateway_at, post, session_of
+from tests.unit.gateway.wire import PATHS, build_request, get_session_id, post, run_scripted_gateway
 
 SECRET = "sk-proj-" + "Zq8xW3vN" * 5
 DIALECTS = ("chat", "completions", "responses", "messages")
 
 
 def stored_bytes(path: Path) -> bytes:
-    """Return everything on disk, including the write-ahead log."""
+    """Return all bytes of the store, including the write-ahead log."""
     return b"".join(file.read_bytes() for file in sorted(path.parent.glob(f"{path.name}*")))
 
 
-def holds(path: Path, secret: str, ids: list[int] | None = None) -> bool:
-    """True if the secret is stored as text, or as the tokens of its sampling or rendering."""
+def contains_secret(path: Path, secret: str, ids: list[int] | None = None) -> bool:
+    """Return True if the secret is stored as text, or as sampled or rendered tokens."""
     encodings = [secret.encode(), secret[8:24].encode()]
     if ids:
         encodings.append(np.asarray(ids[2:-2], np.int32).tobytes())
@@ -41,14 +41,14 @@ def tokens_of(text: str) -> list[int]:
 
 def test_secret_search_finds_a_stored_secret(tmp_path: Path) -> None:
     (tmp_path / "a.db-wal").write_bytes(b"x" + np.asarray(tokens_of(SECRET), np.int32).tobytes())
-    assert holds(tmp_path / "a.db", SECRET, tokens_of(SECRET))
+    assert contains_secret(tmp_path / "a.db", SECRET, tokens_of(SECRET))
 
 
-async def the_calls(gateway: Served, session: str) -> list[Call]:
+async def list_calls(gateway: Served, session: str) -> list[Call]:
     return await gateway.store.calls(session)
 
 
-def hidden(call: Call) -> None:
+def assert_redacted(call: Call) -> None:
     assert not call.trainable
     assert (call.reason or "").startswith("redacted")
     assert len(call.prompt_ids) == len(call.sampled_ids) == len(call.logprobs) == len(call.versions) == 0
@@ -60,14 +60,14 @@ def hidden(call: Call) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_secret_in_prompt_and_reply_is_redacted(gateway: Served, dialect: str, stream: bool) -> None:
-    answer = await post(gateway, asking(dialect, f"my key is {SECRET}", stream=stream), dialect)
+    answer = await post(gateway, build_request(dialect, f"my key is {SECRET}", stream=stream), dialect)
     if not stream:
         assert SECRET in answer.text, "the agent is given what was said"
-    (call,) = await the_calls(gateway, session_of(answer))
-    hidden(call)
+    (call,) = await list_calls(gateway, get_session_id(answer))
+    assert_redacted(call)
     assert "[redacted api-key]" in call.messages[0]["content"]
     assert "[redacted api-key]" in call.reply["content"]
-    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
 
 
 async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: Served) -> None:
@@ -79,9 +79,9 @@ async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: Served) -> Non
         await post(gateway, {"model": "m", "prompt": ids, "max_tokens": 3}, "completions"),
     ]
     for answer in answers:
-        (call,) = await the_calls(gateway, session_of(answer))
-        hidden(call)
-    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+        (call,) = await list_calls(gateway, get_session_id(answer))
+        assert_redacted(call)
+    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: Served) -> Non
 )  # fmt: skip
 async def test_secret_in_any_part_of_a_message_is_redacted(gateway: Served, messages: list[Any]) -> None:
     answer = await post(gateway, {"model": "m", "messages": messages})
-    (call,) = await the_calls(gateway, session_of(answer))
-    hidden(call)
-    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+    (call,) = await list_calls(gateway, get_session_id(answer))
+    assert_redacted(call)
+    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
 
 
 async def test_secret_in_tools_is_redacted(gateway: Served) -> None:
     parameters = {"type": "object", "properties": {"key": {"type": "string", "default": SECRET}}}
     function = {"name": "f", "description": "d", "parameters": parameters}
-    body = asking("chat", "hi", tools=[{"type": "function", "function": function}])
+    body = build_request("chat", "hi", tools=[{"type": "function", "function": function}])
     answer = await post(gateway, body)
-    (call,) = await the_calls(gateway, session_of(answer))
-    hidden(call)
-    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+    (call,) = await list_calls(gateway, get_session_id(answer))
+    assert_redacted(call)
+    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
 
 
 async def test_secret_in_session_fields_is_redacted(gateway: Served) -> None:
@@ -145,20 +145,20 @@ async def test_secret_in_session_fields_is_redacted(gateway: Served) -> None:
     await gateway.control(f"{path}/complete", {"metadata": {"log": SECRET}, **detail})
     failed = await gateway.open()
     await gateway.control(f"/sessions/{failed.session_id}/fail", {"reason": f"401 for {SECRET}"})
-    assert not holds(gateway.path, SECRET)
+    assert not contains_secret(gateway.path, SECRET)
 
 
 @pytest.mark.parametrize("named", ["user", "header"])
 async def test_secret_in_external_id_is_hashed(gateway: Served, named: str) -> None:
     async def ask(key: str) -> str:
         if named == "user":
-            return session_of(await post(gateway, asking("chat", "hi", user=key)))
-        return session_of(await post(gateway, asking("chat", "hi"), x_session_id=key))
+            return get_session_id(await post(gateway, build_request("chat", "hi", user=key)))
+        return get_session_id(await post(gateway, build_request("chat", "hi"), x_session_id=key))
 
     first = await ask(SECRET)
     assert await ask(SECRET) == first
     assert await ask(SECRET + "x") != first, "two secrets are two names"
-    assert not holds(gateway.path, SECRET)
+    assert not contains_secret(gateway.path, SECRET)
 
 
 async def test_secret_in_provider_error_is_redacted(serving: Serve, model: ModelConfig) -> None:
@@ -169,24 +169,24 @@ async def test_secret_in_provider_error_is_redacted(serving: Serve, model: Model
                 raise RuntimeError(f"refused: {SECRET}")
 
     gateway = await serving(engine=Failing(model, ScriptedEngineConfig()))
-    answer = await post(gateway, asking("chat", "hi", user="u"))
+    answer = await post(gateway, build_request("chat", "hi", user="u"))
     assert answer.status_code == 500
     assert SECRET not in answer.text
-    assert not holds(gateway.path, SECRET)
+    assert not contains_secret(gateway.path, SECRET)
 
 
 async def test_configured_patterns_are_redacted(serving: Serve) -> None:
     gateway = await serving(config=GatewayConfig(redact=RedactConfig(patterns=[r"Project \w+"])))
-    answer = await post(gateway, asking("chat", "about Project Zwiebelkuchen"))
-    (call,) = await the_calls(gateway, session_of(answer))
-    hidden(call)
+    answer = await post(gateway, build_request("chat", "about Project Zwiebelkuchen"))
+    (call,) = await list_calls(gateway, get_session_id(answer))
+    assert_redacted(call)
     assert call.reply["content"] == "You said: about [redacted]"
     assert b"Zwiebelkuchen" not in stored_bytes(gateway.path)
 
 
 async def test_call_without_a_secret_is_stored_unchanged(gateway: Served) -> None:
-    answer = await post(gateway, asking("chat", "the risk-assessment of task-lists"))
-    (call,) = await the_calls(gateway, session_of(answer))
+    answer = await post(gateway, build_request("chat", "the risk-assessment of task-lists"))
+    (call,) = await list_calls(gateway, get_session_id(answer))
     assert call.trainable
     assert len(call.sampled_ids)
 
@@ -194,10 +194,10 @@ async def test_call_without_a_secret_is_stored_unchanged(gateway: Served) -> Non
 # --- what follows, and what stands beside -------------------------------------------------------
 
 
-async def talk(gateway: Served, said: list[str], **sent: Any) -> Call:
+async def send_request(gateway: Served, said: list[str], **sent: Any) -> Call:
     """Send a request, and return the last call of the session."""
-    answer = await post(gateway, asking("chat", *said), **sent)
-    return (await the_calls(gateway, session_of(answer)))[-1]
+    answer = await post(gateway, build_request("chat", *said), **sent)
+    return (await list_calls(gateway, get_session_id(answer)))[-1]
 
 
 async def test_calls_after_a_secret_are_untrainable_and_others_are_not(
@@ -205,40 +205,42 @@ async def test_calls_after_a_secret_are_untrainable_and_others_are_not(
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
     with_secret = ["hi", "You said: hi", f"key {SECRET}", f"You said: key {SECRET}", "go on"]
-    async with gateway_at(*at) as gateway:
+    async with run_scripted_gateway(*at) as gateway:
         session = await gateway.open()
         sent = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
-        first = await talk(gateway, with_secret[:1], **sent)
-        second = await talk(gateway, with_secret[:3], **sent)
-        third = await talk(gateway, with_secret, **sent)
+        first = await send_request(gateway, with_secret[:1], **sent)
+        second = await send_request(gateway, with_secret[:3], **sent)
+        third = await send_request(gateway, with_secret, **sent)
         assert first.trainable
         for call in (second, third):
-            hidden(call)
+            assert_redacted(call)
         assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
         assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
-        clean = await talk(gateway, ["hi", "You said: hi", "nothing special"], **sent)
+        clean = await send_request(gateway, ["hi", "You said: hi", "nothing special"], **sent)
         assert clean.trainable
         assert (clean.link, clean.parent_id) == (Link.EXTENDS, first.call_id)
-        edited = await talk(gateway, ["hi", "You said: hi", "key ***", "You said: key ***", "go on"], **sent)
+        edited = await send_request(
+            gateway, ["hi", "You said: hi", "key ***", "You said: key ***", "go on"], **sent
+        )
         assert edited.trainable
-    async with gateway_at(*at) as gateway:
-        fourth = await talk(gateway, [*with_secret, "You said: go on", "and on"], **sent)
-        hidden(fourth)
+    async with run_scripted_gateway(*at) as gateway:
+        fourth = await send_request(gateway, [*with_secret, "You said: go on", "and on"], **sent)
+        assert_redacted(fourth)
         assert fourth.parent_id in (third.call_id, None)
-        again = await talk(gateway, with_secret, **sent)
-        hidden(again)
+        again = await send_request(gateway, with_secret, **sent)
+        assert_redacted(again)
         assert again.link is Link.SIBLING
-        clean = await talk(gateway, ["hi", "You said: hi", "something else"], **sent)
+        clean = await send_request(gateway, ["hi", "You said: hi", "something else"], **sent)
         assert clean.trainable
-        after = await talk(
+        after = await send_request(
             gateway, ["hi", "You said: hi", "something else", clean.reply["content"], "x"], **sent
         )
         assert after.trainable
         assert after.link is Link.EXTENDS
-    assert not holds(tmp_path / "store.db", SECRET, tokens_of(SECRET))
+    assert not contains_secret(tmp_path / "store.db", SECRET, tokens_of(SECRET))
 
 
-class Seen(ScriptedEngine):
+class PromptRecordingEngine(ScriptedEngine):
     """An engine that keeps the prompts it gets."""
 
     prompts: list[list[int]]
@@ -250,33 +252,33 @@ class Seen(ScriptedEngine):
 
 
 async def test_redacted_conversation_continues_with_exact_tokens(serving: Serve, model: ModelConfig) -> None:
-    engine = Seen(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
+    engine = PromptRecordingEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
     gateway = await serving(engine=engine)
     messages = [f"key {SECRET}"]
     for turn in range(4):
-        answer = await post(gateway, asking("chat", *messages), x_session_id="s")
+        answer = await post(gateway, build_request("chat", *messages), x_session_id="s")
         messages += [answer.json()["choices"][0]["message"]["content"], f"turn {turn}"]
     for before, after in zip(engine.prompts, engine.prompts[1:], strict=False):
         assert after[: len(before)] == before
-    calls = await the_calls(gateway, session_of(answer))
+    calls = await list_calls(gateway, get_session_id(answer))
     assert [call.link for call in calls] == [Link.ROOT, *[Link.EXTENDS] * 3]
     for call in calls:
-        hidden(call)
+        assert_redacted(call)
 
 
 async def test_redacted_completion_is_repeated_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
-    body = asking("completions", f"key {SECRET}")
-    async with gateway_at(*at) as gateway:
+    body = build_request("completions", f"key {SECRET}")
+    async with run_scripted_gateway(*at) as gateway:
         session = await gateway.open()
         first = await post(gateway, body, "completions", key=session.api_key)
-    async with gateway_at(*at) as gateway:
+    async with run_scripted_gateway(*at) as gateway:
         again = await post(gateway, body, "completions", key=session.api_key)
         assert again.status_code == 200, again.text
         assert again.json()["usage"] == first.json()["usage"]
-        calls = await the_calls(gateway, session.session_id)
+        calls = await list_calls(gateway, session.session_id)
         assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING]
 
 
@@ -285,7 +287,7 @@ async def test_secret_in_one_of_several_replies_redacts_that_one(serving: Serve,
     script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
     gateway = await serving(engine=ScriptedEngine(model, script))
     session = await gateway.open(seed=7)
-    answer = await post(gateway, asking("chat", "hi", n=8), key=session.api_key)
+    answer = await post(gateway, build_request("chat", "hi", n=8), key=session.api_key)
     leaked = [SECRET in choice["message"]["content"] for choice in answer.json()["choices"]]
     assert 0 < sum(leaked) < 8
     calls = await gateway.calls(session)
@@ -294,13 +296,15 @@ async def test_secret_in_one_of_several_replies_redacts_that_one(serving: Serve,
         if call.trainable:
             assert len(call.prompt_ids)
         else:
-            hidden(call)
+            assert_redacted(call)
     clean = next(call for call in calls if call.trainable)
-    after = await post(gateway, asking("chat", "hi", clean.reply["content"], "more"), key=session.api_key)
+    after = await post(
+        gateway, build_request("chat", "hi", clean.reply["content"], "more"), key=session.api_key
+    )
     assert after.status_code == 200
     last = (await gateway.calls(session))[-1]
     assert (last.link, last.parent_id, last.trainable) == (Link.EXTENDS, clean.call_id, last.trainable)
-    assert not holds(gateway.path, SECRET, tokens_of(SECRET))
+    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
 
 
 def leak_sometimes(prompt: str, seed: int | None) -> str:
@@ -310,7 +314,7 @@ def leak_sometimes(prompt: str, seed: int | None) -> str:
 async def test_redacted_reply_is_sampled_again_on_retry(gateway: Served) -> None:
     """A redacted reply cannot be replayed, and the agent must not get a different text as a replay."""
     session = await gateway.open()
-    body = asking("chat", f"key {SECRET}")
+    body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
     again = await post(gateway, body, key=session.api_key, idempotency_key="k")
     assert SECRET in again.text
@@ -321,7 +325,7 @@ async def test_redacted_reply_is_sampled_again_on_retry(gateway: Served) -> None
 async def test_reply_without_a_secret_is_replayed(serving: Serve, model: ModelConfig) -> None:
     gateway = await serving(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=["fine"])))
     session = await gateway.open()
-    body = asking("chat", f"key {SECRET}")
+    body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
     again = await post(gateway, body, key=session.api_key, idempotency_key="k")
     assert again.json()["id"] == first.json()["id"]
@@ -338,8 +342,8 @@ async def test_message_hashes_are_keyed(
     """Without the key, texts cannot be tested against the hashes in the store."""
     found: list[tuple[bytes, bytes]] = []
     for name, key in (("a", b"one"), ("b", b"two")):
-        async with gateway_at(tmp_path / name, model, renderer, hash_key=key) as gateway:
-            assert (await post(gateway, asking(dialect, "hi"), dialect)).status_code == 200
+        async with run_scripted_gateway(tmp_path / name, model, renderer, hash_key=key) as gateway:
+            assert (await post(gateway, build_request(dialect, "hi"), dialect)).status_code == 200
             await gateway.store.close()
         with sqlite3.connect(tmp_path / name) as db:
             found.append(db.execute("SELECT digests, tail_key FROM calls").fetchone())
@@ -353,5 +357,5 @@ async def test_message_hashes_are_keyed(
 async def test_gateway_keys_are_not_stored(gateway: Served, path: str) -> None:
     session = await gateway.open()
     headers = {"x-api-key": session.api_key}
-    await gateway.http.post(path, json=asking("messages", "hi"), headers=headers)
+    await gateway.http.post(path, json=build_request("messages", "hi"), headers=headers)
     assert session.api_key.encode() not in stored_bytes(gateway.path)

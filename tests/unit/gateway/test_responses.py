@@ -46,7 +46,7 @@ AGENTS = {
 TOOLS = [CALC, PATCH, AGENTS]
 
 
-def read(**body: Any) -> ModelRequest:
+def parse_request(**body: Any) -> ModelRequest:
     return DIALECT.parse_request(json.dumps({"model": "m", "input": "Hi", **body}).encode())
 
 
@@ -54,22 +54,22 @@ def choice(message: Message, finish_reason: FinishReason = "stop", **more: Any) 
     return ReplyChoice(message, finish_reason, prompt_tokens=7, sampled_tokens=3, **more)
 
 
-def answered(
+def format_reply(
     request: ModelRequest, message: Message, finish_reason: FinishReason = "stop", **more: Any
 ) -> Json:
-    """The answer, held against the SDK's model."""
+    """Return the response, validated by the SDK."""
     body = json.loads(DIALECT.format_response(ID, request, [choice(message, finish_reason, **more)]))
     Response.model_validate(body)
     return body
 
 
-def events(
+def stream_events(
     request: ModelRequest,
     pieces: Iterable[Sequence[ReplyDelta]],
     message: Message,
     finish: FinishReason = "stop",
 ) -> list[Json]:
-    """The events of a stream, each held against the SDK's models."""
+    """Return the events of a stream, validated by the SDK."""
     writer = DIALECT.stream_writer_class(ID, request)
     raw = writer.begin(0)
     raw += b"".join(writer.write_deltas(0, deltas, ()) for deltas in pieces)
@@ -102,17 +102,17 @@ def call(name: str, arguments: str, call_id: str = "call-1") -> ToolCall:
 
 
 def test_responses_request_parses_string_input_and_instructions() -> None:
-    request = read(instructions="Be brief.")
+    request = parse_request(instructions="Be brief.")
     assert request.messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
     )
     assert request.instruction_count == 1
-    assert read().instruction_count == 0
+    assert parse_request().instruction_count == 0
 
 
 def test_responses_request_joins_items_of_one_turn() -> None:
-    request = read(
+    request = parse_request(
         input=[
             {"role": "developer", "content": "Rules."},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "24*310?"}]},
@@ -146,17 +146,19 @@ def test_responses_request_joins_items_of_one_turn() -> None:
 
 
 def test_responses_request_joins_calls_around_results() -> None:
-    request = read(tools=TOOLS)
+    request = parse_request(tools=TOOLS)
     reply = assistant("", call("calc", '{"x": 1}', "a"), call("calc", '{"x": 2}', "b"))
-    first, second = answered(request, reply)["output"]
+    first, second = format_reply(request, reply)["output"]
     outputs = [{"type": "function_call_output", "call_id": c, "output": c} for c in "ab"]
-    read_back = read(input=[{"role": "user", "content": "Hi"}, first, outputs[0], second, outputs[1]])
+    read_back = parse_request(
+        input=[{"role": "user", "content": "Hi"}, first, outputs[0], second, outputs[1]]
+    )
     assert [message["role"] for message in read_back.messages] == ["user", "assistant", "tool", "tool"]
     assert read_back.messages[1] == reply
 
 
 def test_responses_request_keeps_adjacent_replies_apart() -> None:
-    request = read()
+    request = parse_request()
     first, second = assistant("One.", reasoning="1"), assistant("Two.", reasoning="2")
     items = [
         item
@@ -165,22 +167,22 @@ def test_responses_request_keeps_adjacent_replies_apart() -> None:
             "output"
         ]
     ]
-    assert read(input=items).messages == (first, second)
+    assert parse_request(input=items).messages == (first, second)
     untold = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
-    assert read(input=untold).messages == (assistant("One."), assistant("Two."))
+    assert parse_request(input=untold).messages == (assistant("One."), assistant("Two."))
 
 
 def test_responses_request_offers_tools_under_unique_names() -> None:
-    request = read(tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
+    request = parse_request(tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
     assert [tool["name"] for tool in request.tools] == ["calc", "apply_patch", "agents__spawn"]
     assert "start: patch" in request.tools[1]["parameters"]["properties"]["input"]["description"]
-    listed = answered(request, assistant("Hi"))["tools"]
+    listed = format_reply(request, assistant("Hi"))["tools"]
     assert [tool["type"] for tool in listed] == ["function", "custom", "namespace"]
-    assert read(tools=TOOLS, tool_choice="none").tools == ()
+    assert parse_request(tools=TOOLS, tool_choice="none").tools == ()
 
 
 def test_responses_request_parses_other_fields() -> None:
-    request = read(
+    request = parse_request(
         previous_response_id="resp-1",
         max_output_tokens=9,
         temperature=0.5,
@@ -197,7 +199,7 @@ def test_responses_request_parses_other_fields() -> None:
     assert request.logprobs
     assert request.stream
     assert [name.split(":")[1] for name in request.session_hints] == ["s", "t", "p", "bob"]
-    assert read(input=[], previous_response_id="resp-1").messages == ()
+    assert parse_request(input=[], previous_response_id="resp-1").messages == ()
 
 
 CODEX = {
@@ -215,7 +217,7 @@ CODEX = {
 
 
 def test_responses_request_of_codex_is_accepted() -> None:
-    request = read(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
+    request = parse_request(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
     assert request.unsupported_error is None
     assert request.session_hints[0] == "session_id:01a1df40"
 
@@ -223,10 +225,10 @@ def test_responses_request_of_codex_is_accepted() -> None:
 def test_responses_request_distinguishes_unsupported_content() -> None:
     """A provider may support what our engines reject."""
     pictures = [{"type": "input_image", "image_url": url} for url in ("a", "b")]
-    first, second = (read(input=[{"role": "user", "content": [part]}]) for part in pictures)
+    first, second = (parse_request(input=[{"role": "user", "content": [part]}]) for part in pictures)
     assert first.messages != second.messages
     searched = [{"type": "web_search_call", "id": "ws_1"}, {"role": "assistant", "content": "Found."}]
-    assert read(input=searched).messages == (assistant("Found."),)
+    assert parse_request(input=searched).messages == (assistant("Found."),)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_responses_request_distinguishes_unsupported_content() -> None:
 )
 def test_responses_request_rejects_unsupported_fields_by_path(body: Json, param: str) -> None:
     try:
-        refusal = read(**body).unsupported_error
+        refusal = parse_request(**body).unsupported_error
     except ApiError as error:
         refusal = error
     assert refusal
@@ -298,16 +300,18 @@ def test_responses_request_rejects_invalid_bodies(body: bytes) -> None:
 
 def test_responses_echo_keeps_large_integers_of_schemas() -> None:
     huge = {**CALC, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
-    assert str(10**30).encode() in DIALECT.format_response(ID, read(tools=[huge]), [choice(assistant("Hi"))])
+    assert str(10**30).encode() in DIALECT.format_response(
+        ID, parse_request(tools=[huge]), [choice(assistant("Hi"))]
+    )
 
 
 # --- answering ----------------------------------------------------------------------------------
 
 
 def test_responses_response_has_all_fields() -> None:
-    request = read(instructions="Be brief.", tools=TOOLS, metadata={"a": "b"}, max_output_tokens=50)
+    request = parse_request(instructions="Be brief.", tools=TOOLS, metadata={"a": "b"}, max_output_tokens=50)
     reply = assistant("So.", call("agents__spawn", "{}"), reasoning="Hmm.")
-    body = answered(request, reply, cached_tokens=5)
+    body = format_reply(request, reply, cached_tokens=5)
     assert (body["status"], body["id"], body["metadata"]) == ("completed", ID, {"a": "b"})
     assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call"]
     assert (body["output"][2]["name"], body["output"][2]["namespace"]) == ("spawn", "agents")
@@ -316,22 +320,25 @@ def test_responses_response_has_all_fields() -> None:
 
 
 def test_responses_truncated_reply_is_incomplete() -> None:
-    body = answered(read(), assistant("So"), "length")
+    body = format_reply(parse_request(), assistant("So"), "length")
     assert body["status"] == body["output"][0]["status"] == "incomplete"
     assert body["incomplete_details"] == {"reason": "max_output_tokens"}
-    last = events(read(), [[ReplyDelta(text="So")]], assistant("So"), "length")[-1]
+    last = stream_events(parse_request(), [[ReplyDelta(text="So")]], assistant("So"), "length")[-1]
     assert last["type"] == "response.incomplete"
 
 
 def test_responses_empty_reply_is_an_empty_message() -> None:
-    assert answered(read(), assistant())["output"][0]["content"][0]["text"] == ""
-    assert events(read(), [], assistant())[-1]["response"]["output"][0]["content"][0]["text"] == ""
+    assert format_reply(parse_request(), assistant())["output"][0]["content"][0]["text"] == ""
+    assert (
+        stream_events(parse_request(), [], assistant())[-1]["response"]["output"][0]["content"][0]["text"]
+        == ""
+    )
 
 
 def test_responses_logprobs_cover_only_the_text() -> None:
-    request = read(include=["message.output_text.logprobs"])
+    request = parse_request(include=["message.output_text.logprobs"])
     tokens = [TokenLogprob(text, -1.0) for text in ("<think>", "Hm", "</think>", "So", ".")]
-    body = answered(request, assistant("So.", reasoning="Hm"), logprobs=tokens)
+    body = format_reply(request, assistant("So.", reasoning="Hm"), logprobs=tokens)
     assert [token["token"] for token in body["output"][1]["content"][0]["logprobs"]] == ["So", "."]
     writer = DIALECT.stream_writer_class(ID, request)
     deltas = ([], [ReplyDelta(reasoning="Hm")], [], [ReplyDelta(text="So")], [ReplyDelta(text=".")])
@@ -344,7 +351,7 @@ def test_responses_logprobs_cover_only_the_text() -> None:
 
 
 def test_responses_stream_ends_with_response_failed() -> None:
-    writer = DIALECT.stream_writer_class(ID, read())
+    writer = DIALECT.stream_writer_class(ID, parse_request())
     writer.begin(0)
     writer.write_deltas(0, [ReplyDelta(text="So")], ())
     actual = writer.write_error(ApiError(503, "gone")).decode()
@@ -360,7 +367,7 @@ ARGUMENTS = ["{}", '{"x": [1, {"y": null}], "z": "🦎\\n"}', '{ "x" :1.50}', "n
 INPUTS = ["", '*** Begin Patch\n+é\t"q" \\\n', "🦎🦎", '{"input": "x"}', "/\u2028\x01"]
 
 
-def some_call(rng: random.Random, index: int) -> ToolCall:
+def make_random_call(rng: random.Random, index: int) -> ToolCall:
     name = rng.choice(["calc", "apply_patch", "agents__spawn", "unheard_of"])
     arguments = rng.choice(ARGUMENTS)
     if name == "apply_patch" and rng.random() < 0.8:
@@ -368,37 +375,38 @@ def some_call(rng: random.Random, index: int) -> ToolCall:
     return call(name, arguments, f"call-{index}")
 
 
-def some_reply(rng: random.Random) -> Message:
-    calls = [some_call(rng, i) for i in range(rng.choice([0, 0, 1, 2, 3]))]
+def make_random_reply(rng: random.Random) -> Message:
+    calls = [make_random_call(rng, i) for i in range(rng.choice([0, 0, 1, 2, 3]))]
     return assistant(
         rng.choice(TEXTS) + rng.choice(TEXTS), *calls, reasoning=rng.choice(["", "Hmm.", " I\n think"])
     )
 
 
-def cut(rng: random.Random, text: str) -> Iterator[str]:
+def split_randomly(rng: random.Random, text: str) -> Iterator[str]:
     while text:
         at = rng.randint(1, 4)
         yield text[:at]
         text = text[at:]
 
 
-def in_pieces(rng: random.Random, message: Message) -> Iterator[list[ReplyDelta]]:
-    """Return the deltas of a stream; a part of the text may come between the calls."""
+def split_into_deltas(rng: random.Random, message: Message) -> Iterator[list[ReplyDelta]]:
+    """Return the deltas of a stream. A part of the text may follow the first call."""
     content = message["content"]
     at = rng.randint(0, len(content)) if message.get("tool_calls") else len(content)
-    yield from ([ReplyDelta(reasoning=piece)] for piece in cut(rng, message.get("reasoning", "")))
-    yield from ([ReplyDelta(text=piece)] for piece in cut(rng, content[:at]))
+    yield from ([ReplyDelta(reasoning=piece)] for piece in split_randomly(rng, message.get("reasoning", "")))
+    yield from ([ReplyDelta(text=piece)] for piece in split_randomly(rng, content[:at]))
     for i, actual in enumerate(message.get("tool_calls", ())):
         yield [ReplyDelta(call=ToolCallDelta(i, actual["id"], actual["name"]))]
         yield from (
-            [ReplyDelta(call=ToolCallDelta(i, arguments=piece))] for piece in cut(rng, actual["arguments"])
+            [ReplyDelta(call=ToolCallDelta(i, arguments=piece))]
+            for piece in split_randomly(rng, actual["arguments"])
         )
         if i == 0:
-            yield from ([ReplyDelta(text=piece)] for piece in cut(rng, content[at:]))
+            yield from ([ReplyDelta(text=piece)] for piece in split_randomly(rng, content[at:]))
 
 
-def echoed(rng: random.Random, items: list[Json]) -> list[Json]:
-    """The items as some agent may send them: without what it does not need, its kinds in another order."""
+def echo_items(rng: random.Random, items: list[Json]) -> list[Json]:
+    """Return the items as an agent may send them back: in a different order, or without some fields."""
     kinds = [[item for item in items if item["type"] in group] for group in (
         {"reasoning"}, {"message"}, {"function_call", "custom_tool_call"},
     )]  # fmt: skip
@@ -412,15 +420,15 @@ def echoed(rng: random.Random, items: list[Json]) -> list[Json]:
 @pytest.mark.parametrize("seed", range(150))
 def test_responses_output_sent_back_matches_the_recorded_reply(seed: int) -> None:
     rng = random.Random(seed)
-    request, reply = read(tools=TOOLS), some_reply(rng)
-    streamed = events(request, in_pieces(rng, reply), reply)
-    for output in (answered(request, reply)["output"], streamed[-1]["response"]["output"]):
+    request, reply = parse_request(tools=TOOLS), make_random_reply(rng)
+    streamed = stream_events(request, split_into_deltas(rng, reply), reply)
+    for output in (format_reply(request, reply)["output"], streamed[-1]["response"]["output"]):
         items = [
             {"role": "user", "content": "Hi"},
-            *echoed(rng, output),
+            *echo_items(rng, output),
             {"role": "user", "content": "Go on"},
         ]
-        messages = read(input=items).messages
+        messages = parse_request(input=items).messages
         assert len(messages) == 3
         assert canonical_content(messages[1]) == canonical_content(reply)
         assert messages[1].get("reasoning") == reply.get("reasoning")
@@ -431,8 +439,8 @@ def test_responses_output_sent_back_matches_the_recorded_reply(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(40))
 def test_responses_stream_events_add_up_to_the_response(seed: int) -> None:
     rng = random.Random(seed)
-    request, reply = read(tools=TOOLS), some_reply(rng)
-    actual = events(request, in_pieces(rng, reply), reply)
+    request, reply = parse_request(tools=TOOLS), make_random_reply(rng)
+    actual = stream_events(request, split_into_deltas(rng, reply), reply)
     assert [event["type"] for event in actual[:2]] == ["response.created", "response.in_progress"]
     assert actual[-1]["type"] == "response.completed"
     output = actual[-1]["response"]["output"]
@@ -453,7 +461,7 @@ def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
     reply = assistant("", call("apply_patch", arguments))
     pieces = [[ReplyDelta(call=ToolCallDelta(0, "call-1", "apply_patch"))]]
     pieces += [[ReplyDelta(call=ToolCallDelta(0, arguments=character))] for character in arguments]
-    actual = events(read(tools=TOOLS), pieces, reply)
+    actual = stream_events(parse_request(tools=TOOLS), pieces, reply)
     assert [e["delta"] for e in actual if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
     assert cast(Json, actual[-1]["response"])["output"][0]["input"] == text
 
@@ -463,14 +471,16 @@ def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
 )
 def test_responses_custom_call_of_other_shape_is_a_function_call(arguments: str) -> None:
     reply = assistant("", call("apply_patch", arguments))
-    (item,) = answered(read(tools=TOOLS), reply)["output"]
+    (item,) = format_reply(parse_request(tools=TOOLS), reply)["output"]
     assert (item["type"], item["arguments"]) == ("function_call", arguments)
-    assert read(input=[item]).messages == (reply,)
+    assert parse_request(input=[item]).messages == (reply,)
 
 
 def test_responses_white_space_alone_opens_no_message() -> None:
     reply = assistant("\n\n", call("calc", "{}"))
-    assert [item["type"] for item in answered(read(tools=TOOLS), reply)["output"]] == ["function_call"]
+    assert [item["type"] for item in format_reply(parse_request(tools=TOOLS), reply)["output"]] == [
+        "function_call"
+    ]
 
 
 @pytest.mark.parametrize("scene", ["compaction", "edit", "retry", "subagents"])

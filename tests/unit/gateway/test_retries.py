@@ -21,12 +21,12 @@ from tests.unit.gateway.conftest import ADMIN, Serve, Served, run_gateway
 from tests.unit.gateway.provider import TEXT, run_provider
 from tests.unit.gateway.wire import (
     PATHS,
-    all_calls,
-    asking,
-    gateway_at,
+    build_request,
+    get_session_id,
+    list_all_calls,
     post,
-    session_of,
-    until_in_flight,
+    run_scripted_gateway,
+    wait_for_in_flight,
 )
 
 DIALECTS = ("chat", "completions", "responses", "messages")
@@ -34,7 +34,7 @@ AGAIN = {"x_stainless_retry_count": "1"}
 KEYED = {"idempotency_key": "one"}
 
 
-def said(answer: httpx.Response) -> Any:
+def without_creation_time(answer: httpx.Response) -> Any:
     """Return the response without its creation time."""
     assert answer.status_code == 200, answer.text
     return {
@@ -45,7 +45,7 @@ def said(answer: httpx.Response) -> Any:
 
 
 async def links(gateway: Served) -> list[Link]:
-    return [call.link for call in await all_calls(gateway)]
+    return [call.link for call in await list_all_calls(gateway)]
 
 
 # --- finished -----------------------------------------------------------------------------------
@@ -57,37 +57,41 @@ async def test_retry_of_a_recorded_call_is_replayed(
     gateway: Served, dialect: str, evidence: dict[str, str]
 ) -> None:
     session = await gateway.open()
-    body = asking(dialect, "hi")
+    body = build_request(dialect, "hi")
     first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
     sent = evidence if evidence is KEYED else {**evidence, **KEYED}
     again = await post(gateway, body, dialect, key=session.api_key, **sent)
-    assert said(again) == said(first)
+    assert without_creation_time(again) == without_creation_time(first)
     assert len(await gateway.calls(session)) == 1
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_retry_of_a_first_call_finds_its_session(gateway: Served, dialect: str) -> None:
     """The request has neither an id nor a key, so only its content identifies the session."""
-    first = await post(gateway, asking(dialect, "hi"), dialect)
-    again = await post(gateway, asking(dialect, "hi"), dialect, **AGAIN)
-    assert said(again) == said(first)
-    assert session_of(again) == session_of(first)
+    first = await post(gateway, build_request(dialect, "hi"), dialect)
+    again = await post(gateway, build_request(dialect, "hi"), dialect, **AGAIN)
+    assert without_creation_time(again) == without_creation_time(first)
+    assert get_session_id(again) == get_session_id(first)
     assert await links(gateway) == [Link.ROOT]
-    other = await post(gateway, asking(dialect, "hi"), dialect)
-    assert session_of(other) != session_of(first)
+    other = await post(gateway, build_request(dialect, "hi"), dialect)
+    assert get_session_id(other) != get_session_id(first)
 
 
 async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: Served) -> None:
-    first = await post(gateway, asking("chat", "hi"), **KEYED)
-    assert said(await post(gateway, asking("chat", "hi"), **KEYED)) == said(first)
-    assert session_of(await post(gateway, asking("chat", "hi"), idempotency_key="two")) != session_of(first)
+    first = await post(gateway, build_request("chat", "hi"), **KEYED)
+    assert without_creation_time(
+        await post(gateway, build_request("chat", "hi"), **KEYED)
+    ) == without_creation_time(first)
+    assert get_session_id(
+        await post(gateway, build_request("chat", "hi"), idempotency_key="two")
+    ) != get_session_id(first)
     assert await links(gateway) == [Link.ROOT] * 2
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_replay_of_a_stream_request_is_streamed(gateway: Served, dialect: str) -> None:
     session = await gateway.open()
-    body = asking(dialect, "hi", stream=True)
+    body = build_request(dialect, "hi", stream=True)
     first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
     again = await post(gateway, body, dialect, key=session.api_key, **KEYED)
     assert again.headers["content-type"].startswith("text/event-stream")
@@ -100,17 +104,21 @@ async def test_replay_of_a_stream_request_is_streamed(gateway: Served, dialect: 
 async def test_replay_keeps_tool_call_ids(gateway: Served) -> None:
     session = await gateway.open()
     function = {"name": "calc", "parameters": {"type": "object", "properties": {}}}
-    body = asking("chat", "24 * 310", tools=[{"type": "function", "function": function}])
+    body = build_request("chat", "24 * 310", tools=[{"type": "function", "function": function}])
     first = await post(gateway, body, key=session.api_key)
     assert first.json()["choices"][0]["message"]["tool_calls"]
-    assert said(await post(gateway, body, key=session.api_key, **AGAIN)) == said(first)
+    assert without_creation_time(
+        await post(gateway, body, key=session.api_key, **AGAIN)
+    ) == without_creation_time(first)
 
 
 async def test_replay_returns_all_choices(gateway: Served) -> None:
     session = await gateway.open(seed=1)
-    body = asking("chat", "seed", n=3)
+    body = build_request("chat", "seed", n=3)
     first = await post(gateway, body, key=session.api_key)
-    assert said(await post(gateway, body, key=session.api_key, **AGAIN)) == said(first)
+    assert without_creation_time(
+        await post(gateway, body, key=session.api_key, **AGAIN)
+    ) == without_creation_time(first)
     fewer = await post(gateway, {**body, "n": 2}, key=session.api_key, **AGAIN)
     assert len(fewer.json()["choices"]) == 2
     assert len(await gateway.calls(session)) == 5
@@ -144,7 +152,7 @@ def gateway_prompt() -> list[int]:
 
 async def test_request_with_another_idempotency_key_is_sampled(gateway: Served) -> None:
     session = await gateway.open()
-    body = asking("chat", "hi")
+    body = build_request("chat", "hi")
     first = await post(gateway, body, key=session.api_key, **KEYED)
     other = await post(gateway, body, key=session.api_key, idempotency_key="two", **AGAIN)
     assert other.json()["id"] != first.json()["id"]
@@ -153,15 +161,15 @@ async def test_request_with_another_idempotency_key_is_sampled(gateway: Served) 
 
 async def test_idempotency_key_with_another_body_is_sampled(gateway: Served) -> None:
     session = await gateway.open()
-    first = await post(gateway, asking("chat", "hi"), key=session.api_key, **KEYED)
-    other = await post(gateway, asking("chat", "ho"), key=session.api_key, **KEYED)
+    first = await post(gateway, build_request("chat", "hi"), key=session.api_key, **KEYED)
+    other = await post(gateway, build_request("chat", "ho"), key=session.api_key, **KEYED)
     assert other.json()["choices"][0]["message"]["content"] == "You said: ho"
     assert other.json()["id"] != first.json()["id"]
 
 
 async def test_repeated_request_without_evidence_is_a_sibling(gateway: Served) -> None:
     session = await gateway.open()
-    answers = [await post(gateway, asking("chat", "hi"), key=session.api_key) for _ in range(3)]
+    answers = [await post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(3)]
     assert len({answer.json()["id"] for answer in answers}) == 3
     assert await links(gateway) == [Link.ROOT, Link.SIBLING, Link.SIBLING]
 
@@ -171,14 +179,18 @@ async def test_retry_after_a_restart_is_replayed(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
     at = (tmp_path / "store.db", model, renderer)
-    body = asking(dialect, "hi")
-    async with gateway_at(*at) as gateway:
+    body = build_request(dialect, "hi")
+    async with run_scripted_gateway(*at) as gateway:
         session = await gateway.open()
         sent = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
         first = await post(gateway, body, dialect, **sent, **KEYED)
-    async with gateway_at(*at) as gateway:
-        assert said(await post(gateway, body, dialect, **sent, **KEYED)) == said(first)
-        assert said(await post(gateway, body, dialect, **sent, **AGAIN)) == said(first)
+    async with run_scripted_gateway(*at) as gateway:
+        assert without_creation_time(
+            await post(gateway, body, dialect, **sent, **KEYED)
+        ) == without_creation_time(first)
+        assert without_creation_time(
+            await post(gateway, body, dialect, **sent, **AGAIN)
+        ) == without_creation_time(first)
         other = await post(gateway, body, dialect, **sent, idempotency_key="two")
         assert other.json()["id"] != first.json()["id"]
         assert await links(gateway) == [Link.ROOT, Link.SIBLING]
@@ -190,23 +202,23 @@ async def test_retry_after_a_restart_is_replayed(
 @pytest.mark.parametrize("evidence", [AGAIN, KEYED])
 async def test_retry_waits_for_the_request_in_progress(serving: Serve, evidence: dict[str, str]) -> None:
     gateway = await serving(delay=0.01)
-    body = asking("chat", "hi there")
+    body = build_request("chat", "hi there")
     first = asyncio.create_task(post(gateway, body, **({} if evidence is AGAIN else KEYED)))
-    await until_in_flight(gateway, 1)
+    await wait_for_in_flight(gateway, 1)
     joined = await asyncio.gather(*(post(gateway, body, **evidence) for _ in range(3)))
     for answer in joined:
-        assert said(answer) == said(await first)
+        assert without_creation_time(answer) == without_creation_time(await first)
     assert await links(gateway) == [Link.ROOT]
 
 
 async def test_retry_waits_for_the_request_with_its_key(serving: Serve) -> None:
     gateway = await serving(delay=0.01)
     session = await gateway.open(seed=3)
-    body = asking("chat", "seed")
+    body = build_request("chat", "seed")
     tasks: list[asyncio.Task[httpx.Response]] = []
     for i, name in enumerate(("one", "two")):
         tasks.append(asyncio.create_task(post(gateway, body, key=session.api_key, idempotency_key=name)))
-        await until_in_flight(gateway, i + 1)
+        await wait_for_in_flight(gateway, i + 1)
     joined = [await post(gateway, body, key=session.api_key, idempotency_key=name) for name in ("one", "two")]
     assert [answer.json()["id"] for answer in joined] == [(await task).json()["id"] for task in tasks]
     assert len(await gateway.calls(session)) == 2
@@ -216,7 +228,7 @@ async def test_concurrent_identical_requests_are_siblings(serving: Serve) -> Non
     gateway = await serving(delay=0.005)
     session = await gateway.open()
     answers = await asyncio.gather(
-        *(post(gateway, asking("chat", "hi"), key=session.api_key) for _ in range(5))
+        *(post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(5))
     )
     assert len({answer.json()["id"] for answer in answers}) == 5
     assert sorted(await links(gateway)) == [Link.ROOT, *[Link.SIBLING] * 4]
@@ -226,11 +238,11 @@ async def test_concurrent_identical_requests_are_siblings(serving: Serve) -> Non
 
 
 @asynccontextmanager
-async def reading(
+async def read_partial_stream(
     gateway: Served, dialect: str, key: str = ADMIN, **headers: str
 ) -> AsyncGenerator[httpx.Response]:
-    """Return a streamed response of which a part has arrived."""
-    body = asking(dialect, "long", stream=True)
+    """Return a streamed response after a part of it has arrived."""
+    body = build_request(dialect, "long", stream=True)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
         httpx.AsyncClient(base_url=gateway.url, timeout=30) as http,
@@ -245,8 +257,8 @@ async def reading(
         await pieces.aclose()
 
 
-async def one_aborted(gateway: Served, session: OpenedSession) -> Call:
-    await until_in_flight(gateway, 0)
+async def get_aborted_call(gateway: Served, session: OpenedSession) -> Call:
+    await wait_for_in_flight(gateway, 0)
     (call,) = await gateway.calls(session)
     assert call.status is CallStatus.ABORTED
     return call
@@ -256,15 +268,17 @@ async def one_aborted(gateway: Served, session: OpenedSession) -> Call:
 async def test_aborted_stream_is_recorded_with_its_tokens(serving: Serve, dialect: str) -> None:
     gateway = await serving(delay=0.005)
     session = await gateway.open()
-    async with reading(gateway, dialect, session.api_key, idempotency_key="one"):
+    async with read_partial_stream(gateway, dialect, session.api_key, idempotency_key="one"):
         pass
-    aborted = await one_aborted(gateway, session)
+    aborted = await get_aborted_call(gateway, session)
     assert not aborted.trainable
     assert aborted.finish_reason == "aborted"
     assert aborted.reason == "the client disconnected"
     assert 0 < len(aborted.sampled_ids) < 200
     assert aborted.reply["content"].startswith("word")
-    again = await post(gateway, asking(dialect, "long"), dialect, key=session.api_key, idempotency_key="one")
+    again = await post(
+        gateway, build_request(dialect, "long"), dialect, key=session.api_key, idempotency_key="one"
+    )
     assert again.status_code == 200, again.text
     _, beside = await gateway.calls(session)
     assert (beside.link, beside.status, beside.trainable) == (Link.SIBLING, CallStatus.OK, True)
@@ -274,12 +288,12 @@ async def test_aborted_stream_is_recorded_with_its_tokens(serving: Serve, dialec
 async def test_retries_of_an_aborted_request_are_sampled(serving: Serve) -> None:
     gateway = await serving(delay=0.002)
     session = await gateway.open()
-    async with reading(gateway, "chat", session.api_key):
+    async with read_partial_stream(gateway, "chat", session.api_key):
         waiting = [
-            asyncio.create_task(post(gateway, asking("chat", "long"), key=session.api_key, **AGAIN))
+            asyncio.create_task(post(gateway, build_request("chat", "long"), key=session.api_key, **AGAIN))
             for _ in range(3)
         ]
-        await until_in_flight(gateway, 4)
+        await wait_for_in_flight(gateway, 4)
     ids = {(await task).json()["id"] for task in waiting}
     calls = await gateway.calls(session)
     assert len(ids) == 1
@@ -298,24 +312,24 @@ class SlowStore(SqliteStore):
 async def test_undelivered_reply_is_replayed_to_the_next_request(serving: Serve, late: bool) -> None:
     gateway = await serving(store=SlowStore)
     for sent in ({"key": (await gateway.open()).api_key}, {}):
-        body = asking("chat", "hi")
+        body = build_request("chat", "hi")
         async with httpx.AsyncClient(base_url=gateway.url) as http:
             headers = {"Authorization": f"Bearer {sent.get('key', ADMIN)}"}
             first = asyncio.create_task(http.post(PATHS["chat"], json=body, headers=headers))
-            await until_in_flight(gateway, 1)
+            await wait_for_in_flight(gateway, 1)
             await asyncio.sleep(0.1)
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
         if late:
-            await until_in_flight(gateway, 0)
+            await wait_for_in_flight(gateway, 0)
         else:
             await asyncio.sleep(0.05)
-        before = len(await all_calls(gateway))
+        before = len(await list_all_calls(gateway))
         response = await post(gateway, body, **sent)
         assert response.json()["choices"][0]["message"]["content"] == "You said: hi"
-        calls = await gateway.store.calls(session_of(response))
+        calls = await gateway.store.calls(get_session_id(response))
         assert [call.request_id for call in calls] == [response.json()["id"]]
-        assert len(await all_calls(gateway)) == before + (0 if late else 1)
+        assert len(await list_all_calls(gateway)) == before + (0 if late else 1)
         once_more = await post(gateway, body, **sent)
         assert once_more.json()["id"] != response.json()["id"]
 
@@ -324,7 +338,7 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(serving: Serve,
 
 
 @pytest.fixture
-async def passing(tmp_path: Path) -> AsyncGenerator[Served]:
+async def provider_gateway(tmp_path: Path) -> AsyncGenerator[Served]:
     """Yield a gateway in front of a provider."""
     async with run_provider() as provider:
         upstream = HttpUpstream(
@@ -343,17 +357,21 @@ async def passing(tmp_path: Path) -> AsyncGenerator[Served]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_retry_of_a_providers_call_is_replayed(passing: Served, dialect: str, stream: bool) -> None:
-    body = asking(dialect, "hi", stream=stream) | {"model": "plain"}
-    first = await post(passing, body, dialect, user_agent="x", **KEYED)
+async def test_retry_of_a_providers_call_is_replayed(
+    provider_gateway: Served, dialect: str, stream: bool
+) -> None:
+    body = build_request(dialect, "hi", stream=stream) | {"model": "plain"}
+    first = await post(provider_gateway, body, dialect, user_agent="x", **KEYED)
     assert first.status_code == 200, first.text
-    again = await post(passing, body, dialect, **KEYED)
+    again = await post(provider_gateway, body, dialect, **KEYED)
     assert again.status_code == 200, again.text
     assert again.headers["content-type"].split(";")[0] == first.headers["content-type"].split(";")[0]
-    (call,) = await all_calls(passing)
+    (call,) = await list_all_calls(provider_gateway)
     assert call.reply["content"] == TEXT
     if not stream:
         assert TEXT in again.text
-    other = await post(passing, body, dialect, prefix=f"/s/{session_of(first)}", idempotency_key="two")
-    assert session_of(other) == session_of(first)
-    assert await links(passing) == [Link.ROOT, Link.SIBLING]
+    other = await post(
+        provider_gateway, body, dialect, prefix=f"/s/{get_session_id(first)}", idempotency_key="two"
+    )
+    assert get_session_id(other) == get_session_id(first)
+    assert await links(provider_gateway) == [Link.ROOT, Link.SIBLING]

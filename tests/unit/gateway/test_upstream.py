@@ -17,7 +17,14 @@ from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream.base import UpstreamChunk, UpstreamError
 from instar.gateway.upstream.http import HttpUpstream
-from tests.unit.gateway.provider import ANSWERS, ARGUMENTS, TEXT, Provider, run_provider, sse
+from tests.unit.gateway.provider import (
+    ARGUMENTS,
+    RESPONSE_BUILDERS,
+    TEXT,
+    Provider,
+    encode_events,
+    run_provider,
+)
 
 DIALECTS = ("chat", "completions", "responses", "messages")
 IDS = {"chat": "chatcmpl-9", "completions": "cmpl-9", "responses": "resp_9", "messages": "msg_9"}
@@ -36,7 +43,7 @@ async def provider() -> AsyncGenerator[Provider]:
 async def upstream(
     provider: Provider, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Make]:
-    """Proxied: the provider takes the place of the proxy too, and is reached by the general client."""
+    """Return a function that connects to the provider, directly or with the provider as its own proxy."""
     made: list[HttpUpstream] = []
     address = provider.url
     if request.param == "proxied":
@@ -68,7 +75,7 @@ async def ask(
         return [piece async for piece in answer.chunks]
 
 
-def the_message(piece: UpstreamChunk) -> Any:
+def get_message(piece: UpstreamChunk) -> Any:
     assert piece.choices is not None
     return piece.choices[0].message
 
@@ -81,9 +88,9 @@ async def test_upstream_response_passes_through_unchanged(
     provider: Provider, upstream: Make, dialect: str
 ) -> None:
     (piece,) = await ask(upstream(dialect), dialect)
-    assert orjson.loads(piece.raw) == ANSWERS[dialect][0]("plain", 1)
+    assert orjson.loads(piece.raw) == RESPONSE_BUILDERS[dialect][0]("plain", 1)
     assert piece.content_type == "application/json; charset=utf-8"
-    assert the_message(piece) == {"role": "assistant", "content": TEXT}
+    assert get_message(piece) == {"role": "assistant", "content": TEXT}
     (choice,) = piece.choices or ()
     assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
     assert choice.finish_reason == ("length" if dialect == "completions" else "stop")
@@ -108,7 +115,7 @@ async def test_upstream_response_yields_tool_calls_and_reasoning(
     upstream: Make, dialect: str, stream: bool
 ) -> None:
     pieces = await ask(upstream(dialect), dialect, "tools", stream=stream)
-    message = the_message(pieces[-1])
+    message = get_message(pieces[-1])
     assert (message["content"], message["reasoning"]) == ("", "Look it up.")
     (call,) = message["tool_calls"]
     assert call["name"] == "weather"
@@ -121,9 +128,9 @@ async def test_upstream_response_yields_tool_calls_and_reasoning(
 async def test_upstream_stream_passes_through_unchanged(upstream: Make, dialect: str, model: str) -> None:
     pieces = await ask(upstream(dialect), dialect, model, stream=True)
     named = dialect in ("responses", "messages")
-    expected = b"".join(sse(ANSWERS[dialect][1](model, 1), named, model == "crlf"))
+    expected = b"".join(encode_events(RESPONSE_BUILDERS[dialect][1](model, 1), named, model == "crlf"))
     assert b"".join(piece.raw for piece in pieces) == expected
-    assert the_message(pieces[-1])["content"] == TEXT
+    assert get_message(pieces[-1])["content"] == TEXT
     assert pieces[-1].response_id == IDS[dialect]
     assert [piece.choices for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[0].content_type == "text/event-stream; charset=utf-8"
@@ -167,7 +174,7 @@ async def collect(answer: Any, into: list[UpstreamChunk] | None = None) -> list[
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_stream_does_not_wait_after_its_last_event(upstream: Make, dialect: str) -> None:
     pieces = await asyncio.wait_for(ask(upstream(dialect), dialect, "lingers", stream=True), 5)
-    assert the_message(pieces[-1])["content"] == TEXT
+    assert get_message(pieces[-1])["content"] == TEXT
 
 
 async def test_upstream_stream_ends_with_its_last_choice(upstream: Make) -> None:
@@ -279,7 +286,7 @@ async def test_upstream_sampling_overrides_replace_the_agents(
 ) -> None:
     forced = {"temperature": 0, "max_tokens": 5}
     await ask(upstream(dialect), dialect, forced=forced, temperature=0.7)
-    assert (provider.asked["temperature"], provider.asked[limit]) == (0, 5)
+    assert (provider.last_request["temperature"], provider.last_request[limit]) == (0, 5)
 
 
 async def test_upstream_large_body_is_forwarded(provider: Provider, upstream: Make) -> None:
@@ -362,7 +369,7 @@ async def test_upstream_counts_tokens_if_the_provider_can(provider: Provider, up
     body = orjson.dumps({"model": "claude", "messages": MESSAGES})
     counted = await upstream("messages", model="m").count_tokens(body, {})
     assert orjson.loads(counted) == {"input_tokens": 12}
-    assert provider.asked["model"] == "m"
+    assert provider.last_request["model"] == "m"
     with pytest.raises(ApiError, match="does not count"):
         await upstream("chat").count_tokens(body, {})
 
@@ -375,9 +382,9 @@ async def test_upstream_token_ids_are_requested_and_stripped(
     provider: Provider, upstream: Make, dialect: str
 ) -> None:
     (piece,) = await ask(upstream(dialect, token_ids=True), dialect, "exact", temperature=0.5)
-    assert provider.asked["return_token_ids"] is True
-    assert provider.asked["logprobs"] == (True if dialect == "chat" else 0)
-    assert (provider.asked["temperature"], provider.asked["top_p"]) == (0.5, 1.0)
+    assert provider.last_request["return_token_ids"] is True
+    assert provider.last_request["logprobs"] == (True if dialect == "chat" else 0)
+    assert (provider.last_request["temperature"], provider.last_request["top_p"]) == (0.5, 1.0)
     (choice,) = piece.choices or ()
     assert choice.prompt_ids is not None
     assert choice.sampled_ids is not None

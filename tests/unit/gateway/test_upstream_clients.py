@@ -141,13 +141,13 @@ async def test_upstream_partial_reply_is_recorded_as_aborted(start: Start, agent
     session = await gateway.open()
     with pytest.raises((openai.OpenAIError, anthropic.APIError)):
         await stream(gateway, session, agent, "breaks")
-    call = await the_call(gateway, session)
+    call = await get_only_call(gateway, session)
     assert call.status is CallStatus.ABORTED
     assert call.reply["content"]
     assert TEXT.startswith(call.reply["content"])
 
 
-async def the_call(gateway: Served, session: OpenedSession) -> Call:
+async def get_only_call(gateway: Served, session: OpenedSession) -> Call:
     for _ in range(100):
         if calls := await gateway.calls(session):
             return calls[0]
@@ -175,7 +175,7 @@ async def test_upstream_receives_the_agents_own_login(start: Start, provider: Pr
     assert sent["authorization"] == "Bearer their-login"
     assert "x-instar-key" not in sent
     assert session.api_key not in str(sent)
-    assert (await the_call(gateway, session)).status is CallStatus.OK
+    assert (await get_only_call(gateway, session)).status is CallStatus.OK
 
 
 async def test_upstream_response_can_be_continued_by_id(start: Start, provider: Provider) -> None:
@@ -184,7 +184,7 @@ async def test_upstream_response_can_be_continued_by_id(start: Start, provider: 
     async with gateway.client(session) as client:
         first = await client.responses.create(model="plain", input="hi")
         await client.responses.create(model="plain", input="and?", previous_response_id=first.id)
-    assert provider.asked["previous_response_id"] == first.id == "resp_9"
+    assert provider.last_request["previous_response_id"] == first.id == "resp_9"
     one, two = await gateway.calls(session)
     assert two.parent_id == one.call_id
     assert [message["content"] for message in two.messages] == ["hi", TEXT, "and?"]

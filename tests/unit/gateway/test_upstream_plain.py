@@ -43,17 +43,17 @@ async def serving(handle: Handle, idle_seconds: float = 5.0) -> AsyncGenerator[t
         listener.close()
 
 
-async def take(reader: asyncio.StreamReader) -> bytes:
-    """Handle one request."""
+async def handle_request(reader: asyncio.StreamReader) -> bytes:
+    """Return the bytes of the next request."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
     return head + await reader.readexactly(length)
 
 
-def always(answer: bytes, *, hang_up: bool = False) -> Handle:
+def respond_always(answer: bytes, *, hang_up: bool = False) -> Handle:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            await take(reader)
+            await handle_request(reader)
             writer.write(answer)
             await writer.drain()
             if hang_up:
@@ -67,7 +67,7 @@ async def post(client: PlainClient, body: bytes = b"{}") -> PlainResponse:
 
 
 async def test_plain_client_reuses_connections() -> None:
-    async with serving(always(OK)) as (client, server):
+    async with serving(respond_always(OK)) as (client, server):
         for _ in range(3):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
@@ -75,14 +75,14 @@ async def test_plain_client_reuses_connections() -> None:
 
 
 async def test_plain_client_opens_a_connection_per_concurrent_request() -> None:
-    async with serving(always(OK)) as (client, server):
+    async with serving(respond_always(OK)) as (client, server):
         responses = await asyncio.gather(*[post(client) for _ in range(5)])
         assert [await response.read() for response in responses] == [b"hi"] * 5
         assert server.connections == 5
 
 
 async def test_plain_client_drops_idle_connections() -> None:
-    async with serving(always(OK), idle_seconds=0.0) as (client, server):
+    async with serving(respond_always(OK), idle_seconds=0.0) as (client, server):
         for _ in range(2):
             await (await post(client)).read()
         assert server.connections == 2
@@ -92,7 +92,7 @@ async def test_plain_client_sends_the_request() -> None:
     seen: list[bytes] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await take(reader))
+        seen.append(await handle_request(reader))
         writer.write(OK)
 
     async with serving(handle) as (client, _):
@@ -104,7 +104,7 @@ async def test_plain_client_sends_the_request() -> None:
 
 
 async def test_plain_client_rejects_line_breaks_in_headers() -> None:
-    async with serving(always(OK)) as (client, _):
+    async with serving(respond_always(OK)) as (client, _):
         with pytest.raises(ValueError, match="line break"):
             await client.post("/", {"a": "b\r\nc: d"}, b"")
 
@@ -120,7 +120,7 @@ async def test_plain_client_rejects_line_breaks_in_headers() -> None:
     ],
 )
 async def test_plain_client_reads_every_kind_of_body_end(answer: bytes, hang_up: bool, reused: bool) -> None:
-    async with serving(always(answer, hang_up=hang_up)) as (client, server):
+    async with serving(respond_always(answer, hang_up=hang_up)) as (client, server):
         for _ in range(2):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
@@ -135,20 +135,20 @@ async def test_plain_client_reads_every_kind_of_body_end(answer: bytes, hang_up:
     ],
 )
 async def test_plain_client_raises_for_truncated_responses(answer: bytes) -> None:
-    async with serving(always(answer, hang_up=True)) as (client, _):
+    async with serving(respond_always(answer, hang_up=True)) as (client, _):
         response = await post(client)
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
 
 
 async def test_plain_client_raises_when_the_server_disconnects() -> None:
-    async with serving(always(b"", hang_up=True)) as (client, _):
+    async with serving(respond_always(b"", hang_up=True)) as (client, _):
         with pytest.raises(aiohttp.ServerDisconnectedError):
             await post(client)
 
 
 async def test_plain_client_raises_for_invalid_http() -> None:
-    async with serving(always(b"220 mail.example ESMTP\r\n")) as (client, _):
+    async with serving(respond_always(b"220 mail.example ESMTP\r\n")) as (client, _):
         with pytest.raises(aiohttp.ClientPayloadError, match="not valid HTTP"):
             await post(client)
 
@@ -158,7 +158,7 @@ async def test_plain_client_applies_back_pressure() -> None:
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
-        await take(reader)
+        await handle_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
         while sent < size:
             writer.write(bytes(1 << 16))
@@ -190,17 +190,17 @@ async def test_plain_client_closes_the_connection_of_a_cancelled_request(began: 
     gone = asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await take(reader)
+        await handle_request(reader)
         if began:
             writer.write(OK[:-1])
         assert await reader.read() == b""
         gone.set()
 
     async with serving(handle) as (client, _):
-        asking = asyncio.create_task(post(client))
+        request_task = asyncio.create_task(post(client))
         await asyncio.sleep(0.1)
         if began:
-            (await asking).close()
+            (await request_task).close()
         else:
-            asking.cancel()
+            request_task.cancel()
         await asyncio.wait_for(gone.wait(), 5)

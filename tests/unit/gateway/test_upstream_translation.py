@@ -60,7 +60,7 @@ async def upstream(provider: Provider) -> AsyncGenerator[Make]:
         await one.close()
 
 
-def asked(model: str = "plain", **more: Any) -> ModelRequest:
+def build_request(model: str = "plain", **more: Any) -> ModelRequest:
     return ModelRequest(model, CONVERSATION, (TOOL,), **more)
 
 
@@ -72,7 +72,7 @@ async def ask(
         return [piece async for piece in answer.chunks]
 
 
-def said(pieces: list[UpstreamChunk]) -> Message:
+def join_deltas(pieces: list[UpstreamChunk]) -> Message:
     """Return the sum of the deltas."""
     message = Message(role="assistant", content="")
     reasoning, calls = "", list[ToolCall]()
@@ -96,7 +96,7 @@ def said(pieces: list[UpstreamChunk]) -> Message:
 async def test_translation_of_a_response_yields_deltas_and_choices(
     upstream: Make, agent: str, dialect: str, model: str
 ) -> None:
-    (piece,) = await ask(upstream(dialect), agent, asked(model))
+    (piece,) = await ask(upstream(dialect), agent, build_request(model))
     assert (piece.raw, piece.deltas) == (b"", [])
     (choice,) = piece.choices or ()
     assert choice.message["content"] == ("" if model == "tools" else TEXT)
@@ -108,10 +108,10 @@ async def test_translation_of_a_response_yields_deltas_and_choices(
 async def test_translation_deltas_add_up_to_the_reply(
     upstream: Make, agent: str, dialect: str, model: str
 ) -> None:
-    pieces = await ask(upstream(dialect), agent, asked(model, stream=True))
+    pieces = await ask(upstream(dialect), agent, build_request(model, stream=True))
     assert all(piece.raw == b"" for piece in pieces)
     (choice,) = pieces[-1].choices or ()
-    assert said(pieces) == choice.message
+    assert join_deltas(pieces) == choice.message
     assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
     deltas = [delta for piece in pieces for _, delta in piece.deltas]
     assert len(deltas) >= 4
@@ -123,8 +123,8 @@ async def test_translation_deltas_add_up_to_the_reply(
 @pytest.mark.parametrize("agent", ["responses", "messages"])
 async def test_translation_builds_a_chat_request(provider: Provider, upstream: Make, agent: str) -> None:
     settings = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ("\n\n",), "seed": 3}
-    await ask(upstream("chat", model="m"), agent, asked(stream=True, **settings))
-    body = provider.asked
+    await ask(upstream("chat", model="m"), agent, build_request(stream=True, **settings))
+    body = provider.last_request
     TypeAdapter(CompletionCreateParams).validate_python(body)
     assert body["model"] == "m"
     assert [message["role"] for message in body["messages"]] == [m["role"] for m in CONVERSATION]
@@ -141,8 +141,8 @@ async def test_translation_builds_a_chat_request(provider: Provider, upstream: M
 
 @pytest.mark.parametrize("agent", ["chat", "responses"])
 async def test_translation_builds_a_messages_request(provider: Provider, upstream: Make, agent: str) -> None:
-    await ask(upstream("messages", model="m"), agent, asked(temperature=0.5, stop=("x",)))
-    body = provider.asked
+    await ask(upstream("messages", model="m"), agent, build_request(temperature=0.5, stop=("x",)))
+    body = provider.last_request
     TypeAdapter(MessageCreateParams).validate_python(body)
     assert (body["system"], body["max_tokens"], body["stop_sequences"]) == ("Be brief.", 8192, ["x"])
     assert [turn["role"] for turn in body["messages"]] == ["user", "assistant", "user"]
@@ -160,13 +160,13 @@ async def test_translation_rejects_what_anthropic_does_not_support(
     upstream: Make, name: str, value: int
 ) -> None:
     with pytest.raises(ApiError, match=f"'{name}' is not supported") as caught:
-        await ask(upstream("messages"), "chat", asked(**{name: value}))
+        await ask(upstream("messages"), "chat", build_request(**{name: value}))
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
 async def test_translation_rejects_unsupported_requests(upstream: Make) -> None:
     with pytest.raises(ApiError, match="images"):
-        await ask(upstream("chat"), "messages", asked(unsupported_error=bad_request("No images.")))
+        await ask(upstream("chat"), "messages", build_request(unsupported_error=bad_request("No images.")))
 
 
 @pytest.mark.parametrize(
@@ -176,18 +176,20 @@ async def test_translation_rejects_dialects_without_translation(
     upstream: Make, dialect: str, agent: str
 ) -> None:
     with pytest.raises(ApiError, match=f"does not support '{agent}'; it supports: {dialect}"):
-        await ask(upstream(dialect), agent, asked())
+        await ask(upstream(dialect), agent, build_request())
 
 
 async def test_translation_moves_the_agents_key_to_the_providers_header(
     provider: Provider, upstream: Make
 ) -> None:
     headers = {"x-api-key": "k", "anthropic-version": "2023-06-01", "anthropic-beta": "b"}
-    await ask(upstream("chat"), "messages", asked(), headers)
+    await ask(upstream("chat"), "messages", build_request(), headers)
     sent = provider.headers[-1]
     assert sent["authorization"] == "Bearer k"
     assert not {"x-api-key", "anthropic-beta", "anthropic-version"} & set(sent)
-    await ask(upstream("messages"), "chat", asked(), {"authorization": "Bearer k", "openai-project": "p"})
+    await ask(
+        upstream("messages"), "chat", build_request(), {"authorization": "Bearer k", "openai-project": "p"}
+    )
     sent = provider.headers[-1]
     assert (sent["x-api-key"], sent["anthropic-version"]) == ("k", "2023-06-01")
     assert not {"authorization", "openai-project"} & set(sent)
@@ -195,13 +197,15 @@ async def test_translation_moves_the_agents_key_to_the_providers_header(
 
 async def test_translation_of_an_error_drops_the_raw_body(upstream: Make) -> None:
     with pytest.raises(UpstreamError, match=r"Slow down\.") as caught:
-        await ask(upstream("chat"), "messages", asked("limited"))
+        await ask(upstream("chat"), "messages", build_request("limited"))
     assert (caught.value.status, caught.value.retry_after, caught.value.raw) == (429, 7, b"")
 
 
 async def test_translation_keeps_token_ids(upstream: Make) -> None:
     for stream in (False, True):
-        pieces = await ask(upstream("chat", token_ids=True), "messages", asked("exact", stream=stream))
+        pieces = await ask(
+            upstream("chat", token_ids=True), "messages", build_request("exact", stream=stream)
+        )
         (choice,) = pieces[-1].choices or ()
         assert choice.sampled_ids is not None
         assert choice.sampled_ids.tolist() == [7, 8, 2]

@@ -1,4 +1,4 @@
-"""The same question in each dialect over plain HTTP, which can send what an SDK would not."""
+"""Requests in every dialect over plain HTTP, which can be invalid in ways that an SDK does not allow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PATHS = {
 }
 
 
-def asking(dialect: str, *said: str, **more: Any) -> dict[str, Any]:
+def build_request(dialect: str, *texts: str, **fields: Any) -> dict[str, Any]:
     """Return a body in which user and assistant alternate."""
-    turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(said)]
+    turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
     match dialect:
         case "completions":
-            marked = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns]
-            prompt = "".join([*marked, "<|im_start|>assistant\n"])
+            formatted = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns]
+            prompt = "".join([*formatted, "<|im_start|>assistant\n"])
             body: dict[str, Any] = {"prompt": prompt, "max_tokens": 500}
         case "responses":
             body = {"input": turns}
@@ -38,7 +38,7 @@ def asking(dialect: str, *said: str, **more: Any) -> dict[str, Any]:
             body = {"messages": turns, "max_tokens": 500}
         case _:
             body = {"messages": turns}
-    return {"model": "m", **body, **more}
+    return {"model": "m", **body, **fields}
 
 
 async def post(
@@ -50,32 +50,32 @@ async def post(
     )
 
 
-def session_of(answer: httpx.Response) -> str:
+def get_session_id(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
     return answer.headers["x-instar-session"]
 
 
-async def all_calls(gateway: Served) -> list[Call]:
+async def list_all_calls(gateway: Served) -> list[Call]:
     """Return the calls of every session, in the order in which the sessions were opened."""
     rows = await gateway.store.sessions("run")
     by_session = [await gateway.store.calls(row.session.session_id) for row in rows]
     return [call for calls in by_session for call in calls]
 
 
-async def in_flight(gateway: Served) -> int:
+async def count_in_flight(gateway: Served) -> int:
     answer = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
     return answer.json()["in_flight"]
 
 
-async def until_in_flight(gateway: Served, count: int, seconds: float = 10) -> None:
-    """Wait until that many model calls are in flight."""
+async def wait_for_in_flight(gateway: Served, count: int, seconds: float = 10) -> None:
+    """Wait until ``count`` model calls are in flight."""
     async with asyncio.timeout(seconds):
-        while await in_flight(gateway) != count:  # noqa: ASYNC110 — the gateway is asked from outside
+        while await count_in_flight(gateway) != count:  # noqa: ASYNC110 — the gateway sends no event
             await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
-async def gateway_at(
+async def run_scripted_gateway(
     path: Path,
     model: ModelConfig,
     renderer: Renderer,
@@ -84,7 +84,7 @@ async def gateway_at(
     hash_key: bytes = b"key",
     delay: float = 0.0,
 ) -> AsyncGenerator[Served]:
-    """Yield a gateway on a new store, or on an earlier one as after a restart."""
+    """Yield a gateway on a new store, or on an existing store as after a restart."""
     script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
     engine = ScriptedEngine(model, script)
     async with run_gateway(path, engine, renderer, config or GatewayConfig(), hash_key=hash_key) as gateway:
