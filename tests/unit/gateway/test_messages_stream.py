@@ -140,8 +140,8 @@ def random_reply(dice: random.Random) -> tuple[list[ReplyDelta], Message]:
 
 
 def echo_reply(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, Any]]:
-    """Return the blocks as a client may send them back: without thinking, with trimmed or split texts, without
-    or with empty texts, and with the keys in a different order."""
+    """Return the blocks as a client may send them back: without thinking, with trimmed or split texts,
+    without or with empty texts, and with the keys in a different order."""
     blocks = [block for block in blocks if block["type"] != "thinking" or dice.random() < 0.5]
     out: list[dict[str, Any]] = []
     texts = [i for i, block in enumerate(blocks) if block["type"] == "text"]
