@@ -156,7 +156,7 @@ class ControlApi:
         caller, body = await self._read(http, FeedbackBody)
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
-                message = f"The URL names the session {session_id!r}, and the body {body.session_id!r}."
+                message = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}."
                 raise ApiError(403, message, code="session_conflict")
             body.session_id = session_id
         client_key = parse_retry_evidence(http.headers).client_key

@@ -156,7 +156,7 @@ class _EngineSamplingRun(SamplingRun):
 
     def _prepare_replies(self, *, is_streamed: bool) -> None:
         request, renderer = self._call.request, self._source.renderer
-        params = self._sampling_params()
+        params = self._build_params()
         session = self._call.state.session
         # The train channel ignores the agent's seed, because the sessions of a group must differ.
         has_forced_seed = session.channel is Channel.TRAIN and session.seed is not None
@@ -173,7 +173,7 @@ class _EngineSamplingRun(SamplingRun):
             reply.untrainable = None if self._call.is_trainable else MODEL_UNTRAINABLE
             self._replies.append(reply)
 
-    def _sampling_params(self) -> SamplingParams:
+    def _build_params(self) -> SamplingParams:
         """Return the settings. The session's settings replace the channel's, which replace the agent's."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}

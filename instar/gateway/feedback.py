@@ -69,7 +69,7 @@ class FeedbackList(msgspec.Struct):
     feedback: list[FeedbackView]
 
 
-def _feedback_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
+def _to_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
     view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
     view.reward = reward_value(feedback)
     view.trainable = feedback.correction_ids is not None
@@ -117,7 +117,7 @@ class FeedbackService:
         value = reward_value(feedback)
         rewards = [] if value is None else [_build_reward(feedback, value, session, call, caller)]
         if await self._store.add_feedback(feedback, rewards):
-            return _feedback_view(feedback, reason), True
+            return _to_view(feedback, reason), True
         rows = await self._store.feedback(self._run_id, session_id=feedback.session_id)
         recorded = next((row for row in rows if row.feedback_id == feedback.feedback_id), None)
         if recorded is None or not _is_same(recorded, feedback, call):
@@ -125,12 +125,12 @@ class FeedbackService:
                 f"The id {feedback.feedback_id!r} is already used by different feedback; send another id."
             )
             raise ApiError(409, message, code="conflict", param="feedback_id")
-        return _feedback_view(recorded, reason), False
+        return _to_view(recorded, reason), False
 
     async def list_feedback(self, session_id: str | None) -> list[FeedbackView]:
         """Return the feedback on a session, or on all sessions of the run, oldest first."""
         rows = await self._store.feedback(self._run_id, session_id=session_id)
-        return [_feedback_view(row) for row in rows]
+        return [_to_view(row) for row in rows]
 
     async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
         call = await self._find_call(caller, body)
@@ -189,7 +189,7 @@ class FeedbackService:
         ids, reason, correction = None, None, None
         if body.correction is not None:
             correction = redact(body.correction)
-            call = call or await self._last_call(session_id)
+            call = call or await self._find_last_call(session_id)
             if correction != body.correction:
                 reason = "a secret was removed from the correction"
             elif _is_from_agent(session, caller):
@@ -210,7 +210,7 @@ class FeedbackService:
         )
         return feedback, reason
 
-    async def _last_call(self, session_id: str) -> Call:
+    async def _find_last_call(self, session_id: str) -> Call:
         calls = await self._store.calls(session_id)
         complete_calls = [call for call in calls if call.status is CallStatus.OK]
         if not complete_calls:

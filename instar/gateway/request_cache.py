@@ -57,7 +57,7 @@ class RequestCache:
             return parsed.request, parsed.chain
         request = dialect.parse_request(body)
         chain = self._hasher.hash_messages(request.messages, request.tools)
-        offsets = _message_offsets(body) if request.unsupported_error is None else None
+        offsets = _find_message_offsets(body) if request.unsupported_error is None else None
         if offsets is not None:
             start, ends = offsets
             self._put(key, _ParsedBody(body, ends, start, request, chain), None)
@@ -69,13 +69,13 @@ class RequestCache:
         """Return the parsed body with the first ``count`` messages of ``cached``. Return None if the complete
         body must be parsed, for example because an error must name a position in the complete body."""
         start = cached.start
-        rest_start = _next_message(body, cached.ends[count - 1])
+        rest_start = _find_next_message(body, cached.ends[count - 1])
         rest = body[:start] + body[rest_start:]
         try:
             parsed = dialect.parse_request(rest)
         except ApiError:
             return None
-        offsets = _message_offsets(rest) if parsed.unsupported_error is None else None
+        offsets = _find_message_offsets(rest) if parsed.unsupported_error is None else None
         # The last value counts if a body repeats the key "messages".
         if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
@@ -96,7 +96,7 @@ class RequestCache:
         best_count = 0
         for cached in self._entries.get(key, ()):
             count = bisect_right(cached.ends, _common_prefix_length(cached.body, body))
-            while count and _next_message(body, cached.ends[count - 1]) == 0:
+            while count and _find_next_message(body, cached.ends[count - 1]) == 0:
                 count -= 1
             if count > best_count:
                 best, best_count = cached, count
@@ -126,26 +126,26 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
     return position if different[position] else length
 
 
-def _next_message(body: bytes, end: int) -> int:
+def _find_next_message(body: bytes, end: int) -> int:
     """Return the offset of the message that follows a message that ends at ``end``, or 0 at the end."""
     while body[end : end + 1] and body[end] in _WHITESPACE:
         end += 1
     return end + 1 if body[end : end + 1] == b"," else 0
 
 
-def _message_offsets(body: bytes) -> tuple[int, list[int]] | None:
+def _find_message_offsets(body: bytes) -> tuple[int, list[int]] | None:
     """Return the offset of the first message and the offsets of the ends of all messages, or None if the body
     has no messages. The offsets are computed from addresses, because msgspec.Raw is a view of the body."""
     try:
         raws = msgspec.json.decode(body, type=_MessagesBody).messages
     except msgspec.DecodeError:
         return None
-    origin = _address(body)
-    starts = [_address(raw) - origin for raw in raws]
+    origin = _get_address(body)
+    starts = [_get_address(raw) - origin for raw in raws]
     if not starts or not 0 <= starts[0] < len(body):
         return None
     return starts[0], [start + len(memoryview(raw)) for start, raw in zip(starts, raws, strict=True)]
 
 
-def _address(buffer: Any) -> int:
+def _get_address(buffer: Any) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data

@@ -40,15 +40,15 @@ class ModelRouter:
         if route is not None and route.upstream:
             return self._upstreams[route.upstream], is_trainable
         if self._default is None:
-            raise _no_model()
+            raise _no_model_error()
         return self._default, is_trainable
 
     def require_engine(self) -> EngineSource:
         if self.engine is None:
-            raise _no_model()
+            raise _no_model_error()
         return self.engine
 
 
-def _no_model() -> ApiError:
+def _no_model_error() -> ApiError:
     message = "This gateway has no engine of its own, and no provider is configured for this model."
     return ApiError(404, message, code="model_not_found", param="model")

@@ -119,7 +119,7 @@ class SessionService:
         session = await self._store.session(session_id)
         assert session is not None, "sessions are never deleted"
         view = msgspec.convert(session, SessionView, from_attributes=True)
-        view.calls = [_call_view(call) for call in await self._store.calls(session_id)]
+        view.calls = [_to_call_view(call) for call in await self._store.calls(session_id)]
         view.rewards = [base.to_reward_body(reward) for reward in await self._store.rewards(session_id)]
         return view
 
@@ -148,7 +148,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
             raise base.bad_request(f"'{path}' is {value}; it must be between {low:g} and {high:g}.", path)
 
 
-def _call_view(call: Call) -> CallView:
+def _to_call_view(call: Call) -> CallView:
     return CallView(
         call_id=call.call_id,
         parent_id=call.parent_id,

@@ -101,7 +101,7 @@ def _parse_part(part: ChatContentPart, path: str, errors: list[ApiError]) -> str
         return text
     message = f"Unsupported content part {part.type!r}; supported: 'text' with a 'text'."
     errors.append(common.unsupported_value(message, path))
-    return common.placeholder(part, part.type)
+    return common.format_placeholder(part, part.type)
 
 
 def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:

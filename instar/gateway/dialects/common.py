@@ -112,7 +112,7 @@ def parse_session_hints(body: object, *metadata: Json | None) -> tuple[str, ...]
     return tuple(dict.fromkeys(hints))
 
 
-def placeholder(value: msgspec.Struct, kind: str) -> str:
+def format_placeholder(value: msgspec.Struct, kind: str) -> str:
     """Return a text that represents an image or other content, with a hash of the content."""
     return f"[{kind} {blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()}]"
 

@@ -87,7 +87,7 @@ def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRe
         model=body.model,
         messages=messages,
         tools=_parse_tools(body, errors),
-        session_hints=_session_hints(body.metadata),
+        session_hints=_parse_session_hints(body.metadata),
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -143,12 +143,12 @@ def _find_unanswerable(body: MessagesRequestBody) -> list[ApiError]:
     """Return the errors of a request whose tokens can be counted but which cannot be answered."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
-        message = "'max_tokens' is 0; there is no cache to fill, so it must be at least 1."
+        message = "'max_tokens' is 0; it must be at least 1, because there is no cache to fill."
         errors.append(common.unsupported_value(message, "max_tokens"))
-    last = len(body.messages) - 1
-    if body.messages[last].role == "assistant":
-        message = "The last message is the assistant's; continuing a partial reply is not supported."
-        errors.append(common.unsupported_value(message, f"messages[{last}]"))
+    last_index = len(body.messages) - 1
+    if body.messages[last_index].role == "assistant":
+        message = "Continuing a partial reply is not supported; end 'messages' with a user message."
+        errors.append(common.unsupported_value(message, f"messages[{last_index}]"))
     return errors
 
 
@@ -175,7 +175,7 @@ def _parse_tool(tool: MessagesTool, path: str, errors: list[ApiError]) -> Tool |
     return Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
 
 
-def _session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
+def _parse_session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
     # Claude Code puts its session id into the user's id: ``user_…_account_…_session_<uuid>``, or JSON with a
     # ``session_id``. The rest of the user's id is the same in all sessions.
     if metadata is None or not metadata.user_id:
@@ -195,7 +195,7 @@ def _session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
 
 
 def _parse_system(system: str | list[MessagesContentBlock] | None, errors: list[ApiError]) -> list[Message]:
-    texts = [system] if isinstance(system, str) else _block_texts(system or (), "system", errors)
+    texts = [system] if isinstance(system, str) else _parse_blocks(system or (), "system", errors)
     content = _join(text.partition("\n")[2] if text.startswith(BILLING_LINE) else text for text in texts)
     return [Message(role="system", content=content)] if content else []
 
@@ -209,7 +209,7 @@ def _parse_messages(items: Sequence[MessagesRequestMessage], errors: list[ApiErr
         elif item.role == "assistant":
             messages.append(_parse_assistant(content, path, errors))
         elif item.role == "system":
-            messages.append(Message(role="system", content=_join(_block_texts(content, path, errors))))
+            messages.append(Message(role="system", content=_join(_parse_blocks(content, path, errors))))
         else:
             messages += _parse_user(content, path, errors)
     return messages
@@ -226,7 +226,7 @@ def _parse_user(blocks: list[MessagesContentBlock], path: str, errors: list[ApiE
                 texts = []
             messages.append(_parse_tool_result(block, block_path, errors))
         else:
-            texts.append(_block_text(block, block_path, errors))
+            texts.append(_parse_block(block, block_path, errors))
     if texts or not messages:
         messages.append(Message(role="user", content=_join(texts)))
     return messages
@@ -239,7 +239,7 @@ def _parse_tool_result(block: MessagesContentBlock, path: str, errors: list[ApiE
     if isinstance(content, dict):
         message = f"'{content_path}' is an object; it must be text or a list of blocks."
         raise bad_request(message, content_path, "invalid_type")
-    text = content if isinstance(content, str) else _join(_block_texts(content, content_path, errors))
+    text = content if isinstance(content, str) else _join(_parse_blocks(content, content_path, errors))
     if block.is_error:
         text = f"Error: {text}"
     return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
@@ -254,7 +254,7 @@ def _parse_assistant(blocks: list[MessagesContentBlock], path: str, errors: list
         block_path = f"{path}[{i}]"
         match block.type:
             case "text":
-                texts.append(_block_text(block, block_path, errors))
+                texts.append(_parse_block(block, block_path, errors))
             case "tool_use":
                 if not block.name:
                     raise common.missing_parameter(f"{block_path}.name")
@@ -274,17 +274,17 @@ def _parse_assistant(blocks: list[MessagesContentBlock], path: str, errors: list
     return message
 
 
-def _block_texts(blocks: Sequence[MessagesContentBlock], path: str, errors: list[ApiError]) -> list[str]:
+def _parse_blocks(blocks: Sequence[MessagesContentBlock], path: str, errors: list[ApiError]) -> list[str]:
     return [
-        block.tool_name if block.type == "tool_reference" else _block_text(block, f"{path}[{i}]", errors)
+        block.tool_name if block.type == "tool_reference" else _parse_block(block, f"{path}[{i}]", errors)
         for i, block in enumerate(blocks)
     ]
 
 
-def _block_text(block: MessagesContentBlock, path: str, errors: list[ApiError]) -> str:
+def _parse_block(block: MessagesContentBlock, path: str, errors: list[ApiError]) -> str:
     if block.type != "text":
         errors.append(_unsupported_block(block, path))
-        return common.placeholder(block, block.type)
+        return common.format_placeholder(block, block.type)
     if block.text is None:
         raise common.missing_parameter(f"{path}.text")
     return block.text

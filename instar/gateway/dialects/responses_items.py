@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
-from instar.gateway.dialects.common import missing_parameter, placeholder, unsupported_value
+from instar.gateway.dialects.common import format_placeholder, missing_parameter, unsupported_value
 from instar.types import Json, Message, Tool, ToolCall
 from instar.wire.openai import ResponsesContentPart, ResponsesInputItem, ResponsesTool
 
@@ -162,7 +162,7 @@ class _ItemParser:
                 # A call of a hosted tool belongs to the model's turn and is dropped.
                 if not kind.endswith("_call"):
                     self._turn = None
-                    self.messages.append(Message(role="user", content=placeholder(item, kind)))
+                    self.messages.append(Message(role="user", content=format_placeholder(item, kind)))
         self._previous_type = kind
 
     def _parse_message(self, item: ResponsesInputItem, path: str) -> None:
@@ -222,7 +222,7 @@ class _ItemParser:
         if text is not None:
             return text
         self._errors.append(_unsupported("content part", part.type, kinds, path))
-        return placeholder(part, part.type)
+        return format_placeholder(part, part.type)
 
 
 def _unsupported(kind: str, value: str, supported: Sequence[str], path: str) -> ApiError:

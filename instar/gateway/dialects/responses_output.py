@@ -149,7 +149,7 @@ class _TextItem(_OutputItem):
 
     def end(self, status: str) -> Events:
         text = "".join(self._pieces)
-        self.logprobs = _logprobs_of_text(self.logprobs, text)
+        self.logprobs = _select_text_logprobs(self.logprobs, text)
         part = self._format_part(text)
         self.item |= {"status": status, "content": [part]}
         fields = self._format_logprobs(self.logprobs)
@@ -284,7 +284,7 @@ class JsonStringReader:
         return text
 
 
-def _logprobs_of_text(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
+def _select_text_logprobs(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
     """Return the logprobs of the tokens of ``text``, or all logprobs if no tokens contain ``text``."""
     start = "".join(token.text for token in logprobs).find(text)
     if start < 0:

@@ -50,7 +50,7 @@ class ReplayLookup:
             await asyncio.wait([original.done], timeout=self._timeout)
             if not original.done.done():
                 break
-        rows = [await self._store.call(call_id) for call_id in self._recorded_ids()]
+        rows = [await self._store.call(call_id) for call_id in self._find_recorded_ids()]
         calls = [call for call in rows if call is not None and self._graph.is_reply_unredacted(call)]
         return calls if len(calls) == n else []
 
@@ -75,7 +75,7 @@ class ReplayLookup:
                 return pending
         return None
 
-    def _recorded_ids(self) -> list[str]:
+    def _find_recorded_ids(self) -> list[str]:
         graph, key, retry = self._graph, self._key, self._retry
         if retry.client_key is None:
             should_replay = graph.take_undelivered(key) or retry.is_retry

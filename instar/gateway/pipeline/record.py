@@ -272,9 +272,9 @@ class Recorder:
             position = placement.first_redacted_message
         if tools is not meta.request.tools or self._has_secret_prompt_ids(meta, placement):
             position = 0
-        shared = first.first_redacted_message if first else None
-        if shared is not None and shared < base_messages:
-            position = shared
+        first_position = first.first_redacted_message if first else None
+        if first_position is not None and first_position < base_messages:
+            position = first_position
         if position is not None:
             messages = (*messages[:base_messages], *redacted)
         return _RedactedContent(messages, tools, redacted_reply, position)

@@ -103,13 +103,14 @@ class SessionResolver:
         if call is None and allow_unknown:
             return request, chain, None
         if call is None:
-            message, param = f"There is no earlier response {response_id!r}.", "previous_response_id"
+            message = f"There is no earlier response {response_id!r}."
+            param = "previous_response_id"
             raise ApiError(404, message, code="previous_response_not_found", param=param)
         count = request.instruction_count
-        earlier = call.messages
-        if earlier and earlier[0]["role"] == "system" and call.dialect == "responses":
-            earlier = earlier[1:]
-        messages = (*request.messages[:count], *earlier, call.reply, *request.messages[count:])
+        previous_messages = call.messages
+        if previous_messages and previous_messages[0]["role"] == "system" and call.dialect == "responses":
+            previous_messages = previous_messages[1:]
+        messages = (*request.messages[:count], *previous_messages, call.reply, *request.messages[count:])
         request = replace(request, messages=messages)
         return request, self._hasher.hash_messages(messages, request.tools), call.session_id
 

@@ -156,10 +156,10 @@ class Responder:
         if part:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
-    async def _send_last(self, last: bytes) -> None:
+    async def _send_last(self, part: bytes) -> None:
         with suppress(TimeoutError):  # The client may stop reading, because the call is already recorded.
             async with asyncio.timeout(self._read_timeout):
-                await self._send({"type": "http.response.body", "body": last, "more_body": False})
+                await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
     async def _send_complete(self, content_type: str, body: bytes) -> None:
         self._has_started = True

@@ -62,15 +62,15 @@ class HttpUpstream:
         """``path`` is the path of the configuration section, for error messages."""
         self._config = config
         self._dialects = (config.dialect, *config.also)
-        self._key = _key(config, path)
-        self._base = _base_url(config, path)
-        self._urls = {dialect: _url(self._base, dialect, config.dialect) for dialect in self._dialects}
+        self._key = _load_api_key(config, path)
+        self._base = _parse_base_url(config, path)
+        self._urls = {dialect: _build_url(self._base, dialect, config.dialect) for dialect in self._dialects}
         self._fixed_headers = {dialect: self._build_fixed_headers(dialect) for dialect in self._dialects}
         # OpenAI's newer models reject 'max_tokens'.
         is_openai = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
         self._limit_name = "max_completion_tokens" if is_openai else "max_tokens"
         self._proxy = None if proxy_bypass(self._base.host or "") else getproxies().get(self._base.scheme)
-        self._plain = None if self._proxy else _plain_client(self._base)
+        self._plain = None if self._proxy else _create_plain_client(self._base)
         self._session: aiohttp.ClientSession | None = None
 
     def send(
@@ -182,7 +182,7 @@ class HttpUpstream:
         if dialect == "messages":
             headers["anthropic-version"] = _ANTHROPIC_VERSION
         if self._key is not None:
-            name, value = _auth_header(dialect, self._key)
+            name, value = _build_auth_header(dialect, self._key)
             headers[name] = value
         headers.update(self._config.headers)
         return headers
@@ -200,7 +200,7 @@ class HttpUpstream:
         return headers
 
 
-def _key(config: UpstreamEngineConfig, path: str) -> str | None:
+def _load_api_key(config: UpstreamEngineConfig, path: str) -> str | None:
     if config.api_key_env is None:
         return None
     key = os.environ.get(config.api_key_env, "").strip()
@@ -211,7 +211,7 @@ def _key(config: UpstreamEngineConfig, path: str) -> str | None:
     return key
 
 
-def _base_url(config: UpstreamEngineConfig, path: str) -> URL:
+def _parse_base_url(config: UpstreamEngineConfig, path: str) -> URL:
     try:
         url = URL(config.base_url)
     except ValueError:
@@ -221,7 +221,7 @@ def _base_url(config: UpstreamEngineConfig, path: str) -> URL:
     return url
 
 
-def _url(base: URL, dialect: str, base_dialect: str) -> URL:
+def _build_url(base: URL, dialect: str, base_dialect: str) -> URL:
     # The SDKs do the same: OpenAI's expects an address with the version, and Anthropic's adds the version.
     root = base.path.rstrip("/")
     if dialect == "messages":
@@ -231,7 +231,7 @@ def _url(base: URL, dialect: str, base_dialect: str) -> URL:
     return base.with_path(root + _PATHS[dialect]).with_query(base.query)
 
 
-def _plain_client(base: URL) -> PlainClient | None:
+def _create_plain_client(base: URL) -> PlainClient | None:
     if base.scheme != "http" or sys.platform == "win32":
         return None
     from instar.http.plain import PlainClient  # PlainClient's parser does not exist on Windows.
@@ -244,7 +244,7 @@ def _plain_client(base: URL) -> PlainClient | None:
     )
 
 
-def _auth_header(dialect: str, key: str) -> tuple[str, str]:
+def _build_auth_header(dialect: str, key: str) -> tuple[str, str]:
     return ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
 
 
@@ -254,7 +254,7 @@ def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMul
     bearer, key = client_headers.get("authorization"), client_headers.get("x-api-key")
     is_anthropic_client = "anthropic-version" in client_headers
     if key is not None:
-        name, value = _auth_header(dialect, key)
+        name, value = _build_auth_header(dialect, key)
         headers[name] = value
     if bearer is not None and dialect == "messages" and not is_anthropic_client:
         headers["x-api-key"] = bearer.removeprefix("Bearer ")

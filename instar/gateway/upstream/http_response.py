@@ -58,7 +58,7 @@ class HttpUpstreamResponse:
             has_token_ids=added_fields is not None,
         )
         self._splitter = EventSplitter()
-        self._held: list[bytes] = []
+        self._held_events: list[bytes] = []
         self._failure: UpstreamError | None = None
         self.chunks = self._read_chunks()
 
@@ -110,9 +110,9 @@ class HttpUpstreamResponse:
         return UpstreamChunk(raw, (), reader.choices(), content_type, reader.response_id)
 
     def _read_events(self, events: Iterable[ServerSentEvent]) -> bytes:
-        """Read the events and return the bytes that may be passed on. The first event that announces the end
+        """Read the events and return the bytes that may be sent on. The first event that announces the end
         of the response, and all later events, are held until the call is recorded."""
-        passed: list[bytes] = []
+        forwarded: list[bytes] = []
         try:
             for event in events:
                 if event.data:
@@ -122,22 +122,22 @@ class HttpUpstreamResponse:
                     if self._added_fields and event.data.startswith(b"{"):
                         stripped = rewrite.strip_added_fields(event.data, self._added_fields)
                         raw = b"data: " + stripped + b"\n\n"
-                    (self._held if self._reader.has_ended else passed).append(raw)
+                    (self._held_events if self._reader.has_ended else forwarded).append(raw)
         except UpstreamError as error:
             self._failure = error
         except _DECODE_ERRORS as error:
             self._failure = _unreadable_error(error)
-        return b"".join(passed)
+        return b"".join(forwarded)
 
     def _build_last_chunk(self, content_type: str | None) -> UpstreamChunk:
         reader = self._reader
         if rest := self._splitter.flush():
-            self._held.append(self._read_events([rest]))
+            self._held_events.append(self._read_events([rest]))
         if self._failure is not None:
             raise self._failure
         if not reader.is_complete:
             raise EngineUnavailable("the provider closed the connection before the end of its response")
-        raw, deltas = b"".join(self._held), reader.take_deltas()
+        raw, deltas = b"".join(self._held_events), reader.take_deltas()
         response_id = None if self._is_translated else reader.response_id
         return UpstreamChunk(raw, deltas, reader.choices(), content_type, response_id)
 

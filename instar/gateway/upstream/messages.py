@@ -113,10 +113,7 @@ def build_messages_request(request: ModelRequest, model: str) -> Json:
     """Return a Messages API body for a request of a different dialect."""
     for name, is_set in {"n": request.n > 1, "seed": request.seed is not None}.items():
         if is_set:
-            message = (
-                f"'{name}' is not supported, because Anthropic's Messages API, which serves this model, "
-            )
-            message += "has no such parameter; leave it out."
+            message = f"Anthropic's Messages API, which serves this model, has no '{name}'; leave it out."
             raise bad_request(message, name, "unsupported_parameter")
     messages = request.messages
     roles = [message["role"] for message in messages]

@@ -21,7 +21,7 @@ _ARGUMENT_EVENTS = frozenset(
 )
 
 
-def _arguments(item: ResponsesOutputItem) -> str:
+def _format_arguments(item: ResponsesOutputItem) -> str:
     # A custom tool takes text instead of JSON, which is recorded as the string ``input``.
     if item.type == "custom_tool_call":
         return msgspec.json.encode({"input": item.input}).decode()
@@ -34,7 +34,7 @@ def _add_item(draft: ReplyDraft, item: ResponsesOutputItem) -> None:
     elif item.type == "reasoning":
         draft.add_reasoning("".join(part.text for part in item.content or item.summary or ()))
     elif item.type in _CALL_TYPES:
-        draft.add_arguments(draft.open_call(item.call_id or "", item.name or ""), _arguments(item))
+        draft.add_arguments(draft.open_call(item.call_id or "", item.name or ""), _format_arguments(item))
 
 
 def _build_draft(response: ResponsesResponse, output: list[ResponsesOutputItem]) -> ReplyDraft:
