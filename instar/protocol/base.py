@@ -68,12 +68,15 @@ class ServiceLimits:
     session_ttl: float = 600.0
     """The number of seconds without a heartbeat after which a session ends and its models are freed."""
     idle_before_eviction: float = 90.0
-    """The number of seconds without a heartbeat after which a session may be ended to free memory for the
-    models of other sessions. Clients send a heartbeat every 10 or 30 seconds."""
+    """The number of seconds without a heartbeat after which other sessions may take the memory of a session.
+    Clients send a heartbeat every 10 or 30 seconds."""
     result_ttl: float = 3600.0
     """The number of seconds that the result of a finished operation is kept."""
     sequence_gap_timeout: float = 120.0
     """The number of seconds to wait for a missing sequence id before later operations fail."""
+
+
+TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint on the server's disk. Training can continue from a "state"; a "sampler" can only be
-    sampled from."""
+    """A checkpoint on the server's disk. Training can continue from a "state", but not from a "sampler"."""
 
     path: str
     """The path that clients use, such as `tinker://<model>/weights/<name>`."""

@@ -20,16 +20,14 @@ T = TypeVar("T")
 
 
 class KeyStore:
-    """The API keys that a server accepts. The hash of a key is the ``owner`` of everything created with that
-    key."""
+    """The API keys that a server accepts. The hash of a key is the ``owner`` of its sessions."""
 
     def __init__(self, keys: Iterable[str], header: str) -> None:
         self._header = header
         self._hashes = [hash_key(key) for key in keys]
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the owner of the request's key. Raises ProtocolError 401 if the key is missing or
-        unknown."""
+        """Return the owner of the request's key. Raises ProtocolError 401 if the key is not accepted."""
         key = headers.get(self._header, "").strip()
         if not key:
             raise ProtocolError(f"the API key is missing; send it in the {self._header} header", 401)

@@ -18,9 +18,8 @@ from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local import state
 from instar.backends.local.backend import RNG_LOCK, LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
-from instar.protocol.base import AdapterSpec, CheckpointInfo, ProtocolError, convert_errors
+from instar.protocol.base import TRAINED_PARTS, AdapterSpec, CheckpointInfo, ProtocolError, convert_errors
 from instar.protocol.checkpoints import ADAPTER, STATE, CheckpointStore
-from instar.protocol.cores import CoreSharing
 from instar.types import Floats, Sample, new_id
 
 LORA_ALPHA = 32.0
@@ -53,6 +52,49 @@ class ClientSession:
     session_id: str
     owner: str
     last_seen: float
+
+
+class CoreSharing:
+    """Divides ``count`` cores, by default torch's number of threads, between training and sampling.
+
+    Two computations whose threads run on the same cores take far more than twice as long, because the threads
+    wait for each other in every operation. Therefore training and sampling each get half of the cores while
+    both run. A client that alternates between them always gets all cores, because the number of threads can
+    change the last bits of a sum. ``set_sampler_cores`` is called when the number of cores for sampling
+    changes.
+    """
+
+    def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
+        self._count = count or torch.get_num_threads()
+        self._set_sampler_cores = set_sampler_cores
+        self._training = self._sampling = 0
+
+    @contextmanager
+    def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
+        """Reserve cores for a model during the block. ``set_cores`` receives the number of cores."""
+        set_cores(self._share(others=self._sampling))
+        self._count_training(+1)
+        try:
+            yield
+        finally:
+            self._count_training(-1)
+
+    @contextmanager
+    def reserve_for_sampling(self) -> Generator[None]:
+        """Reserve cores for sampling during the block. A running training pass keeps its cores."""
+        self._sampling += 1
+        try:
+            yield
+        finally:
+            self._sampling -= 1
+
+    def _count_training(self, change: int) -> None:
+        before, self._training = self._training, self._training + change
+        if not (before and self._training):
+            self._set_sampler_cores(self._share(others=self._training))
+
+    def _share(self, others: int) -> int:
+        return max(1, self._count // 2) if others else self._count
 
 
 class TrainingModel:
@@ -94,8 +136,7 @@ class TrainingModel:
             return await self._backend.optim_step(adam)
 
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
-        """Save the model to the server's disk atomically and replace an existing checkpoint with this
-        name."""
+        """Save the model atomically. An existing checkpoint with this name is replaced."""
 
         async def fill(folder: Path) -> None:
             save = self._backend.save_state if optimizer else self._backend.save_weights
@@ -167,11 +208,7 @@ class TrainingModel:
             created_at=0.0,
             size_bytes=0,
             has_optimizer=has_optimizer,
-            extra={
-                "train_attn": self.adapter.train_attn,
-                "train_mlp": self.adapter.train_mlp,
-                "train_unembed": self.adapter.train_unembed,
-            },
+            extra={part: getattr(self.adapter, part) for part in TRAINED_PARTS},
         )
         with convert_errors():
             return await self._checkpoints.write(self.owner, name, info, fill, ttl=ttl)
@@ -180,8 +217,7 @@ class TrainingModel:
 def create_backend(
     base: PreTrainedModel, model: ModelConfig, adapter: AdapterSpec, threads: int | None
 ) -> tuple[ServedLocalBackend, AdapterSpec]:
-    """Return a backend that shares the weights of ``base``, and the adapter's settings with the seed that was
-    used."""
+    """Return a backend that shares the weights of ``base``, and the adapter's settings with its seed."""
     seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
     lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=lora_targets(base, adapter))
     config = LocalBackendConfig(lora=lora, threads=threads)
@@ -195,13 +231,9 @@ def lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Lit
     head = base.get_output_embeddings()
     suffixes: set[str] = set()
     for name, module in base.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if module is head:
-            is_trained = adapter.train_unembed
-        else:
-            is_trained = adapter.train_attn if "attn" in name or "attention" in name else adapter.train_mlp
-        if is_trained:
+        is_attention = "attn" in name or "attention" in name
+        is_trained = adapter.train_attn if is_attention else adapter.train_mlp
+        if isinstance(module, nn.Linear) and (adapter.train_unembed if module is head else is_trained):
             suffixes.add(".".join(name.split(".")[-2:]))
     if not suffixes:
         raise ProtocolError("train_attn, train_mlp and train_unembed are all false; set at least one of them")

@@ -152,23 +152,17 @@ class OperationScheduler:
     ) -> _Operation | None:
         operation = self._keys.get((owner, key)) if key is not None else None
         if operation is None and queue is not None and seq is not None:
-            operation = self._find_in_queue(queue, seq)
+            if seq < 1:
+                raise ProtocolError(f"sequence id: received {seq}; sequence ids begin with 1")
+            sequence = self._queues.get(queue, _SequenceQueue(queue))
+            operation = sequence.operations.get(seq)
+            if operation is None and seq < sequence.next_seq:
+                raise ProtocolError(
+                    f"sequence id {seq} of {queue} was run already, and its result has expired", 409
+                )
         if operation is not None and (operation.kind != kind or operation.owner != owner):
             field_name = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue}"
             raise ProtocolError(f"{field_name} belongs to another operation ({operation.kind})", 409)
-        return operation
-
-    def _find_in_queue(self, queue: str, seq: int) -> _Operation | None:
-        if seq < 1:
-            raise ProtocolError(f"sequence id: received {seq}; sequence ids begin with 1")
-        sequence = self._queues.get(queue)
-        if sequence is None:
-            return None
-        operation = sequence.operations.get(seq)
-        if operation is None and seq < sequence.next_seq:
-            raise ProtocolError(
-                f"sequence id {seq} of {queue} was run already, and its result has expired", 409
-            )
         return operation
 
     # --- running ---

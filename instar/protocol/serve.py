@@ -59,22 +59,16 @@ async def serve_protocol(
     closed = asyncio.Event()
     app = create_app(service, operations, keys)
     server = asyncio.create_task(serve(app, listener, stop=closed, grace=GRACE_SECONDS))
+    stopped = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
         if ready is not None:
             address = f"[{host}]" if ":" in host else host
             ready(f"http://{address}:{listener.getsockname()[1]}")
-        await _wait_until_stopped(server, stop or asyncio.Event())
+        await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        stopped.cancel()
         # Requests that wait for a result would keep the server open, so the operations are closed first.
         await operations.close()
         closed.set()
         await server
         await service.close()
-
-
-async def _wait_until_stopped(server: asyncio.Task[None], stop: asyncio.Event) -> None:
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopped.cancel()

@@ -13,8 +13,7 @@ from instar.backends.local.model import load_base
 from instar.config import ModelConfig
 from instar.protocol.base import AdapterSpec, ProtocolError, SampledSequence, ServiceLimits, convert_errors
 from instar.protocol.checkpoints import ADAPTER, CheckpointStore
-from instar.protocol.cores import CoreSharing
-from instar.protocol.models import ClientSession, TrainingModel, create_backend
+from instar.protocol.models import ClientSession, CoreSharing, TrainingModel, create_backend
 from instar.protocol.samplers import BASE_MODEL_KEY, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
@@ -28,11 +27,6 @@ class TrainingService:
     """Runs models and samplers in this process after `start`. ``base_model`` is the name that clients use, by
     default the model's name. ``folder`` contains the checkpoints. ``threads`` is torch's number of threads in
     each model and each sampler. An ``owner`` is the hash of a client's key."""
-
-    max_context: int
-    vocab_size: int
-    tokenizer_path: str
-    checkpoints: CheckpointStore
 
     def __init__(
         self,
@@ -82,8 +76,7 @@ class TrainingService:
         return session_id
 
     def heartbeat(self, session_id: str, owner: str) -> ClientSession:
-        """Record that the session is alive and return the session. Raises ProtocolError 404 if the session is
-        unknown, has ended or belongs to a different owner."""
+        """Record a heartbeat and return the session. Raises ProtocolError 404 if there is no such session."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise ProtocolError(f"there is no session {session_id}, or it has ended", 404)
@@ -171,8 +164,7 @@ class TrainingService:
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Return ``count`` sequences sampled from the checkpoint at the path ``sampler``, or from the base
-        model if ``sampler`` is None."""
+        """Return ``count`` sequences sampled from the checkpoint ``sampler``, or from the base model."""
         if not 1 <= count <= self.limits.max_operations:
             raise ProtocolError(f"num_samples: received {count}; allowed: 1 to {self.limits.max_operations}")
         key, adapter = self._resolve_policy(sampler, owner)

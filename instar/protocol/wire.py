@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -39,19 +40,14 @@ class AdamFields(Struct, kw_only=True):
     grad_clip_norm: float
 
     def to_config(self) -> AdamConfig:
+        fields = asdict(self)
+        learning_rate = fields.pop("learning_rate")
         try:
-            adam = AdamConfig(
-                # A learning rate of 0 is allowed in a schedule, but `AdamConfig` rejects it.
-                lr=self.learning_rate or 1.0,
-                beta1=self.beta1,
-                beta2=self.beta2,
-                eps=self.eps,
-                weight_decay=self.weight_decay,
-                grad_clip_norm=self.grad_clip_norm,
-            )
+            # A learning rate of 0 is allowed in a schedule, but `AdamConfig` rejects it.
+            adam = AdamConfig(lr=learning_rate or 1.0, **fields)
         except ValidationError as error:
             raise _invalid_value("adam_params", error) from None
-        return adam.model_copy(update={"lr": self.learning_rate})
+        return adam.model_copy(update={"lr": learning_rate})
 
 
 class SamplingFields(Struct, kw_only=True):

@@ -1,4 +1,7 @@
-"""Requests and error responses of Tinker's protocol.
+"""Authentication, requests and error responses of Tinker's protocol.
+
+Clients whose keys do not have Tinker's form, such as MinT's `sk-`, exchange the key for a token. A token is
+signed with its key, so it remains valid after a restart and the server does not store it.
 
 Tinker's clients retry 408, 409, 429 and 5xx for minutes, and raise 404 and 422 immediately. A retry does not
 help when a sequence id is taken, so the server sends 422 instead of 409.
@@ -7,16 +10,29 @@ help when a sequence id is taken, so the server sends 422 instead of 409.
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import hmac
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from instar.http.auth import hash_key
 from instar.protocol.base import ProtocolError
 from instar.protocol.http import KeyStore, ProtocolRouter, json_response, parse_json, read_body
+from instar.types import Json
 
 BODY_TIMEOUT_SECONDS = 60.0
+KEY_HEADER = "X-API-Key"
+KEY_PREFIX = "tml-"
+"""The prefix that Tinker's own clients require of a key."""
+TOKEN_TTL_SECONDS = 3600.0
+_JWT_PREFIX = "eyJ"
 T = TypeVar("T")
 
 
@@ -66,3 +82,61 @@ def create_router(keys: KeyStore, max_body: int) -> TinkerRouter:
 def _error_response(error: ProtocolError) -> Response:
     status = 422 if error.status == 409 else error.status
     return json_response({"detail": str(error), "category": error.category}, status)
+
+
+class TinkerKeyStore(KeyStore):
+    def __init__(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        super().__init__(keys, KEY_HEADER)
+        self._secrets = {hash_key(key): key.encode("utf-8", "surrogatepass") for key in keys}
+
+    def issue_token(self, owner: str) -> str:
+        """Return a JWT that is accepted instead of the owner's key until the JWT expires."""
+        claims = {
+            "iss": "instar",
+            "sub": f"tml:user:{owner[:16]}",
+            "org_id": "instar",
+            "owner": owner,
+            "exp": time.time() + TOKEN_TTL_SECONDS,
+        }
+        signed = f"{_encode({'alg': 'HS256', 'typ': 'JWT'})}.{_encode(claims)}"
+        return f"{signed}.{self._sign(owner, signed)}"
+
+    def _find_owner(self, key: str) -> str | None:
+        owner = super()._find_owner(key)
+        if owner is None and key.startswith(_JWT_PREFIX):
+            return self._verify_token(key)
+        return owner
+
+    def _verify_token(self, token: str) -> str | None:
+        signed, _, signature = token.rpartition(".")
+        claims = _decode(signed.partition(".")[2])
+        owner, expires = claims.get("owner"), claims.get("exp")
+        if not isinstance(owner, str) or owner not in self._secrets or not isinstance(expires, float):
+            return None
+        if not hmac.compare_digest(self._sign(owner, signed).encode(), signature.encode()):
+            return None
+        return owner if time.time() < expires else None
+
+    def _sign(self, owner: str, signed: str) -> str:
+        message = signed.encode("utf-8", "surrogatepass")
+        digest = hmac.new(self._secrets[owner], message, hashlib.sha256).digest()
+        return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def has_tinker_key(headers: Mapping[str, str]) -> bool:
+    """Return True if Tinker's clients send the request's key or token without exchanging it first."""
+    return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
+
+
+def _encode(value: Json) -> str:
+    return base64.urlsafe_b64encode(orjson.dumps(value)).decode().rstrip("=")
+
+
+def _decode(text: str) -> Json:
+    """Return the decoded JSON object, or an empty object if the text is not part of a token."""
+    try:
+        value = orjson.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

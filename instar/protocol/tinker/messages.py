@@ -19,14 +19,7 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 STOP, LENGTH = 0, 1
 
 _PACKAGE = "instar.tinker"
-_SCALARS = {
-    "double": FieldDescriptorProto.TYPE_DOUBLE,
-    "int64": FieldDescriptorProto.TYPE_INT64,
-    "int32": FieldDescriptorProto.TYPE_INT32,
-    "bool": FieldDescriptorProto.TYPE_BOOL,
-    "string": FieldDescriptorProto.TYPE_STRING,
-    "bytes": FieldDescriptorProto.TYPE_BYTES,
-}
+_SCALARS = ("double", "int64", "int32", "bool", "string", "bytes")
 
 # The number and the type of each field by message and field name. A type with `*` is repeated.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
@@ -72,13 +65,10 @@ def _build_file() -> FileDescriptorProto:
         for field_name, (number, type_name) in fields.items():
             kind = type_name.removesuffix("*")
             field = message.field.add(name=field_name, number=number)
-            field.label = (
-                FieldDescriptorProto.LABEL_REPEATED
-                if type_name.endswith("*")
-                else FieldDescriptorProto.LABEL_OPTIONAL
-            )
+            label = "LABEL_REPEATED" if type_name.endswith("*") else "LABEL_OPTIONAL"
+            field.label = FieldDescriptorProto.Label.Value(label)
             if kind in _SCALARS:
-                field.type = _SCALARS[kind]
+                field.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
             else:
                 field.type = FieldDescriptorProto.TYPE_MESSAGE
                 field.type_name = f".{_PACKAGE}.{kind}"

@@ -58,7 +58,10 @@ class TinkerPassResult:
     def to_json(self) -> Json:
         return {
             "loss_fn_output_type": _OUTPUT_TYPE,
-            "loss_fn_outputs": [{"logprobs": _tensor(values)} for values in self.logprobs],
+            "loss_fn_outputs": [
+                {"logprobs": {"data": np.ascontiguousarray(row), "dtype": "float32", "shape": [len(row)]}}
+                for row in self.logprobs
+            ],
             "metrics": drop_non_finite(self.metrics),
         }
 
@@ -101,7 +104,3 @@ class TinkerSampleResult:
 def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the finite metrics. JSON has no NaN and no infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
-
-
-def _tensor(values: Floats) -> Json:
-    return {"data": np.ascontiguousarray(values), "dtype": "float32", "shape": [len(values)]}

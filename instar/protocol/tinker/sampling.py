@@ -20,8 +20,7 @@ from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
 MAX_SESSIONS = 10_000
-"""The number of sampling sessions in memory, over all owners. The oldest sampling session is dropped
-first."""
+"""The number of sampling sessions in memory, over all owners. The oldest session is dropped first."""
 MAX_SAMPLES_PER_REQUEST = 1024
 
 
@@ -68,7 +67,9 @@ class TinkerSamplingSessions:
         return self.model_ids.pop(session_id, []), paths
 
 
-class TinkerSamplingRoutes:
+class TinkerRoutes:
+    """The base of classes with route handlers."""
+
     def __init__(
         self, service: TrainingService, operations: OperationScheduler, sessions: TinkerSamplingSessions
     ) -> None:
@@ -76,6 +77,8 @@ class TinkerSamplingRoutes:
         self._operations = operations
         self._sessions = sessions
 
+
+class TinkerSamplingRoutes(TinkerRoutes):
     def register(self, router: TinkerRouter) -> None:
         router.add("POST", "create_sampling_session", self.create)
         router.add("POST", "asample", self.sample)

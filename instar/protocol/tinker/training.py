@@ -1,7 +1,4 @@
-"""The routes for models in training: passes, optimizer steps and checkpoints.
-
-Each request starts an operation, whose result the client retrieves later.
-"""
+"""The routes that create, train, save, load and unload models."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from instar.backends.loss_values import compute_loss
 from instar.protocol.base import ProtocolError
 from instar.protocol.http import json_response
 from instar.protocol.models import TrainingModel
-from instar.protocol.operations import OperationScheduler
-from instar.protocol.service import TrainingService
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import TinkerBatch, TinkerPass, parse_json_pass, parse_protobuf_pass
 from instar.protocol.tinker.requests import (
@@ -27,7 +22,7 @@ from instar.protocol.tinker.requests import (
     TinkerSaveWeights,
 )
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, drop_non_finite
-from instar.protocol.tinker.sampling import TinkerSamplingSessions
+from instar.protocol.tinker.sampling import TinkerRoutes
 from instar.types import Json
 
 EPHEMERAL_TTL_SECONDS = 7 * 86400.0
@@ -35,14 +30,7 @@ EPHEMERAL_TTL_SECONDS = 7 * 86400.0
 OPTIMIZER = "adamw"
 
 
-class TinkerTrainingRoutes:
-    def __init__(
-        self, service: TrainingService, operations: OperationScheduler, sessions: TinkerSamplingSessions
-    ) -> None:
-        self._service = service
-        self._operations = operations
-        self._sessions = sessions
-
+class TinkerTrainingRoutes(TinkerRoutes):
     def register(self, router: TinkerRouter) -> None:
         router.add("POST", "create_model", self.create_model)
         router.add("POST", "unload_model", self.unload_model)
@@ -183,8 +171,7 @@ class TinkerTrainingRoutes:
         body: TinkerModelRequest,
         run: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
-        """Submit an operation with the request's sequence id. Raises ProtocolError 404 if the model has
-        ended."""
+        """Submit an operation. Raises ProtocolError 404 if the model has ended."""
         model = self._service.find_model(body.model_id, request.owner)
         request_id = self._operations.submit(
             kind,

@@ -1,8 +1,4 @@
-"""The app that serves the training and sampling routes of Weaver's protocol.
-
-Organisations, quotas, managed datasets, weight downloads and deployments are not supported. A request for
-them gets a 404.
-"""
+"""The app that serves the training and sampling routes of Weaver's protocol."""
 
 from __future__ import annotations
 
@@ -45,8 +41,7 @@ class WeaverMetrics(msgspec.Struct):
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
-    """Return the app. Every route except `/healthz` requires one of the keys. Clients with different keys
-    have no access to each other's sessions and models."""
+    """Return the app. Every route except `/healthz` requires one of the keys."""
     results = WeaverOperationRoutes(operations)
     sessions = WeaverSessionRoutes(service)
     training = WeaverTrainingRoutes(service, operations, results)

@@ -6,7 +6,7 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from instar.protocol.base import CheckpointInfo, ProtocolError
+from instar.protocol.base import TRAINED_PARTS, CheckpointInfo, ProtocolError
 
 SCHEME = "weaver://"
 FOLDERS = {"state": "checkpoints", "sampler": "samplers"}
@@ -45,7 +45,7 @@ def checkpoint_fields(info: CheckpointInfo) -> dict[str, Any]:
         "model_id": info.model_id,
         "base_model": info.base_model,
         "size_bytes": info.size_bytes,
-        **{part: info.extra.get(part) for part in ("train_attn", "train_mlp", "train_unembed")},
+        **{part: info.extra.get(part) for part in TRAINED_PARTS},
         "ttl_seconds": ttl,
         "created_at": _format_time(info.created_at),
         "expires_at": None if info.expires_at is None else _format_time(info.expires_at),

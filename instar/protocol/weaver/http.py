@@ -76,16 +76,14 @@ def create_router(keys: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest
 
 
 def _error_response(error: ProtocolError) -> Response:
-    fields = {"error": _error_code(error), "message": str(error), "retryable": _is_retryable(error)}
-    return json_response(fields, error.status)
+    code, is_retryable = _classify(error)
+    return json_response({"error": code, "message": str(error), "retryable": is_retryable}, error.status)
 
 
-def _error_code(error: ProtocolError) -> str:
-    return ERROR_CODES.get(error.status, "invalid_request" if error.category == "user" else "internal_error")
-
-
-def _is_retryable(error: ProtocolError) -> bool:
-    return error.status in RETRYABLE_STATUSES
+def _classify(error: ProtocolError) -> tuple[str, bool]:
+    """Return the error's code, and True if a retry may succeed."""
+    code = ERROR_CODES.get(error.status, "invalid_request" if error.category == "user" else "internal_error")
+    return code, error.status in RETRYABLE_STATUSES
 
 
 class WeaverOperationRoutes:
@@ -104,8 +102,7 @@ class WeaverOperationRoutes:
         key: str | None,
         deadline: float,
     ) -> Any:
-        """Run an operation and return its value, for requests whose result the SDK expects in the response. A
-        request that repeats the ``key`` gets the result of the same operation."""
+        """Return the value of an operation. A request that repeats the ``key`` gets the same operation."""
         operation_id = self._operations.submit(kind, request.owner, function, key=key)
         result = await self._operations.wait(operation_id, request.owner, deadline)
         if result is None:
@@ -123,10 +120,7 @@ class WeaverOperationRoutes:
         if result is not None and result.error is None:
             fields |= {"status": "done", "response": result.value}
         elif result is not None and result.error is not None:
-            fields |= {
-                "status": "error",
-                "error_code": _error_code(result.error),
-                "error_message": str(result.error),
-                "retryable": _is_retryable(result.error),
-            }
+            code, is_retryable = _classify(result.error)
+            fields |= {"status": "error", "error_code": code, "error_message": str(result.error)}
+            fields["retryable"] = is_retryable
         return json_response(fields)

@@ -87,8 +87,7 @@ class TensorPack:
 
 
 def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, TensorPack]:
-    """Return the JSON request and its tensors. Raises ProtocolError if the request is malformed or its
-    tensors have more than ``limit`` bytes."""
+    """Return the JSON request and its tensors, which may have at most ``limit`` bytes."""
     if request.media_type == JSON:
         return request, TensorPack()
     parts = _split_parts(request)
@@ -127,6 +126,8 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
 
 
 def _decode_pack(pack: memoryview, info: TensorPackInfo, limit: int) -> bytes | memoryview:
+    import zstandard
+
     if len(pack) != info.size_bytes:
         raise ProtocolError(
             f"the tensor pack has {len(pack)} bytes, but the manifest declares {info.size_bytes}"
@@ -143,17 +144,14 @@ def _decode_pack(pack: memoryview, info: TensorPackInfo, limit: int) -> bytes | 
         raise ProtocolError(
             f"decoded_size_bytes: received {info.decoded_size_bytes}; allowed: up to {limit}", 413
         )
-    return _decompress(pack, info.decoded_size_bytes)
-
-
-def _decompress(pack: memoryview, size: int) -> bytes:
-    import zstandard
-
     try:
         with zstandard.ZstdDecompressor().stream_reader(pack) as reader:
-            content = reader.read(size + 1)  # a limit, because the frame may declare any size
+            # The read has a limit, because the frame may declare any size.
+            content = reader.read(info.decoded_size_bytes + 1)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"the tensor pack cannot be decompressed: {error}") from None
-    if len(content) != size:
-        raise ProtocolError(f"the decompressed tensor pack does not have the {size} bytes of the manifest")
+    if len(content) != info.decoded_size_bytes:
+        raise ProtocolError(
+            f"the decompressed tensor pack does not have the {info.decoded_size_bytes} bytes of the manifest"
+        )
     return content

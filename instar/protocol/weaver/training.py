@@ -108,8 +108,7 @@ class WeaverCallOrder:
         return operation_id
 
     def submit_unnumbered(self, submit: Callable[[int], str]) -> str:
-        """Submit a call without a number and return the operation's id. A retried call runs twice, which is
-        harmless for a save or a load."""
+        # A retried call runs twice, which is harmless for a save or a load.
         operation_id = submit(self._highest + len(self._inserted) + 1)
         self._inserted.append(self._highest)
         return operation_id
@@ -199,8 +198,7 @@ class WeaverTrainingRoutes:
     async def _run_sequenced(
         self, kind: str, request: WeaverRequest, function: SequencedFunction
     ) -> Response:
-        """Run a call with a sequence id. Invalid content is an error of the operation instead of the request,
-        because later calls wait for the sequence id."""
+        # Invalid content is an error of the operation, because later calls wait for the sequence id.
         model = self._find_model(request)
         request, pack = unpack_request(request, self._service.limits.max_body)
         payload = request.parse(WeaverSequencedRequest).payload

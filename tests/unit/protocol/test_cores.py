@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from instar.protocol.cores import CoreSharing
+from instar.protocol.models import CoreSharing
 
 ALL, HALF = 4, 2
 
