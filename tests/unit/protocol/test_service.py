@@ -179,7 +179,7 @@ async def test_backend_rejections_are_user_errors(service: TrainingService) -> N
     for sample, text in [
         (make_sample("a", [5, 9999], 1), "outside the vocabulary"),
         (make_sample("b", [5] * 257, 1), "b has 257 tokens"),
-        (make_sample("c", [5, 6], 1, logprobs=np.full(2, np.nan, np.float32)), "logprob of the trained token"),
+        (make_sample("c", [5, 6], 1, logprobs=np.full(2, np.nan, np.float32)), "the trained token"),
     ]:
         with pytest.raises(ProtocolError, match=text) as refused:
             await model.forward_backward([sample], LOSS)

@@ -138,7 +138,7 @@ def test_state_is_replaced_only_with_overwrite(training: tinker.TrainingClient) 
             "datum 0: loss_fn_inputs has mask; cross_entropy supports",
         ),
         ([next_tokens()], "gspo", "loss_fn: received 'gspo'"),
-        ([next_tokens([5, 400])], "cross_entropy", "token 400"),
+        ([next_tokens([5, 400])], "cross_entropy", "token id 400"),
         ([next_tokens(list(range(3, 303)))], "cross_entropy", "datum 0 has 300 tokens; at most 256"),
         ([next_tokens(weights=[float("inf")] * 5)], "cross_entropy", "loss is inf|nan"),
     ],
