@@ -308,7 +308,6 @@ class FamilyRenderer(TokenizerRenderer):
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
     def lists_tools(self) -> bool:
-        """Return True if the format of the family lists tools in the prompt."""
         question = [Message(role="user", content="Hi")]
         return self._render(question, (PROBE_TOOL,)) != self._render(question, ())
 

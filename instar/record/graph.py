@@ -224,7 +224,6 @@ class MessageGraph:
         return len(call.sampled_ids) or (len(node.sampled) if node else 0)
 
     def find_by_idempotency_key(self, key: bytes, client_key: str) -> list[str]:
-        """Return the call ids of the newest finished request with this key and this idempotency key."""
         matching = self._by_request.get(key, ())
         return _newest_request(node for node in matching if node.is_ok and node.client_key == client_key)
 

@@ -136,7 +136,6 @@ class Redactor:
         return cleaned if cleaned != tools else tools
 
     def redact_value(self, value: Any) -> Any:
-        """Return a JSON value with every text in it redacted."""
         match value:
             case str():
                 return self.redact_text(value)

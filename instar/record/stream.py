@@ -140,7 +140,6 @@ class ReplyScanner:
         return out
 
     def _advance(self) -> bool:
-        """Process the next part of the text. Return False if more text is needed."""
         if not self._buffer:
             return False
         if self._state == "plain text":

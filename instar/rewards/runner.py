@@ -1,9 +1,6 @@
-"""Scores completed sessions in the background.
-
-Every scorer has its own queue, so that a scorer that is slow or hangs delays only its own scores. A score and
-its rewards are written in one transaction, once per session and scorer. If the process dies, the next process
-scores the sessions that were in progress.
-"""
+"""Scores completed sessions in the background. Every scorer has its own queue, so that a scorer that is slow
+or hangs delays only its own scores. A score and its rewards are written in one transaction, once per session
+and scorer. If the process dies, the next process scores the sessions that were in progress."""
 
 from __future__ import annotations
 
@@ -68,16 +65,12 @@ class ScoringRunner:
         background = [scorer for scorer in session_scorers if scorer.background]
         group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
         self._group_queue = _GroupQueue(self, background, group_scorers)
-        self._scorer_queues = [
-            _ScorerQueue(self, scorer, channels)
-            for scorer in session_scorers
-            if (
-                channels := (
-                    *(ROLLOUT_CHANNELS if scorer.background else ()),
-                    *((Channel.LIVE,) if scorer in live_scorers else ()),
-                )
-            )
-        ]
+        self._scorer_queues: list[_ScorerQueue] = []
+        for scorer in session_scorers:
+            channels = ROLLOUT_CHANNELS if scorer.background else ()
+            channels += (Channel.LIVE,) if scorer in live_scorers else ()
+            if channels:
+                self._scorer_queues.append(_ScorerQueue(self, scorer, channels))
         self.is_draining = False
 
     @property

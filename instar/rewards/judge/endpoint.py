@@ -17,14 +17,12 @@ from instar.errors import ConfigError, ScoreError
 from instar.gateway.base import OpenedSession, OpenSession
 from instar.http.client import HttpClient, NoResponse
 from instar.rewards.base import JUDGE_AGENT, ScoringContext
-from instar.types import UNTRAINABLE, Call, Json, SessionStatus, Tag
+from instar.types import UNTRAINABLE, Json, SessionStatus, Tag
 from instar.wire.anthropic import MessagesResponse, MessagesUsage
 from instar.wire.openai import ChatResponse, ChatUsage
 
 T = TypeVar("T")
 
-JUDGE_MODEL_NAME = JUDGE_AGENT
-"""The model name in the calls of a judge that is the run's own model. The gateway records the name."""
 JUDGE_SESSION_REASON = "a judge's question"
 ANTHROPIC_VERSION = "2023-06-01"
 MAX_RESPONSE_BYTES = 4 << 20
@@ -217,7 +215,7 @@ class RunModelEndpoint(JudgeEndpoint):
                 "reward.endpoint: given 'self', but there is no gateway of a run to send requests to"
             )
         super().__init__(config.timeout, context.api_key, use_proxy=False)
-        self._config = config.model_copy(update={"model": JUDGE_MODEL_NAME})
+        self._config = config.model_copy(update={"model": JUDGE_AGENT})
         self._context = context
 
     async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
@@ -250,7 +248,3 @@ class RunModelEndpoint(JudgeEndpoint):
 
 def _build_headers(key: str) -> dict[str, str]:
     return {"content-type": "application/json", "authorization": f"Bearer {key}"}
-
-
-def is_judge_call(call: Call) -> bool:
-    return call.model == JUDGE_MODEL_NAME

@@ -11,15 +11,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from instar.config.judge import BudgetConfig, JudgeRewardConfig
 from instar.errors import ScoreError
-from instar.rewards.base import Scorer, ScoringContext, Transcript
+from instar.rewards.base import JUDGE_AGENT, Scorer, ScoringContext, Transcript
 from instar.rewards.judge.answers import UnparseableAnswer, candidate_answers, truncate
-from instar.rewards.judge.endpoint import (
-    HttpJudgeEndpoint,
-    JudgeEndpoint,
-    JudgeReply,
-    RunModelEndpoint,
-    is_judge_call,
-)
+from instar.rewards.judge.endpoint import HttpJudgeEndpoint, JudgeEndpoint, JudgeReply, RunModelEndpoint
 from instar.rewards.judge.rubric import JudgePromptPart, Rubric, hash_json
 from instar.rewards.judge.session_steps import render_task
 from instar.store.base import Store
@@ -119,10 +113,7 @@ class Judge(Scorer):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not transcript.calls:
             raise ScoreError("the session has no calls, so it cannot be judged")
-        # If the run's model is the judge, its own answers are recorded as sessions, too.
-        if any(is_judge_call(call) for call in transcript.calls):
-            return []
-        return await self.judge(task, transcript)
+        return [] if is_judge_session(transcript) else await self.judge(task, transcript)
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         raise NotImplementedError
@@ -204,6 +195,11 @@ class Judge(Scorer):
 
     def _price(self, input_tokens: float, output_tokens: float) -> float:
         return (input_tokens * self.config.input_price + output_tokens * self.config.output_price) / 1e6
+
+
+def is_judge_session(transcript: Transcript) -> bool:
+    """Return True for the sessions in which the run's own model is a judge. They use this model name."""
+    return any(call.model == JUDGE_AGENT for call in transcript.calls)
 
 
 def _find_answer(reply: JudgeReply, parse: ParseAnswer[T]) -> Json:

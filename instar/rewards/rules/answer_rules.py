@@ -6,32 +6,17 @@ import re
 from abc import abstractmethod
 from typing import Any, TypeVar
 
-from instar.config.rules import (
-    ExactRewardConfig,
-    JsonSchemaRewardConfig,
-    MathRewardConfig,
-    NumericRewardConfig,
-    RegexRewardConfig,
-)
+from instar.config import rules
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.base import ScoringContext, Transcript
-from instar.rewards.rules.answers import (
-    MINUS,
-    AnswerRule,
-    ComparisonConfig,
-    WorkerConfig,
-    extract_answer,
-    find_last_number,
-    get_expected_answers,
-    get_task_field,
-    parse_number,
-)
+from instar.rewards.rules import answers
+from instar.rewards.rules.answers import AnswerRule, extract_answer, get_expected_answers, get_task_field
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, Task
 
 NO_ANSWER = "there is no answer in the final text"
-ComparisonC = TypeVar("ComparisonC", bound=ComparisonConfig)
-WorkerC = TypeVar("WorkerC", bound=WorkerConfig)
+ComparisonC = TypeVar("ComparisonC", bound=answers.ComparisonConfig)
+WorkerC = TypeVar("WorkerC", bound=answers.WorkerConfig)
 
 
 class ComparisonRule(AnswerRule[ComparisonC]):
@@ -44,7 +29,7 @@ class ComparisonRule(AnswerRule[ComparisonC]):
         if not task.data:
             return []
         expected = get_expected_answers(task, config.expected, config.expected_after)
-        part = config.part if isinstance(config, ExactRewardConfig) else "last_number"
+        part = config.part if isinstance(config, rules.ExactRewardConfig) else "last_number"
         answer = extract_answer(transcript.final_text, part=part, after=config.after)
         is_correct = self.is_correct(task, answer, expected)
         if is_correct is None:
@@ -56,13 +41,13 @@ class ComparisonRule(AnswerRule[ComparisonC]):
         """Return True if the answer is one of the expected answers, or None if there is no answer."""
 
 
-class ExactReward(ComparisonRule[ExactRewardConfig]):
+class ExactReward(ComparisonRule[rules.ExactRewardConfig]):
     def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
         return None if answer is None else self._normalize(answer) in map(self._normalize, expected)
 
     def _normalize(self, text: str) -> str:
         if self.config.part == "last_number":
-            text = text.replace(MINUS, "-")
+            text = text.replace(answers.MINUS, "-")
         if self.config.ignore_whitespace:
             text = " ".join(text.split())
         if self.config.strip:
@@ -70,19 +55,19 @@ class ExactReward(ComparisonRule[ExactRewardConfig]):
         return text.casefold() if self.config.ignore_case else text
 
 
-class NumericReward(ComparisonRule[NumericRewardConfig]):
+class NumericReward(ComparisonRule[rules.NumericRewardConfig]):
     no_answer_reason = "there is no number in the final text"
 
     def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
         config = self.config
         numbers: list[float] = []
         for text in expected:
-            if (number := parse_number(find_last_number(text) or "")) is None:
+            if (number := answers.parse_number(answers.find_last_number(text) or "")) is None:
                 raise ScoreError(
                     f"task {task.task_id!r}: its {config.expected!r} is {text!r:.100}, which has no number"
                 )
             numbers.append(number)
-        if answer is None or (value := parse_number(answer)) is None:
+        if answer is None or (value := answers.parse_number(answer)) is None:
             return None
         tolerances = [max(config.tolerance, config.relative * abs(number)) for number in numbers]
         return any(abs(value - n) <= limit for n, limit in zip(numbers, tolerances, strict=True))
@@ -113,7 +98,7 @@ class WorkerRule(AnswerRule[WorkerC]):
         )
 
 
-class MathReward(WorkerRule[MathRewardConfig]):
+class MathReward(WorkerRule[rules.MathRewardConfig]):
     check_name = "math"
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
@@ -123,7 +108,7 @@ class MathReward(WorkerRule[MathRewardConfig]):
         return await self.check_answer(transcript, "whole", expected=expected)
 
 
-class JsonSchemaReward(WorkerRule[JsonSchemaRewardConfig]):
+class JsonSchemaReward(WorkerRule[rules.JsonSchemaRewardConfig]):
     check_name = "json_schema"
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
@@ -135,10 +120,10 @@ class JsonSchemaReward(WorkerRule[JsonSchemaRewardConfig]):
         return await self.check_answer(transcript, self.config.part, schema=schema)
 
 
-class RegexReward(WorkerRule[RegexRewardConfig]):
+class RegexReward(WorkerRule[rules.RegexRewardConfig]):
     check_name = "regex"
 
-    def __init__(self, config: RegexRewardConfig) -> None:
+    def __init__(self, config: rules.RegexRewardConfig) -> None:
         super().__init__(config)
         try:
             re.compile(config.pattern or "")

@@ -1,9 +1,6 @@
-"""A worker process that checks answers. The parent kills it if a check takes too long.
-
-The process runs as a script with the name of a check and the check's arguments as JSON. It writes ``ready``,
-then answers each line of JSON with one line of JSON. Some libraries evaluate the answer, so the process first
-sandboxes itself if the machine supports this.
-"""
+"""A worker process that checks answers. It runs as a script with the name of a check and the check's
+arguments as JSON. It writes ``ready``, then answers each line of JSON with one line of JSON. The process
+first sandboxes itself if the machine supports this, because some libraries evaluate the answer."""
 
 from __future__ import annotations
 

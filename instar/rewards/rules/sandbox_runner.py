@@ -1,7 +1,5 @@
 """Runs the tests of an answer inside the sandbox and reports the result in one line that begins with a key.
-
-The key is deleted before the answer's code runs, so that the answer cannot print a report itself.
-"""
+The key is deleted before the answer's code runs, so that the answer cannot print a report itself."""
 
 from __future__ import annotations
 

@@ -24,11 +24,8 @@ ENVIRONMENT_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "LANG")
 
 
 class CheckWorkerPool:
-    """A pool of worker processes that run one kind of check, created with ``check_args``.
-
-    ``run_check`` may run concurrently, within ``concurrency_limit``. With ``requires_sandbox``, a worker that
-    cannot sandbox itself is started in bubblewrap.
-    """
+    """Runs one kind of check in worker processes. Callers limit concurrent checks with ``concurrency_limit``.
+    If ``requires_sandbox`` is True, a worker that cannot sandbox itself is started in bubblewrap."""
 
     def __init__(
         self, check_name: str, check_args: Json | None = None, *, requires_sandbox: bool = False

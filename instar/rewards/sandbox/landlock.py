@@ -1,8 +1,6 @@
-"""A sandbox without namespaces: Landlock restricts files, seccomp the network and everything else.
-
+"""A sandbox without namespaces: Landlock restricts files, and seccomp restricts the network and other calls.
 A job shares the process ids of the machine and can see that a file exists. It can write only to its own
-folder, which is on disk, and read only the allowed files. It cannot signal, trace or change anything else.
-"""
+folder, which is on disk, and read only the allowed files. It cannot signal, trace or change anything else."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Drops all privileges and executes a job.
-
-The launcher runs as a script and uses only the standard library. It reads its settings as JSON from stdin,
-and writes ``ready`` or an error to the file descriptor ``status``. With ``landlock``, the launcher stays
-outside the sandbox as the job's parent, and kills all processes of the job when the job exits or on SIGTERM.
-"""
+"""Drops all privileges and executes a job. The launcher runs as a script and uses only the standard library.
+It reads its settings as JSON from stdin, and writes ``ready`` or an error to the file descriptor ``status``.
+With ``landlock``, the launcher stays outside the sandbox as the job's parent, and kills all processes of the
+job when the job exits or on SIGTERM."""
 
 from __future__ import annotations
 

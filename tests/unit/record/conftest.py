@@ -17,7 +17,7 @@ Load = Callable[..., TemplateRenderer]
 
 @pytest.fixture(scope="session")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """A renderer over the tiny tokenizer with a given template."""
+    """Return a function that loads a renderer with the tiny tokenizer and a template."""
 
     def load(template: str = CHATML, tool_format: str = "auto") -> TemplateRenderer:
         folder = tmp_path_factory.mktemp("model")

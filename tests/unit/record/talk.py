@@ -41,7 +41,7 @@ def reply_text(rng: random.Random) -> str:
 
 
 def follow_up(rng: random.Random, reply: Message) -> list[Message]:
-    """Return what an agent sends after a reply: results for its calls, or another question."""
+    """Return the messages of an agent after a reply: results of the tool calls, or a question."""
     results = [
         Message(role="tool", content=words(rng), tool_call_id=call["id"])
         for call in reply.get("tool_calls", ())
@@ -52,7 +52,7 @@ def follow_up(rng: random.Random, reply: Message) -> list[Message]:
 
 
 def calls_of(deltas: list[ReplyDelta]) -> list[ToolCall]:
-    """Return the tool calls that the pieces add up to."""
+    """Return the tool calls of the concatenated deltas."""
     calls: list[ToolCall] = []
     for piece in (delta.call for delta in deltas if delta.call):
         if piece.index == len(calls):
@@ -62,7 +62,7 @@ def calls_of(deltas: list[ReplyDelta]) -> list[ToolCall]:
 
 
 def echo(rng: random.Random, reply: Message) -> Message:
-    """A reply as agents send it back: its white space stripped, its arguments written anew."""
+    """Return a reply as agents send it back: without outer white space, with reformatted arguments."""
     message = Message(role="assistant", content=reply["content"])
     if rng.random() < 0.5:
         message["content"] = message["content"].strip()

@@ -1,4 +1,4 @@
-"""A corrected answer, as the tokens that each kind of model would have sampled for it."""
+"""The tokens of corrections, for each kind of renderer."""
 
 from __future__ import annotations
 

@@ -126,13 +126,13 @@ def test_rewritten_history_is_a_branch_that_shares_its_prefix(tiny: TemplateRend
     assert (old.link, old.parent_id) == (Link.EXTENDS, second.call_id)
 
 
-def test_user_text_counts_byte_by_byte(tiny: TemplateRenderer) -> None:
+def test_user_text_is_compared_exactly(tiny: TemplateRenderer) -> None:
     talk = Talk(tiny)
     first = talk.say([user("one")], talk.ids("two"))
     assert talk.place([user("one "), first.reply, user("x")]).link is Link.BRANCH
 
 
-def test_same_messages_again_are_a_sibling(tiny: TemplateRenderer) -> None:
+def test_repeated_messages_are_a_sibling(tiny: TemplateRenderer) -> None:
     talk = Talk(tiny)
     root = talk.say([user("one")], talk.ids("two"))
     child = talk.say([user("one"), root.reply, user("x")], talk.ids("three"))
@@ -152,7 +152,7 @@ def test_identical_requests_in_flight_are_siblings(tiny: TemplateRenderer) -> No
     assert graph.place(chain, [user("one")], (), tiny).link is Link.ROOT
 
 
-def test_tie_goes_to_the_same_call_ids_then_to_the_newest(tiny: TemplateRenderer) -> None:
+def test_parent_has_the_same_call_ids_or_is_the_newest(tiny: TemplateRenderer) -> None:
     talk = Talk(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
     old = talk.say([user("one")], talk.ids(text), [CALC])
@@ -205,7 +205,7 @@ def part(call: Call, *, digests: bool = True) -> CallDelta:
 
 
 @pytest.mark.parametrize("digests", [True, False])
-def test_rebuilt_graph_places_alike(tiny: TemplateRenderer, digests: bool) -> None:
+def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, digests: bool) -> None:
     rng = random.Random(4)
     talk = Talk(tiny)
     messages = [user("go")]
@@ -227,7 +227,7 @@ def test_rebuilt_graph_places_alike(tiny: TemplateRenderer, digests: bool) -> No
     assert rebuilt.finished_requests == talk.graph.finished_requests == len(talk.calls)
 
 
-def test_reply_with_defaults_filled_in_is_known_by_its_call_ids(tiny: TemplateRenderer) -> None:
+def test_reply_with_added_defaults_is_matched_by_call_ids(tiny: TemplateRenderer) -> None:
     talk = Talk(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
     first = talk.say([user("one")], talk.ids(text), [CALC])
@@ -243,7 +243,7 @@ def test_reply_with_defaults_filled_in_is_known_by_its_call_ids(tiny: TemplateRe
     assert rebuilt.place(chain, again, [CALC], tiny).parent_id == second.call_id
 
 
-def test_reply_with_another_argument_is_a_branch(tiny: TemplateRenderer) -> None:
+def test_reply_with_a_changed_argument_is_a_branch(tiny: TemplateRenderer) -> None:
     talk = Talk(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
     first = talk.say([user("one")], talk.ids(text), [CALC])

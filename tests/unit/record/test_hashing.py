@@ -1,4 +1,4 @@
-"""What counts as the same message, and what does not."""
+"""Hashes of equal and of different messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reply(text: str = "", *arguments: str, ids: str = "c", **more: Any) -> Messa
     )
 
 
-def said(message: Message) -> bytes:
+def canonical(message: Message) -> bytes:
     return HASHER.hash_message(message)[:DIGEST_SIZE]
 
 
@@ -71,13 +71,13 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("one", "two"), SAME)
 def test_hasher_ignores_changes_that_agents_make(one: Message, two: Message) -> None:
-    assert said(one) == said(two)
+    assert canonical(one) == canonical(two)
     assert exact(one) != exact(two)
 
 
 @pytest.mark.parametrize(("one", "two"), DIFFERENT)
 def test_hasher_distinguishes_different_messages(one: Message, two: Message) -> None:
-    assert said(one) != said(two)
+    assert canonical(one) != canonical(two)
     assert exact(one) != exact(two)
 
 

@@ -1,4 +1,4 @@
-"""What is cut out, and what is left alone."""
+"""Redaction of secrets, and text that is not redacted."""
 
 from __future__ import annotations
 

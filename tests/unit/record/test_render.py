@@ -23,7 +23,7 @@ HERMES = (
     "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Writes the last reply in another way than earlier ones, as templates that drop old reasoning do.
+# Formats the last reply differently from earlier replies, like templates that drop old reasoning.
 FORGETFUL = CHATML.replace("+ message['content'] +", "+ ('' if loop.last else '~') + message['content'] +")
 COUNTING = CHATML.replace("'<|im_start|>' +", "'<|im_start|>' + (loop.index | string) +")
 ALTERNATING = (
@@ -54,14 +54,14 @@ def test_bridge_is_exact_over_random_sessions(renderer: TemplateRenderer) -> Non
             messages += [Message(role="assistant", content=text), *new]
             whole = renderer.render(messages, tools)
             assert renderer._decode(extended) == renderer._decode(whole)
-            # White space that was sampled first stands alone; the whole text merges it with what is before.
+            # White space at the start of a sampled reply is a separate token, but the encoded text merges it.
             canonical = canonical and not text[:1].isspace()
             if canonical:
                 assert extended == whole
             prompt = extended
 
 
-def test_cut_reply_is_closed_by_unsampled_tokens(renderer: TemplateRenderer) -> None:
+def test_truncated_reply_is_closed_by_unsampled_tokens(renderer: TemplateRenderer) -> None:
     prompt = renderer.render([QUESTION])
     sampled = renderer.encode("It is")
     new = [Message(role="user", content="Go on")]
@@ -81,7 +81,7 @@ def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
     assert renderer.uses_generic_tools
 
 
-def test_template_that_knows_tools_is_used(load: Load) -> None:
+def test_template_with_tools_is_used(load: Load) -> None:
     renderer = load(HERMES)
     assert not renderer.uses_generic_tools
     assert renderer.bridged_roles == {"user", "tool", "system"}
@@ -100,7 +100,7 @@ def test_tool_format_generic_overrides_the_template(load: Load) -> None:
     assert load(HERMES, "generic").uses_generic_tools
 
 
-def test_tool_format_template_is_refused_where_the_template_knows_no_tools(load: Load) -> None:
+def test_tool_format_template_is_rejected_without_tools_in_the_template(load: Load) -> None:
     with pytest.raises(ConfigError, match=re.escape("model.tool_format")):
         load(CHATML, "template")
 

@@ -18,7 +18,7 @@ def ids_of(renderer: TemplateRenderer, text: str) -> list[int]:
     return renderer.encode(text)
 
 
-def fed(parser: StreamParser, ids: list[int], sizes: list[int]) -> list[ReplyDelta]:
+def feed_in_chunks(parser: StreamParser, ids: list[int], sizes: list[int]) -> list[ReplyDelta]:
     deltas: list[ReplyDelta] = []
     at = 0
     for size in sizes:
@@ -43,7 +43,7 @@ def test_stream_yields_the_same_reply_for_any_chunking(renderer: TemplateRendere
         stop = rng.choice([(), ("stop",), ("\n\n", "wor")])
         whole = renderer.parse(ids, [CALC], stop)
         parser = renderer.stream([CALC], stop)
-        deltas = fed(parser, ids, [rng.choice([1, 1, 1, 2, 5]) for _ in range(len(ids))])
+        deltas = feed_in_chunks(parser, ids, [rng.choice([1, 1, 1, 2, 5]) for _ in range(len(ids))])
         assert without_ids(parser.message) == without_ids(whole)
         assert "".join(delta.text for delta in deltas) == whole["content"]
         assert "".join(delta.reasoning for delta in deltas) == whole.get("reasoning", "")
@@ -54,9 +54,9 @@ def test_stream_never_splits_characters(tiny: TemplateRenderer) -> None:
     text = "naïve 日本語 😀👩‍👩‍👧 end"
     parser = tiny.stream()
     ids = ids_of(tiny, text)
-    deltas = fed(parser, ids, [1] * len(ids))
+    deltas = feed_in_chunks(parser, ids, [1] * len(ids))
     assert len(ids) > len(text), "the tiny tokenizer has single bytes"
-    assert len(deltas) > 10, "it does stream"
+    assert len(deltas) > 10, "the reply is streamed"
     assert all("\ufffd" not in delta.text for delta in deltas)
     assert parser.message["content"] == text
 
@@ -129,10 +129,10 @@ def test_format_call_quotes_invalid_arguments() -> None:
     assert written == '<tool_call>{"name": "f", "arguments": "{oops"}</tool_call>'
 
 
-def eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[ReplyDelta], Message]:
+def parse_eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[ReplyDelta], Message]:
     parser = renderer.stream([CALC], eager=True)
     ids = ids_of(renderer, text)
-    deltas = fed(parser, ids, [size] * (len(ids) // size))
+    deltas = feed_in_chunks(parser, ids, [size] * (len(ids) // size))
     assert calls_of(deltas) == parser.message.get("tool_calls", [])
     assert "".join(delta.text for delta in deltas) == parser.message["content"]
     return deltas, parser.message
@@ -142,16 +142,18 @@ def test_eager_stream_yields_the_same_reply_for_valid_calls(renderer: TemplateRe
     rng = random.Random(3)
     for _ in range(150):
         text = f"{words(rng).replace('<', '')}{call_text(rng)}\n{call_text(rng)}"
-        _, message = eagerly(renderer, text, rng.choice([1, 1, 2, 7]))
+        _, message = parse_eagerly(renderer, text, rng.choice([1, 1, 2, 7]))
         assert without_ids(message) == without_ids(renderer.parse(ids_of(renderer, text), [CALC]))
 
 
 def test_eager_stream_emits_arguments_as_written(tiny: TemplateRenderer) -> None:
     written = json.dumps({"code": "print('日本', \"x\")\n" * 20, "n": -1.5e3, "deep": [{"a": None}, []]})
-    deltas, message = eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}}}</tool_call>')
+    deltas, message = parse_eagerly(
+        tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}}}</tool_call>'
+    )
     pieces = [delta.call for delta in deltas if delta.call]
     assert (pieces[0].name, pieces[0].arguments) == ("calc", "")
-    assert len(pieces) > 200, "they come token by token"
+    assert len(pieces) > 200, "the arguments arrive token by token"
     assert message.get("tool_calls", [])[0]["arguments"] == written
 
 
@@ -177,7 +179,7 @@ def test_eager_stream_announces_a_call_with_its_first_value(tiny: TemplateRender
 def test_eager_stream_treats_calls_malformed_before_a_value_as_text(
     tiny: TemplateRenderer, text: str
 ) -> None:
-    assert eagerly(tiny, text)[1] == {"role": "assistant", "content": text}
+    assert parse_eagerly(tiny, text)[1] == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize(
@@ -193,13 +195,13 @@ def test_eager_stream_treats_calls_malformed_before_a_value_as_text(
     ],
 )
 def test_eager_stream_keeps_emitted_calls(tiny: TemplateRenderer, written: str, arguments: str) -> None:
-    _, message = eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}')
+    _, message = parse_eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}')
     assert [call["arguments"] for call in message.get("tool_calls", ())] == [arguments]
     assert message["content"] == "Hm."
 
 
 def test_eager_stream_waits_for_the_end_if_arguments_precede_the_name(tiny: TemplateRenderer) -> None:
-    deltas, message = eagerly(tiny, '<tool_call>{"arguments": {"a": "x"}, "name": "calc"}</tool_call>')
+    deltas, message = parse_eagerly(tiny, '<tool_call>{"arguments": {"a": "x"}, "name": "calc"}</tool_call>')
     assert len(deltas) == 1
     assert len(message.get("tool_calls", ())) == 1
 
@@ -231,5 +233,5 @@ def is_object(text: str) -> bool:
 def test_stream_text_yields_only_text(tiny: TemplateRenderer) -> None:
     text = f" <think>hm</think> {CALL}\n END two"
     parser = tiny.stream_text(["END"])
-    deltas = fed(parser, ids_of(tiny, text), [1] * 500)
+    deltas = feed_in_chunks(parser, ids_of(tiny, text), [1] * 500)
     assert "".join(d.text for d in deltas) == parser.message["content"] == text.removesuffix("END two")

@@ -1,6 +1,6 @@
 """Recorded traffic of real agents, through the dialects and the message graph, and over a socket.
 
-The links of a scene are written down call by call: ``root``, ``branch``, or the number of the call that is
+The links of a scenario are listed call by call: ``root``, ``branch``, or the number of the call that is
 extended, ``=n`` for a sibling of call n.
 """
 
@@ -36,12 +36,12 @@ from tests.unit.record.test_graph import part
 FOLDER = Path(__file__).parent / "fixtures" / "traffic"
 HASHER = MessageHasher(b"key")
 LINKS = {
-    # The summary is asked for in the place of the second reply, behind the first.
+    # The agent requests the summary after the first reply, instead of the second reply.
     "claude-code-compaction": "root 0 0 branch 3 4",
     "claude-code-edit": "root 0 1",
     "claude-code-retry": "root failed 0 2",
     "claude-code-subagents": "root branch branch 2 1 0 5 6",
-    # The summary is asked for without tools: that is another prompt from its beginning.
+    # The agent requests the summary without tools, so that the prompt has no common prefix.
     "codex-compaction": "root 0 branch branch 3 4",
     "codex-edit": "root 0 1",
     "codex-retry": "root failed 0 2",
@@ -49,19 +49,19 @@ LINKS = {
     "openclaw-edit": "root 0 1",
     "openclaw-retry": "root failed 0 2",
     "openclaw-rewriting": "root branch branch",
-    # OpenCode has a title made first.
+    # OpenCode first requests a title.
     "opencode-compaction": "root branch 1 branch branch 4 5",
     "opencode-edit": "root branch 1 2",
     "opencode-retry": "root branch failed 1 3",
     "opencode-subagents": "root branch root root 2 3 1 6 7",
-    # After the first call with its summary, Qwen Code writes its reminders in front of that.
+    # After the first call with a summary, Qwen Code inserts its reminders before the summary.
     "qwen-code-compaction": "root 0 branch branch branch 4",
     "qwen-code-edit": "root 0 1",
     "qwen-code-retry": "root failed 0 2",
     "qwen-code-subagents": "root 0 branch branch 1 2 3 4 7",
 }
 SESSIONS = {
-    # Sub-agents with session ids of their own, and such that say nothing of where they come from.
+    # Some sub-agents have their own session ids, and some send no session id.
     "opencode-subagents": 3,
     "qwen-code-subagents": 3,
 }
@@ -83,7 +83,7 @@ class Entry:
         return DIALECTS[self.path.partition("?")[0]]
 
     def said(self) -> Message:
-        """The reply, read as the agent gives it back."""
+        """Return the reply, parsed from the format in which the agent sends it back."""
         reply = self.reply
         match self.dialect.name:
             case "chat":
@@ -95,36 +95,36 @@ class Entry:
         return self.dialect.parse_request(json.dumps({"model": "m", **turn}).encode()).messages[-1]
 
 
-def entries(scene: str) -> list[Entry]:
-    found = json.loads(gzip.decompress((FOLDER / f"{scene}.json.gz").read_bytes()))
+def entries(scenario: str) -> list[Entry]:
+    found = json.loads(gzip.decompress((FOLDER / f"{scenario}.json.gz").read_bytes()))
     return [Entry(one["path"], one["headers"], one["body"], one["reply"]) for one in found]
 
 
-def scenes(kind: str = "*") -> list[str]:
+def list_scenarios(kind: str = "*") -> list[str]:
     return sorted(file.name.removesuffix(".json.gz") for file in FOLDER.glob(f"*-{kind}.json.gz"))
 
 
-def written(message: Message) -> str:
-    """A reply as the model would have sampled it."""
+def format_reply(message: Message) -> str:
+    """Return the text that a model samples for this reply."""
     parts = [message["content"]] if message["content"] else []
     return "\n".join([*parts, *map(format_call, message.get("tool_calls", ()))])
 
 
 @dataclass
 class Replay:
-    """A scene in the graphs of its sessions, without a gateway."""
+    """Replays recorded traffic in the graphs of its sessions, without a gateway."""
 
     renderer: TemplateRenderer
     restarted: bool = False
-    """Whether the graphs are read back before every call."""
+    """True if the graphs are restored before every call."""
     graphs: dict[str | None, MessageGraph] = field(default_factory=dict[str | None, MessageGraph])
     of: dict[str | None, list[Call]] = field(default_factory=dict[str | None, list[Call]])
     """The calls of each session."""
     calls: dict[str, Call] = field(default_factory=dict[str, Call])
     numbers: dict[str, int] = field(default_factory=dict[str, int])
 
-    def play(self, scene: str) -> list[str]:
-        return [self.step(number, entry) for number, entry in enumerate(entries(scene))]
+    def play(self, scenario: str) -> list[str]:
+        return [self.step(number, entry) for number, entry in enumerate(entries(scenario))]
 
     def step(self, number: int, entry: Entry) -> str:
         request = entry.dialect.parse_request(json.dumps(entry.body).encode())
@@ -149,7 +149,7 @@ class Replay:
     def recorded(
         self, placement: Placement, whole: HashChain, messages: Sequence[Message], reply: Message
     ) -> Call:
-        sampled = [*self.renderer.encode(written(reply)), self.renderer.stop_token_ids[0]]
+        sampled = [*self.renderer.encode(format_reply(reply)), self.renderer.stop_token_ids[0]]
         return Call(
             call_id=new_id("call"),
             session_id="s",
@@ -174,7 +174,7 @@ class Replay:
         )
 
     def link(self, call: Call) -> str:
-        """As it is written down above; what the link promises is checked."""
+        """Return the expected notation of the link, and check the tokens of the call."""
         base = self.calls.get(call.base_id or "")
         if base is not None:
             assert np.array_equal(base.sequence[: call.base_tokens], call.prompt_ids[: call.base_tokens])
@@ -191,21 +191,21 @@ class Replay:
 
 
 def test_traffic_fixtures_cover_every_scenario() -> None:
-    assert scenes() == sorted(LINKS)
+    assert list_scenarios() == sorted(LINKS)
 
 
-@pytest.mark.parametrize("scene", LINKS)
+@pytest.mark.parametrize("scenario", LINKS)
 @pytest.mark.parametrize("restarted", [False, True])
 def test_traffic_placements_have_the_expected_links(
-    tiny: TemplateRenderer, scene: str, restarted: bool
+    tiny: TemplateRenderer, scenario: str, restarted: bool
 ) -> None:
-    assert " ".join(Replay(tiny, restarted).play(scene)) == LINKS[scene]
+    assert " ".join(Replay(tiny, restarted).play(scenario)) == LINKS[scenario]
 
 
 # --- over a socket ------------------------------------------------------------------------------
 
 NEXT: deque[str | None] = deque()
-"""What the engine says next; None: it is not ready."""
+"""The next replies of the engine. None means that the engine is not ready."""
 
 
 def play(prompt: str, seed: int | None) -> str:
@@ -234,14 +234,14 @@ async def gateway(folder: Path, tmp_path: Path, tiny: TemplateRenderer) -> Async
 
 @dataclass
 class Agent:
-    """Sends what an agent sent, with the ids that it is given now in the place of those of then."""
+    """Sends the recorded requests of an agent, with the ids of the current replies."""
 
     gateway: Served
     ids: dict[str, str] = field(default_factory=dict[str, str])
 
     async def send(self, entry: Entry) -> str | None:
-        """The session; None where the engine was not ready."""
-        NEXT.append(None if "error" in entry.reply else written(entry.said()))
+        """Return the session id, or None if the engine was not ready."""
+        NEXT.append(None if "error" in entry.reply else format_reply(entry.said()))
         body = {**entry.body, "stream": False}
         body.pop("stream_options", None)
         text = json.dumps(body)
@@ -262,17 +262,17 @@ class Agent:
         return answer.headers["x-instar-session"]
 
 
-@pytest.mark.parametrize("scene", LINKS)
+@pytest.mark.parametrize("scenario", LINKS)
 async def test_traffic_over_http_is_recorded_as_expected(
-    gateway: Served, tiny: TemplateRenderer, scene: str
+    gateway: Served, tiny: TemplateRenderer, scenario: str
 ) -> None:
     agent = Agent(gateway)
-    sessions = [session for entry in entries(scene) if (session := await agent.send(entry))]
-    assert len(set(sessions)) == SESSIONS.get(scene, 1)
+    sessions = [session for entry in entries(scenario) if (session := await agent.send(entry))]
+    assert len(set(sessions)) == SESSIONS.get(scenario, 1)
     assert {row.session.session_id for row in await gateway.store.sessions("run")} == set(sessions)
     calls = {session: deque(await gateway.store.calls(session)) for session in sessions}
     checked, found = Replay(tiny), deque[str]()
-    expected = LINKS[scene].split()
+    expected = LINKS[scenario].split()
     for number, link in enumerate(expected):
         if link == "failed":
             continue

@@ -1,8 +1,8 @@
 """A fake judge on a real socket with OpenAI's chat completions and Anthropic's messages.
 
-Its answer is a function of the request. ``faults`` come first, one per request: ``hang``, ``drop``, ``cut``
-(the connection ends within the response), ``garbage`` (no answer), ``nonsense`` (not a response of its API),
-a status such as ``500``, or ``429:2`` with a Retry-After header.
+The answer is a function of the request. Each of the ``faults`` applies to one request: ``hang``, ``drop``,
+``truncated`` (the connection is closed within the response), ``unparseable`` (a reply without an answer),
+``invalid`` (not a response of the API), a status such as ``500``, or ``429:2`` with a Retry-After header.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ class JudgeServer:
         if fault == "drop":
             assert request.transport is not None
             request.transport.abort()
-        if fault == "cut":
+        if fault == "truncated":
             response = web.StreamResponse(headers={"content-length": "1000"})
             await response.prepare(request)
             await response.write(b'{"choices": [')
             assert request.transport is not None
             request.transport.close()
             return response
-        if fault == "garbage":
+        if fault == "unparseable":
             return web.json_response(_chat("I would rather not say.", {}))
-        if fault == "nonsense":
+        if fault == "invalid":
             return web.Response(text="<html>Bad gateway</html>")
         status, _, wait = fault.partition(":")
         headers = {"Retry-After": wait} if wait else {}

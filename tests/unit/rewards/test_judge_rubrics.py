@@ -40,7 +40,7 @@ def requested_steps(request: JudgeRequest) -> list[int]:
     return [int(number) for number in match[1].split(", ")]
 
 
-LESSON = make_transcript(
+SESSION = make_transcript(
     (user("Fix the build"), "I look at the log"),
     (tool("error: missing semicolon"), "I add it"),
     (tool("build ok"), "Done"),
@@ -50,13 +50,16 @@ LESSON = make_transcript(
 # --- process ------------------------------------------------------------------------------------
 
 
-def by_step(request: JudgeRequest) -> Any:
+def score_by_step_number(request: JudgeRequest) -> Any:
     return {"steps": [{"step": n, "reasons": f"r{n}", "score": n / 10} for n in requested_steps(request)]}
 
 
 async def test_process_judge_rewards_every_call(path: Path) -> None:
-    async with judge_server(by_step) as server, start_judge(path, server.url, rubric="process") as judge:
-        rewards = await judge.score(TASK, LESSON)
+    async with (
+        judge_server(score_by_step_number) as server,
+        start_judge(path, server.url, rubric="process") as judge,
+    ):
+        rewards = await judge.score(TASK, SESSION)
     assert [(r.call_id, r.value) for r in rewards] == [("s-1", 0.1), ("s-2", 0.2), ("s-3", 0.3), ("s-4", 0.4)]
     assert rewards[1].detail == {"step": 2, "votes": [0.2], "spread": 0.0, "reasons": ["r2"]}
     (request,) = server.requests
@@ -65,7 +68,7 @@ async def test_process_judge_rewards_every_call(path: Path) -> None:
 
 async def test_process_judge_splits_long_sessions_into_windows(path: Path) -> None:
     long = make_transcript(*((user(f"turn {i} {'x' * 400}"), "ok") for i in range(10)))
-    async with judge_server(by_step) as server:
+    async with judge_server(score_by_step_number) as server:
         async with start_judge(path, server.url, rubric="process", max_prompt_chars=2000) as judge:
             rewards = await judge.score(TASK, long)
     assert sorted(n for request in server.requests for n in requested_steps(request)) == list(range(1, 11))
@@ -79,20 +82,20 @@ async def test_process_judge_rejects_answers_with_missing_steps(path: Path) -> N
 
     async with judge_server(answer) as server, start_judge(path, server.url, rubric="process") as judge:
         with pytest.raises(ScoreError, match="no answer for step 2"):
-            await judge.score(TASK, LESSON)
+            await judge.score(TASK, SESSION)
 
 
-# --- what happened next -------------------------------------------------------------------------
+# --- followup -----------------------------------------------------------------------------------
 
 
-def what_followed(request: JudgeRequest) -> Any:
+def answer_with_signals(request: JudgeRequest) -> Any:
     mark = request.user.split()[0]
     answers: list[Any] = []
     for number in requested_steps(request):
-        next_ = request.user.partition(f"{mark} step {number}, what came next: ")[2].split(mark)[0]
+        followup = request.user.partition(f"{mark} step {number}, what came next: ")[2].split(mark)[0]
         signal = "unclear"
         for word, word_signal in (("Thanks", "accepted"), ("wrong", "corrected"), ("error", "tool_failed")):
-            if word in next_:
+            if word in followup:
                 signal = word_signal
         answers.append({"step": number, "reasons": "", "signal": signal})
     return {"steps": answers}
@@ -100,13 +103,13 @@ def what_followed(request: JudgeRequest) -> Any:
 
 async def test_followup_judge_rewards_calls_by_user_reaction(path: Path) -> None:
     async with (
-        judge_server(what_followed) as server,
+        judge_server(answer_with_signals) as server,
         start_judge(path, server.url, rubric="followup") as judge,
     ):
-        rewards = await judge.score(NO_TASK, LESSON)
+        rewards = await judge.score(NO_TASK, SESSION)
         other = make_transcript((user("2+2?"), "5"), (user("That is wrong"), "4"), session_id="z")
         wrong = await judge.score(NO_TASK, other)
-    # Nothing came after the last reply of each, and a tool that simply answered says nothing.
+    # Nothing follows the last reply of a session, and a plain tool result is unclear.
     assert [(r.call_id, r.value, r.detail["signal"]) for r in rewards] == [
         ("s-1", 0.0, "tool_failed"),
         ("s-3", 1.0, "accepted"),
@@ -117,14 +120,14 @@ async def test_followup_judge_rewards_calls_by_user_reaction(path: Path) -> None
 
 async def test_followup_judge_uses_configured_signal_values(path: Path) -> None:
     signals = {"accepted": 0.5, "tool_failed": None}
-    async with judge_server(what_followed) as server:
+    async with judge_server(answer_with_signals) as server:
         async with start_judge(path, server.url, rubric="followup", signals=signals) as judge:
-            rewards = await judge.score(NO_TASK, LESSON)
+            rewards = await judge.score(NO_TASK, SESSION)
     assert [(r.call_id, r.value) for r in rewards] == [("s-3", 0.5)]
 
 
 async def test_followup_judge_takes_majority_and_treats_ties_as_unclear(path: Path) -> None:
-    async with judge_server(what_followed) as server:
+    async with judge_server(answer_with_signals) as server:
         for words, value in ((("accepted", "corrected", "accepted"), [1.0]), (("accepted", "corrected"), [])):
             answers = iter(words)
             server.answer_with = lambda request, answers=answers: {
@@ -139,7 +142,7 @@ async def test_followup_judge_takes_majority_and_treats_ties_as_unclear(path: Pa
 
 async def test_followup_judge_skips_sessions_without_followup(path: Path) -> None:
     async with (
-        judge_server(what_followed) as server,
+        judge_server(answer_with_signals) as server,
         start_judge(path, server.url, rubric="followup") as judge,
     ):
         assert await judge.score(NO_TASK, make_answer_transcript("42")) == []
@@ -149,7 +152,7 @@ async def test_followup_judge_skips_sessions_without_followup(path: Path) -> Non
 # --- pairs --------------------------------------------------------------------------------------
 
 
-def longer_wins(request: JudgeRequest) -> Any:
+def prefer_longer_answer(request: JudgeRequest) -> Any:
     mark = request.user.split()[0]
     a, b = (
         request.user.partition(f"{mark} session {name}, step 1: assistant's reply\n")[2].split("\n")[0]
@@ -159,7 +162,7 @@ def longer_wins(request: JudgeRequest) -> Any:
     return {"reasons": f"{a} or {b}", "winner": winner}
 
 
-async def group(judge: Judge, *answers: str) -> list[Reward]:
+async def score_group(judge: Judge, *answers: str) -> list[Reward]:
     assert isinstance(judge, GroupScorer)
     return await judge.score_group(
         TASK, [make_answer_transcript(text, f"s{i}") for i, text in enumerate(answers)]
@@ -167,9 +170,12 @@ async def group(judge: Judge, *answers: str) -> list[Reward]:
 
 
 async def test_pairwise_judge_asks_in_both_orders(path: Path) -> None:
-    async with judge_server(longer_wins) as server, start_judge(path, server.url, rubric="pairwise") as judge:
+    async with (
+        judge_server(prefer_longer_answer) as server,
+        start_judge(path, server.url, rubric="pairwise") as judge,
+    ):
         assert judge.background
-        rewards = await group(judge, "xx", "xxxx", "x", "xxx")
+        rewards = await score_group(judge, "xx", "xxxx", "x", "xxx")
     assert len(server.requests) == 12
     values = {r.session_id: r.value for r in rewards}
     assert values["s1"] > values["s3"] > values["s0"] > values["s2"]
@@ -181,53 +187,53 @@ async def test_pairwise_judge_asks_in_both_orders(path: Path) -> None:
 async def test_pairwise_judge_ignores_position_bias(path: Path) -> None:
     async with judge_server(lambda request: {"reasons": "", "winner": "A"}) as server:
         async with start_judge(path, server.url, rubric="pairwise", votes=2) as judge:
-            rewards = await group(judge, "x", "xx", "xxx")
+            rewards = await score_group(judge, "x", "xx", "xxx")
     assert [r.value for r in rewards] == pytest.approx([0.5] * 3)
     assert [r.detail["orders_agreed"] for r in rewards] == [0, 0, 0]
     assert [r.detail["orders"] for r in rewards] == [4, 4, 4]
 
 
 async def test_pairwise_judge_limits_pairs_and_skips_equal_answers(path: Path) -> None:
-    async with judge_server(longer_wins) as server:
+    async with judge_server(prefer_longer_answer) as server:
         async with start_judge(path, server.url, rubric="pairwise", pairs=8) as judge:
-            await group(judge, *("x" * n for n in range(1, 9)))
+            await score_group(judge, *("x" * n for n in range(1, 9)))
             assert len(server.requests) == 16
-            rewards = await group(judge, "same", "same")
+            rewards = await score_group(judge, "same", "same")
             assert [r.value for r in rewards] == pytest.approx([0.5, 0.5])
             assert await judge.score(TASK, make_answer_transcript("alone")) == []
     assert len(server.requests) == 16
 
 
 async def test_pairwise_judge_resumes_an_interrupted_group(path: Path) -> None:
-    async with judge_server(longer_wins) as server:
+    async with judge_server(prefer_longer_answer) as server:
         server.faults = ["500", "drop"]
         async with start_judge(path, server.url, rubric="pairwise") as judge:
             with pytest.raises(ScoreError):
-                await group(judge, "x", "xx", "xxx")
+                await score_group(judge, "x", "xx", "xxx")
         async with start_judge(path, server.url, rubric="pairwise", input_price=1.0) as judge:
-            rewards = await group(judge, "x", "xx", "xxx")
+            rewards = await score_group(judge, "x", "xx", "xxx")
     assert len(server.requests) == 8
     assert rewards[2].value > rewards[1].value > rewards[0].value
 
 
 @pytest.mark.parametrize("size", range(2, 12))
 def test_choose_pairs_returns_all_or_connects_all_sessions(size: int) -> None:
-    every = choose_pairs(size, 1000)
-    assert len({frozenset(pair) for pair in every}) == len(every) == size * (size - 1) // 2
-    for most in (1, size):
-        ring = choose_pairs(size, most)
-        assert {place for pair in ring for place in pair} == set(range(size))
+    all_pairs = choose_pairs(size, 1000)
+    assert len({frozenset(pair) for pair in all_pairs}) == len(all_pairs) == size * (size - 1) // 2
+    for max_pairs in (1, size):
+        ring = choose_pairs(size, max_pairs)
+        assert {index for pair in ring for index in pair} == set(range(size))
 
 
 def test_expected_win_rates_follow_the_comparisons() -> None:
-    games = [PairComparison(0, 1, 1.0, 1, 1), PairComparison(1, 2, 1.0, 1, 1)]
-    first, second, third = expected_win_rates(3, games)  # 0 and 2 never met
+    comparisons = [PairComparison(0, 1, 1.0, 1, 1), PairComparison(1, 2, 1.0, 1, 1)]
+    first, second, third = expected_win_rates(3, comparisons)  # sessions 0 and 2 were not compared
     assert 1 > first > second > third > 0
     assert second == pytest.approx(0.5, abs=1e-6)
     assert expected_win_rates(2, [PairComparison(0, 1, 0.5, 1, 1)]) == pytest.approx([0.5, 0.5])
 
 
-# --- the record ---------------------------------------------------------------------------------
+# --- rendering ----------------------------------------------------------------------------------
 
 
 def test_session_steps_render_branches_failures_and_tool_calls() -> None:

@@ -36,13 +36,13 @@ async def gateway(tmp_path: Path) -> AsyncGenerator[Served]:
         yield served
 
 
-def own_judge() -> Judge:
+def create_run_model_judge() -> Judge:
     section = {"type": "judge", "endpoint": "self", "votes": 2, "max_prompt_chars": 2000}
     return create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
 
 
-async def judge_with(gateway: Served, key: str) -> None:
-    judge = own_judge()
+async def check_judge_with_key(gateway: Served, key: str) -> None:
+    judge = create_run_model_judge()
     await judge.start(ScoringContext("run", gateway.store, gateway.url, key))
     try:
         (reward,) = await judge.score(TASK, make_answer_transcript("42"))
@@ -53,7 +53,7 @@ async def judge_with(gateway: Served, key: str) -> None:
 
 
 async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gateway: Served) -> None:
-    await judge_with(gateway, ADMIN)
+    await check_judge_with_key(gateway, ADMIN)
     rows = await gateway.store.sessions("run")
     assert len(rows) == 2
     for row in rows:
@@ -64,39 +64,39 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
         assert tag.name == UNTRAINABLE
         calls = await gateway.store.calls(session.session_id)
         assert "6 times 7" in calls[0].messages[-1]["content"]
-        judge = own_judge()
+        judge = create_run_model_judge()
         assert await judge.score(TASK, Transcript(session.session_id, calls, None)) == []
     assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
 
 
 async def test_run_model_is_asked_without_proxy(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The owner of the proxy would see the run's key.
+    # A proxy would receive the key of the run.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    await judge_with(gateway, ADMIN)
+    await check_judge_with_key(gateway, ADMIN)
 
 
 async def test_run_model_accepts_an_agent_key(gateway: Served) -> None:
-    await judge_with(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
+    await check_judge_with_key(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
     assert {row.session.agent_id for row in await gateway.store.sessions("run")} == {JUDGE_AGENT}
 
 
 async def test_run_model_with_wrong_key_fails_without_retry_or_leak(gateway: Served) -> None:
-    with pytest.raises(ScoreError, match="401") as failed:
-        await judge_with(gateway, "sk-instar-not-known")
-    assert not failed.value.retryable
-    assert "sk-instar-not-known" not in str(failed.value)
+    with pytest.raises(ScoreError, match="401") as error:
+        await check_judge_with_key(gateway, "sk-instar-not-known")
+    assert not error.value.retryable
+    assert "sk-instar-not-known" not in str(error.value)
 
 
 async def test_run_model_follows_a_gateway_that_moved(gateway: Served) -> None:
-    judge = own_judge()
-    around = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
-    await judge.start(around)
+    judge = create_run_model_judge()
+    context = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
+    await judge.start(context)
     async with asyncio.timeout(10):
-        with pytest.raises(ScoreError, match="did not answer") as failed:
+        with pytest.raises(ScoreError, match="did not answer") as error:
             await judge.score(TASK, make_answer_transcript("42"))
-    assert failed.value.retryable
-    around.base_url = gateway.url
+    assert error.value.retryable
+    context.base_url = gateway.url
     (reward,) = await judge.score(TASK, make_answer_transcript("42"))
     assert reward.value == 0.5
     await judge.close()

@@ -28,7 +28,7 @@ def exact(task: dict[str, Any], transcript: Transcript, worth: float = 1.0) -> f
     return worth * (transcript.final_text == task["answer"])
 
 
-async def exact_later(task: dict[str, Any], transcript: Transcript) -> float:
+async def exact_async(task: dict[str, Any], transcript: Transcript) -> float:
     return exact(task, transcript)
 
 
@@ -45,7 +45,7 @@ def nonsense(task: dict[str, Any], transcript: Transcript) -> float:
     return float("nan")
 
 
-def transcript(text: str, returned: float | None = None) -> Transcript:
+def make_transcript(text: str, returned: float | None = None) -> Transcript:
     reply = Message(role="assistant", content=text)
     return Transcript("s", [make_call("a", [1], [5], reply=reply)], returned)
 
@@ -55,26 +55,26 @@ def create_scorer(config: RunConfig, taskset: TaskSet | None = None) -> Scorer:
     return scorer
 
 
-def config(**reward: Any) -> RunConfig:
+def make_config(**reward: Any) -> RunConfig:
     return RunConfig.model_validate({"reward": reward})
 
 
 async def test_rule_accepts_sync_and_async_functions_with_arguments() -> None:
-    scorer = create_scorer(config(type="rule", function=f"{HERE}:exact", args={"worth": 2}))
-    assert await scorer.score(TASK, transcript("yes")) == [
+    scorer = create_scorer(make_config(type="rule", function=f"{HERE}:exact", args={"worth": 2}))
+    assert await scorer.score(TASK, make_transcript("yes")) == [
         Reward("s", 2.0, RewardSource.RULE, scorer=f"{HERE}:exact")
     ]
-    assert [r.value for r in await scorer.score(TASK, transcript("no"))] == [0.0]
-    later = create_scorer(config(type="rule", function=f"{HERE}:exact_later"))
-    assert [r.value for r in await later.score(TASK, transcript("yes"))] == [1.0]
+    assert [r.value for r in await scorer.score(TASK, make_transcript("no"))] == [0.0]
+    later = create_scorer(make_config(type="rule", function=f"{HERE}:exact_async"))
+    assert [r.value for r in await later.score(TASK, make_transcript("yes"))] == [1.0]
 
 
 async def test_rule_without_function_uses_scorer_of_task_set() -> None:
     taskset = TaskSet([TASK], lambda task, text: float(len(text)))
-    scorer = create_scorer(config(type="rule"), taskset)
-    assert [r.value for r in await scorer.score(TASK, transcript("four"))] == [4.0]
+    scorer = create_scorer(make_config(type="rule"), taskset)
+    assert [r.value for r in await scorer.score(TASK, make_transcript("four"))] == [4.0]
     with pytest.raises(ConfigError, match=r"reward\.function"):
-        create_scorer(config(type="rule"), TaskSet([TASK]))
+        create_scorer(make_config(type="rule"), TaskSet([TASK]))
 
 
 async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
@@ -87,10 +87,10 @@ async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
             ticks += 1
 
     async def load() -> list[Transcript]:
-        return [transcript("yes")]
+        return [make_transcript("yes")]
 
     ticking = asyncio.create_task(tick())
-    scorer = create_scorer(config(type="rule", function=f"{HERE}:slow"))
+    scorer = create_scorer(make_config(type="rule", function=f"{HERE}:slow"))
     result = await score_sessions(scorer, TASK, ["s"], load, ScoringConfig(deadline=0.3, retries=0))
     ticking.cancel()
     assert "no answer within 0.3 s" in (result.scores[0].reason or "")
@@ -98,11 +98,10 @@ async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
 
 
 async def test_rule_with_thread_false_runs_in_main_thread() -> None:
-    rule = {"type": "rule", "function": f"{HERE}:in_main_thread"}
-    assert [r.value for r in await create_scorer(config(**rule)).score(TASK, transcript("x"))] == [0.0]
-    assert [
-        r.value for r in await create_scorer(config(**rule, thread=False)).score(TASK, transcript("x"))
-    ] == [1.0]
+    for settings, value in (({}, 0.0), ({"thread": False}, 1.0)):
+        config = make_config(type="rule", function=f"{HERE}:in_main_thread", **settings)
+        (reward,) = await create_scorer(config).score(TASK, make_transcript("x"))
+        assert reward.value == value
 
 
 @pytest.mark.parametrize("in_bubblewrap", [False, True], ids=["self-sandboxed", "bubblewrap"])
@@ -113,43 +112,43 @@ async def test_reasoning_gym_scorer_cannot_harm_the_machine(in_bubblewrap: bool,
         pytest.skip("bubblewrap is not installed")
     tasks = ReasoningGymTasksConfig(type="reasoning_gym", dataset="countdown", size=4)
     taskset = load_tasks(tasks)
-    scorer = create_scorer(config(type="rule"), taskset)
+    scorer = create_scorer(make_config(type="rule"), taskset)
     assert isinstance(scorer, RuleReward)
     assert scorer.workers is not None
     if in_bubblewrap:
         scorer.workers.command_prefix = bubblewrap_command()
-    kept, created = tmp_path / "kept", tmp_path / "created"
-    kept.touch()
+    existing_file, created_file = tmp_path / "existing", tmp_path / "created"
+    existing_file.touch()
     await scorer.start(ScoringContext("run", None))  # pyright: ignore[reportArgumentType]
     try:
         right = taskset[1].data["metadata"]["expression"]
-        assert [r.value for r in await scorer.score(taskset[1], transcript(f"Answer: {right}"))] == [1.0]
-        for harm in (
-            f"__import__('os').system('touch {created}')",
-            f"open('{created}', 'w').close()",
-            f"__import__('os').remove('{kept}')",
-            f"__import__('subprocess').run(['/bin/rm', '{kept}'])",
+        assert [r.value for r in await scorer.score(taskset[1], make_transcript(f"Answer: {right}"))] == [1.0]
+        for attack in (
+            f"__import__('os').system('touch {created_file}')",
+            f"open('{created_file}', 'w').close()",
+            f"__import__('os').remove('{existing_file}')",
+            f"__import__('subprocess').run(['/bin/rm', '{existing_file}'])",
             "__import__('os').fork()",
             "__import__('os').kill(__import__('os').getppid(), 9)",
             """print('{"ok": true, "value": 1.0}')""",
         ):
-            (reward,) = await scorer.score(taskset[1], transcript(f"Answer: {harm}"))
+            (reward,) = await scorer.score(taskset[1], make_transcript(f"Answer: {attack}"))
             assert reward.value < 0.1
-        assert kept.exists()
-        assert not created.exists()
+        assert existing_file.exists()
+        assert not created_file.exists()
     finally:
         await scorer.close()
 
 
 async def test_rule_that_returns_nan_raises() -> None:
-    scorer = create_scorer(config(type="rule", function=f"{HERE}:nonsense"))
+    scorer = create_scorer(make_config(type="rule", function=f"{HERE}:nonsense"))
     with pytest.raises(InstarError, match="nan"):
-        await scorer.score(TASK, transcript("yes"))
+        await scorer.score(TASK, make_transcript("yes"))
 
 
 def test_scorers_with_the_same_name_are_rejected() -> None:
-    twice = {"type": "rule", "function": f"{HERE}:exact"}
-    sections = [twice, twice | {"args": {"worth": 2}}]
+    section = {"type": "rule", "function": f"{HERE}:exact"}
+    sections = [section, section | {"args": {"worth": 2}}]
     with pytest.raises(
         ConfigError, match=r"reward\.1: reward\.0 has the same name .*exact'; .* a different name"
     ):
@@ -158,33 +157,33 @@ def test_scorers_with_the_same_name_are_rejected() -> None:
     first, second = create_scorers(RunConfig.model_validate({"reward": sections}))
     assert first.key == f"{HERE}:exact"
     assert second.name == "double"
-    assert second.version, "other arguments are another version"
+    assert second.version, "different arguments give a different version"
 
 
 async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
-    class Odd(Scorer):
+    class SetDetailScorer(Scorer):
         name = "odd"
 
         async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
             return [Reward("s", 1.0, RewardSource.RULE, detail={"p": {1, 2}})]
 
     async def load() -> list[Transcript]:
-        return [transcript("yes")]
+        return [make_transcript("yes")]
 
-    result = await score_sessions(Odd(), TASK, ["s"], load, ScoringConfig(retries=0))
+    result = await score_sessions(SetDetailScorer(), TASK, ["s"], load, ScoringConfig(retries=0))
     (score,) = result.scores
     assert score.state is ScoreState.FALLBACK
     assert "as JSON" in (score.reason or "")
 
 
-async def test_agent_reward_is_what_the_agent_returned() -> None:
-    scorer = create_scorer(config(type="agent"))
-    assert await scorer.score(TASK, transcript("x")) == []
-    assert await scorer.score(TASK, transcript("x", 0.5)) == [
+async def test_agent_reward_is_the_returned_reward() -> None:
+    scorer = create_scorer(make_config(type="agent"))
+    assert await scorer.score(TASK, make_transcript("x")) == []
+    assert await scorer.score(TASK, make_transcript("x", 0.5)) == [
         Reward("s", 0.5, RewardSource.AGENT, scorer="returned")
     ]
 
 
 async def test_agent_reward_that_is_nan_raises() -> None:
     with pytest.raises(InstarError, match="the agent returned nan as its reward"):
-        await create_scorer(config(type="agent")).score(TASK, transcript("x", float("nan")))
+        await create_scorer(make_config(type="agent")).score(TASK, make_transcript("x", float("nan")))

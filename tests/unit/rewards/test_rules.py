@@ -1,4 +1,4 @@
-"""Rules that need no sandbox."""
+"""Rules that do not need a sandbox."""
 
 from __future__ import annotations
 
@@ -214,5 +214,5 @@ def test_sandbox_runner_counts_only_tests_that_ran(
 
 
 def test_bubblewrap_ignores_files_before_the_root_is_switched() -> None:
-    """This process sees the machine's files, as bubblewrap does at first."""
+    """This process sees the files of the machine, like bubblewrap before it changes the root."""
     assert bubblewrap._measure_files([os.getpid()]) == (0, 0)  # pyright: ignore[reportPrivateUsage]

@@ -31,7 +31,7 @@ from tests.unit.store.factories import POLICY, RUN, make_call, make_group, make_
 QUICK = ScoringConfig(deadline=0.3, retries=1, concurrency=4)
 
 
-class Counting(Scorer):
+class FakeJudge(Scorer):
     """A fake judge that fails, hangs or answers depending on the session's name."""
 
     name = "judge:test"
@@ -58,7 +58,7 @@ class Counting(Scorer):
         finally:
             self.now -= 1
         if "fails" in session:
-            raise ValueError("garbage")
+            raise ValueError("invalid")
         if "hopeless" in session:
             raise ScoreError("no budget")
         if "once" in session and self.attempts[session] == 1:
@@ -69,7 +69,7 @@ class Counting(Scorer):
         ]
 
 
-class Longest(GroupScorer):
+class LongestSessionScorer(GroupScorer):
     name = "longest"
 
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
@@ -79,7 +79,7 @@ class Longest(GroupScorer):
         ]
 
 
-class Rule(Counting):
+class FakeRule(FakeJudge):
     name = "rule"
     version = ""
     background = False
@@ -93,25 +93,27 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
     await store.close()
 
 
-async def add(store: SqliteStore, name: str, channel: Channel = Channel.LIVE, **fields: object) -> None:
+async def add_session(
+    store: SqliteStore, name: str, channel: Channel = Channel.LIVE, **fields: object
+) -> None:
     await store.open_session(make_session(name, channel=channel, **fields))
     await store.add_calls([make_call(f"call-{name}", name)])
     await store.end_session(name, SessionStatus.COMPLETED)
 
 
-def make(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK) -> ScoringRunner:
+def make_runner(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK) -> ScoringRunner:
     return ScoringRunner(store, RUN, scorers, config, live_scorers=scorers)
 
 
 @asynccontextmanager
-async def running(runner: ScoringRunner) -> AsyncIterator[None]:
+async def run_in_background(runner: ScoringRunner) -> AsyncIterator[None]:
     task = asyncio.create_task(runner.run())
     yield
     runner.drain()
     await asyncio.wait_for(task, 20)
 
 
-async def until_scored(store: SqliteStore, *names: str, by: int = 1) -> None:
+async def wait_until_scored(store: SqliteStore, *names: str, by: int = 1) -> None:
     async with asyncio.timeout(20):
         while any(len(scores) < by for scores in (await store.scores(names)).values()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -120,15 +122,15 @@ async def until_scored(store: SqliteStore, *names: str, by: int = 1) -> None:
 async def test_every_session_is_scored_or_has_a_failure_reason(store: SqliteStore) -> None:
     names = ["good", "once", "fails", "hangs", "hopeless"]
     for name in names:
-        await add(store, name)
-    scorer = Counting()
-    async with running(make(store, scorer)):
-        await until_scored(store, *names)
+        await add_session(store, name)
+    scorer = FakeJudge()
+    async with run_in_background(make_runner(store, scorer)):
+        await wait_until_scored(store, *names)
     scores = {name: scores[0] for name, scores in (await store.scores(names)).items()}
     assert {name: (score.state, score.attempts, score.reason) for name, score in scores.items()} == {
         "good": (ScoreState.SCORED, 1, None),
         "once": (ScoreState.SCORED, 2, None),
-        "fails": (ScoreState.FALLBACK, 2, "ValueError: garbage"),
+        "fails": (ScoreState.FALLBACK, 2, "ValueError: invalid"),
         "hangs": (ScoreState.FALLBACK, 2, "no answer within 0.3 s"),
         "hopeless": (ScoreState.FALLBACK, 1, "no budget"),
     }
@@ -144,40 +146,40 @@ async def test_every_session_is_scored_or_has_a_failure_reason(store: SqliteStor
 
 
 async def test_fallback_value_is_recorded_as_reward(store: SqliteStore) -> None:
-    await add(store, "hopeless")
+    await add_session(store, "hopeless")
     config = QUICK.model_copy(update={"fallback": -1.0})
-    async with running(make(store, Counting(), config=config)):
-        await until_scored(store, "hopeless")
+    async with run_in_background(make_runner(store, FakeJudge(), config=config)):
+        await wait_until_scored(store, "hopeless")
     (reward,) = await store.rewards("hopeless")
     assert (reward.value, reward.source, reward.scorer) == (-1.0, RewardSource.FALLBACK, "judge:test")
     assert reward.detail == {"reason": "no budget"}
 
 
 async def test_every_session_is_scored_exactly_once(store: SqliteStore) -> None:
-    """Sessions end in another order than they were opened; two runners follow one another."""
+    """Sessions end in a different order than they were opened, and a second runner follows the first."""
     names = [f"s{number}" for number in range(60)]
     for name in names:
         await store.open_session(make_session(name, channel=Channel.LIVE))
         await store.add_calls([make_call(f"call-{name}", name)])
-    scorer = Counting()
-    async with running(make(store, scorer)):
+    scorer = FakeJudge()
+    async with run_in_background(make_runner(store, scorer)):
         for name in reversed(names[:30]):
             await store.end_session(name, SessionStatus.COMPLETED)
-        await until_scored(store, *names[:30])
+        await wait_until_scored(store, *names[:30])
         for name in reversed(names[30:45]):
             await store.end_session(name, SessionStatus.COMPLETED)
-        await until_scored(store, *names[30:45])
+        await wait_until_scored(store, *names[30:45])
     for name in names[45:]:
         await store.end_session(name, SessionStatus.COMPLETED)
-    async with running(make(store, scorer)):
-        await until_scored(store, *names)
+    async with run_in_background(make_runner(store, scorer)):
+        await wait_until_scored(store, *names)
     assert scorer.attempts == Counter(names)
     assert 1 < scorer.most <= QUICK.concurrency
     assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 60}}
 
 
 async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -> None:
-    class Stuck(Counting):
+    class Stuck(FakeJudge):
         name = "stuck"
 
         async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
@@ -186,19 +188,19 @@ async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -
 
     names = [f"s{number}" for number in range(20)]
     for name in names:
-        await add(store, name)
+        await add_session(store, name)
     slow = QUICK.model_copy(update={"deadline": 50.0})
-    runner = make(store, Stuck(), Counting(), config=slow)
+    runner = make_runner(store, Stuck(), FakeJudge(), config=slow)
     task = asyncio.create_task(runner.run())
-    await until_scored(store, *names)
+    await wait_until_scored(store, *names)
     assert "20 scored" in runner.status_text
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
-class Narrow(Counting):
-    """Scores one session at a time, each in a third of its deadline."""
+class SequentialJudge(FakeJudge):
+    """Scores one session at a time, each in a third of the deadline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,22 +214,22 @@ class Narrow(Counting):
 async def test_wait_for_concurrency_limit_does_not_count_towards_deadline(store: SqliteStore) -> None:
     names = [f"s{number}" for number in range(6)]
     for name in names:
-        await add(store, name)
-    scorer = Narrow()
-    async with running(make(store, scorer)):
-        await until_scored(store, *names)
+        await add_session(store, name)
+    scorer = SequentialJudge()
+    async with run_in_background(make_runner(store, scorer)):
+        await wait_until_scored(store, *names)
     assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 6}}
     assert (scorer.attempts, scorer.most) == (Counter(names), 1)
 
 
-class NarrowRule(Narrow):
+class SequentialRule(SequentialJudge):
     background = False
 
 
 async def test_wait_for_concurrency_limit_does_not_count_in_rollouts(store: SqliteStore) -> None:
-    await add(store, "s")
+    await add_session(store, "s")
     transcript = Transcript("s", await store.calls("s"), None)
-    scorer = NarrowRule()
+    scorer = SequentialRule()
     scoring = InlineScoring([scorer], QUICK)
     results = await asyncio.gather(*(scoring.score(Task("t", {}), transcript) for _ in range(6)))
     assert {(score.state, score.attempts) for each in results for score in each.scores} == {
@@ -238,20 +240,20 @@ async def test_wait_for_concurrency_limit_does_not_count_in_rollouts(store: Sqli
 
 async def test_live_sessions_use_all_scorers_and_rollouts_background_ones(store: SqliteStore) -> None:
     await store.open_group(make_group("g", task=Task("t", {"q": 7})))
-    await add(store, "trained", Channel.TRAIN, group_id="g")
-    await add(store, "live", metadata={"task": {"q": 8}}, task_id="own")
-    await add(store, "judges-own", agent_id=JUDGE_AGENT)
-    judge, rule = Counting(), Rule()
-    async with running(make(store, judge, rule)):
-        await until_scored(store, "trained")
-        await until_scored(store, "live", by=2)
+    await add_session(store, "trained", Channel.TRAIN, group_id="g")
+    await add_session(store, "live", metadata={"task": {"q": 8}}, task_id="own")
+    await add_session(store, "judges-own", agent_id=JUDGE_AGENT)
+    judge, rule = FakeJudge(), FakeRule()
+    async with run_in_background(make_runner(store, judge, rule)):
+        await wait_until_scored(store, "trained")
+        await wait_until_scored(store, "live", by=2)
     assert set(judge.attempts) == {"trained", "live"}
     assert set(rule.attempts) == {"live"}
     assert judge.tasks["trained"] == Task("t", {"q": 7})
     assert judge.tasks["live"] == Task("own", {"q": 8})
 
 
-async def until_ready(store: SqliteStore, group_id: str) -> None:
+async def wait_until_ready(store: SqliteStore, group_id: str) -> None:
     async with asyncio.timeout(20):
         while (group := await store.group(group_id)) and group.status is not GroupStatus.READY:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -259,17 +261,17 @@ async def until_ready(store: SqliteStore, group_id: str) -> None:
 
 async def test_group_is_ready_when_all_its_sessions_are_scored(store: SqliteStore) -> None:
     await store.open_group(make_group("g", size=3))
-    await add(store, "a", Channel.TRAIN, group_id="g", slot=0)
-    await add(store, "b-hangs", Channel.TRAIN, group_id="g", slot=1)
+    await add_session(store, "a", Channel.TRAIN, group_id="g", slot=0)
+    await add_session(store, "b-hangs", Channel.TRAIN, group_id="g", slot=1)
     await store.open_session(make_session("c", group_id="g", slot=2))
     await store.end_session("c", SessionStatus.FAILED, "no idea")
-    async with running(make(store, Counting(), Longest())):
-        await until_scored(store, "a")
+    async with run_in_background(make_runner(store, FakeJudge(), LongestSessionScorer())):
+        await wait_until_scored(store, "a")
         group = await store.group("g")
         assert group is not None
         assert group.status is GroupStatus.OPEN
         await store.close_group("g", GroupStatus.SCORING)
-        await until_ready(store, "g")
+        await wait_until_ready(store, "g")
     scores = await store.scores(["a", "b-hangs", "c"])
     assert [len(scores[name]) for name in ("a", "b-hangs", "c")] == [2, 2, 0]
     values = {reward.scorer: reward.value for reward in await store.rewards("b-hangs")}
@@ -278,20 +280,20 @@ async def test_group_is_ready_when_all_its_sessions_are_scored(store: SqliteStor
 
 async def test_group_without_completed_sessions_is_ready(store: SqliteStore) -> None:
     await store.open_group(make_group("g", size=1, status=GroupStatus.SCORING))
-    async with running(make(store, Counting())):
-        await until_ready(store, "g")
+    async with run_in_background(make_runner(store, FakeJudge())):
+        await wait_until_ready(store, "g")
 
 
 async def test_new_scorer_version_skips_scored_sessions(store: SqliteStore) -> None:
-    await add(store, "old")
-    async with running(make(store, Counting())):
-        await until_scored(store, "old")
+    await add_session(store, "old")
+    async with run_in_background(make_runner(store, FakeJudge())):
+        await wait_until_scored(store, "old")
 
-    class Newer(Counting):
+    class Newer(FakeJudge):
         version = "2"
 
     scorer = Newer()
-    await add(store, "new")
-    async with running(make(store, scorer)):
-        await until_scored(store, "new")
+    await add_session(store, "new")
+    async with run_in_background(make_runner(store, scorer)):
+        await wait_until_scored(store, "new")
     assert set(scorer.attempts) == {"new"}

@@ -79,7 +79,7 @@ for folder in ({str(allowed)!r}, {str(other)!r}, {str(Path(__file__).parent)!r},
             continue
         print("done in", folder)
 """
-    before = (allowed / "file").stat()  # when it was read last may change
+    before = (allowed / "file").stat()  # the access time may change
     outcome = await sandbox.run(SandboxJob(["python", "-c", code], readable_paths=[allowed]), SandboxLimits())
     assert outcome.output == "as it was\n"
     assert [p.name for p in (*allowed.iterdir(), *other.iterdir())] == ["file", "file"]
@@ -137,10 +137,10 @@ async def test_dangerous_system_calls_are_denied(sandbox: Sandbox) -> None:
 async def test_job_cannot_signal_its_parent(sandbox: Sandbox) -> None:
     for target in (os.getpid(), -1):
         outcome = await run(sandbox, f"import os, signal; os.kill({target}, signal.SIGUSR1); print('sent')")
-        assert "sent" not in outcome.output or target == -1  # -1: to itself at most
+        assert "sent" not in outcome.output or target == -1  # -1 reaches at most the job itself
 
 
-async def test_processes_of_a_job_end_with_it(sandbox: Sandbox) -> None:
+async def test_processes_of_a_job_are_killed_with_the_job(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
     code = """
 import os, signal, subprocess, sys, time
@@ -163,7 +163,7 @@ print("ended")
 async def test_cancelled_job_leaves_no_process(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
     job = asyncio.create_task(run(sandbox, "import time; time.sleep(60)", marker))
-    while not find_processes(marker):  # noqa: ASYNC110 - nothing tells when it has begun
+    while not find_processes(marker):  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.02)
     job.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -253,7 +253,7 @@ class Five(unittest.TestCase):
 async def test_pytest_runner_ignores_tests_that_the_file_skips(kind: str) -> None:
     section = {"type": "tests", "runner": "pytest", "sandbox": {"kind": kind, "seconds": 30}}
     async with start_scorer(**section, reward="share") as scorer:
-        skips = "__import__('pytest').skip('no')"  # also the test that is expected to fail
+        skips = "__import__('pytest').skip('no')"  # skips also the test that is expected to fail
         for code, (passed, total) in {"1": (1, 2), "0": (0, 2), skips: (0, 3)}.items():
             reward = await score_text(scorer, {"tests": PYTEST}, f"def f(): return {code}")
             assert (reward.detail["passed"], reward.detail["total"]) == (passed, total), reward.detail
