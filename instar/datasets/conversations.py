@@ -25,7 +25,7 @@ FILE_NAMES = {
 
 
 class ConversationWriter:
-    """Writes each row to the file for its kind. A file is created with its first row."""
+    """Writes each kind of rows to its own file. A file is created when its first row is written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -55,7 +55,7 @@ async def import_for_training(
     """
     prefix = group_prefix(run_id, label)
     existing = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
-    groups = _training_groups(folder, manifest, prefix, run_id)
+    groups = _read_training_groups(folder, manifest, prefix, run_id)
     sizes = _count_sessions(folder, manifest)
     missing = {key for key, group in groups.items() if group.group_id not in existing and sizes[key]}
     pending: dict[str, list[SessionRecord]] = {}
@@ -75,7 +75,7 @@ async def import_for_training(
 
 
 def _get_key(group_id: str | None, session_id: str) -> str:
-    """Return the key of a group in this module. A session without a group has a key of its own."""
+    """Return the key of the session's group. A session without a group has a key of its own."""
     return group_id or f"session {session_id}"
 
 
@@ -88,7 +88,9 @@ def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
     )
 
 
-def _training_groups(folder: Path, manifest: DatasetManifest, prefix: str, run_id: str) -> dict[str, Group]:
+def _read_training_groups(
+    folder: Path, manifest: DatasetManifest, prefix: str, run_id: str
+) -> dict[str, Group]:
     """Return the groups to train on, by key."""
     by_key: dict[str, Group] = {}
 

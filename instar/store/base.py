@@ -41,7 +41,7 @@ T = TypeVar("T")
 Query = Callable[Concatenate[Database, P], T]
 
 SESSIONS_PER_READ = 64
-"""The number of sessions whose calls are read in one snapshot. It limits how long a snapshot is held."""
+"""The number of sessions whose calls are read in one snapshot. The limit keeps snapshots short."""
 
 
 class _Method(Generic[P, T]):

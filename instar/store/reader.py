@@ -1,6 +1,6 @@
 """Threads that read concurrently with the writer, each with its own connection.
 
-Rows are decoded into objects after the read has ended, so that no snapshot is held for long.
+Rows are decoded into objects after the read has ended, so that snapshots are short.
 """
 
 from __future__ import annotations
