@@ -29,7 +29,7 @@ KEYS = "INSTAR_PROTOCOL_KEYS"
 
 @dataclass(frozen=True, slots=True)
 class ClientConvention:
-    """The key format that a protocol's SDKs accept, and the environment variables that they read."""
+    """The key format and the environment variables of the SDKs for a protocol."""
 
     new_key_prefix: str
     accepted_prefixes: tuple[str, ...]
@@ -100,7 +100,7 @@ def serve(
 
 def read_configured_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
     """Return the keys in the environment. Raise ConfigError if a key is too short or if no client could send
-    it; the message does not contain the key."""
+    the key. The message does not contain the key."""
     keys = [key.strip() for key in environment.get(KEYS, "").split(",") if key.strip()]
     min_length = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
     prefixes = CONVENTIONS[protocol].accepted_prefixes

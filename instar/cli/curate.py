@@ -142,7 +142,9 @@ def _print(
         for finding in of_check[:MAX_SHOWN_PER_CHECK]:
             table.add_row(name, str(len(finding.session_ids)), Text(finding.reason))
         if len(of_check) > MAX_SHOWN_PER_CHECK:
-            table.add_row(name, "", f"and {len(of_check) - MAX_SHOWN_PER_CHECK} more: --json has them all")
+            table.add_row(
+                name, "", f"and {len(of_check) - MAX_SHOWN_PER_CHECK} more; --json prints all of them"
+            )
         if not of_check:
             table.add_row(name, "0", "none")
     console.print(table)

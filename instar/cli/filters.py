@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 _SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 OPTIONS: dict[str, Any] = {
-    "channel": Annotated[str | None, typer.Option(help="train, val, live or data.")],
-    "status": Annotated[str | None, typer.Option(help="open, completed, failed or abandoned.")],
-    "tag": Annotated[list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only with this tag.")],
-    "without": Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only without this tag.")],
+    "channel": Annotated[str | None, typer.Option(help="Channel: train, val, live or data.")],
+    "status": Annotated[str | None, typer.Option(help="Status: open, completed, failed or abandoned.")],
+    "tag": Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=VALUE]", help="Only sessions with this tag.")
+    ],
+    "without": Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only sessions without this tag.")
+    ],
     "reward_min": Annotated[
         float | None, typer.Option(help="Minimum of the latest reward, or of any by --scorer or --source.")
     ],
@@ -30,9 +34,11 @@ OPTIONS: dict[str, Any] = {
         float | None, typer.Option(help="Maximum of the latest reward, or of any by --scorer or --source.")
     ],
     "scorer": Annotated[
-        str | None, typer.Option(metavar="NAME[@VERSION]", help="Only if this scorer gave a reward.")
+        str | None, typer.Option(metavar="NAME[@VERSION]", help="Only sessions with a reward of this scorer.")
     ],
-    "source": Annotated[str | None, typer.Option(help="agent, rule, judge, human or fallback.")],
+    "source": Annotated[
+        str | None, typer.Option(help="Source of a reward: agent, rule, judge, human or fallback.")
+    ],
     "task": Annotated[str | None, typer.Option(help="Task id.")],
     "agent": Annotated[str | None, typer.Option(help="Agent id.")],
     "since": Annotated[

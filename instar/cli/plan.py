@@ -53,7 +53,7 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
     """Return the step that the trainer's batcher would build now, without writing to the store."""
     run = await store.run(config.name)
     if run is None:
-        raise InstarError(f"Run {config.name} has not started: it is not in its store.")
+        raise InstarError(f"Run {config.name} has not started: its store has no record of the run.")
     steps = await store.steps(config.name)
     step = max((row.step for row in steps), default=0) + 1
     head = await store.latest_policy(run.policy_id)

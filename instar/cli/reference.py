@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the docstrings in instar/config; ``--check`` fails if it is outdated."""
+"""Write docs/configuration.md from the docstrings in instar/config, or check that it is current."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def render() -> str:
 def _render_section(
     section: type[BaseModel], path: str, parts: list[str], rendered: set[tuple[str, str]]
 ) -> None:
-    """Append the text of the section and of the sections in it, unless it has been rendered at this path."""
+    """Append the text of the section and of its subsections, once for each path."""
     if (path, section.__name__) in rendered:
         return
     rendered.add((path, section.__name__))

@@ -1,4 +1,4 @@
-"""`instar roles` and `instar status`: list the processes of a run, and control each of them."""
+"""`instar roles` and `instar status`: list the processes of a run, and control single processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def roles(
 ) -> None:
     """List the processes, or apply an action to one of them. The other processes keep running."""
     if action is not None and name is None:
-        raise InstarError(f"Name the role to {action}; `instar roles {run_dir}` lists them.")
+        raise InstarError(f"Specify the role to {action}; `instar roles {run_dir}` lists the roles.")
     await _list_or_control(run_dir, action or "list", name or "", timeout, as_json=as_json)
 
 
@@ -68,7 +68,7 @@ async def _read_last_state(run_dir: Path) -> list[RoleStatus]:
 
 
 def _print_roles(rows: list[RoleStatus], console: Console) -> None:
-    # People copy addresses and paths, so these are never truncated.
+    # People copy addresses and paths, so the table never truncates them.
     table = Table(
         Column("name", no_wrap=True),
         Column("pid", no_wrap=True, justify="right"),

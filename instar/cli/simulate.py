@@ -100,7 +100,7 @@ def cluster_from_config(
     if rollout is None:
         raise ConfigError("rollout: required for a simulation; set group_size and concurrency")
     if max_staleness and config.trainer.mode == "sync":
-        raise ConfigError(f"--max-staleness: given {max_staleness}; it is 0 when trainer.mode is sync")
+        raise ConfigError(f"--max-staleness: given {max_staleness}; must be 0 if trainer.mode is sync")
     if not config.count_live_groups(config.trainer.steps):
         raise ConfigError("data: no group of the run's steps is `live`, so there is nothing to simulate")
     return ClusterSpec(

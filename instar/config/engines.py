@@ -51,14 +51,14 @@ class UpstreamEngineConfig(Section):
 
     type: Literal["upstream"] = "upstream"
     base_url: str
-    """Base URL as the provider documents it: `https://api.openai.com/v1`, `https://api.anthropic.com`."""
+    """Base URL of the provider, for example `https://api.openai.com/v1` or `https://api.anthropic.com`."""
     dialect: Literal["chat", "responses", "messages", "completions"] = "chat"
     """API format of the provider. Requests in this format are forwarded unchanged; others are translated to
     and from `chat` and `messages`."""
     also: list[Literal["chat", "responses", "messages", "completions"]] = []
     """Other API formats that the provider offers at the same URL."""
     api_key_env: str | None = None
-    """Environment variable with the API key. Default: the agent's key, unless Instar issued it."""
+    """Environment variable with the API key. Default: the key of the agent, unless Instar issued that key."""
     model: str | None = None
     """Model name sent to the provider. Default: the name that the agent requests."""
     token_ids: bool = False

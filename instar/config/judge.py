@@ -25,7 +25,7 @@ class SignalsConfig(Section):
     accepted: float | None = 1.0
     """Reward if the user continues from the reply or says thanks."""
     corrected: float | None = 0.0
-    """Reward if the user says what is wrong with the reply, or undoes it."""
+    """Reward if the user says that the reply is wrong, or reverts its changes."""
     repeated: float | None = 0.0
     """Reward if the user asks for the same thing again."""
     tests_passed: float | None = 1.0

@@ -47,8 +47,7 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. `instar train` needs this, unless it trains on exported data only; `instar
-    serve` does not need it."""
+    """Agents to run on tasks. Required by `instar train`, unless it trains only on exported data."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """Data to train on: live sessions of this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]

@@ -71,13 +71,13 @@ class SimulateConfig(Section):
         64: 11000.0,
         256: 20900.0,
     }
-    """Tokens per second of one engine, by the number of replies that it generates at once."""
+    """Tokens per second of one engine, by the number of concurrent replies."""
     train_base: NonNegativeFloat = 0.5
     """Seconds of a training step that do not depend on the number of tokens."""
     train_per_token: NonNegativeFloat = 2e-5
     """Additional seconds of a training step per token, including prompts."""
     publish: Distribution = DistributionConfig(value=0.3)
-    """Seconds from an update until all engines serve it."""
+    """Seconds from an update until all engines serve the new policy."""
     pause: NonNegativeFloat = 0.0
     """Seconds of `publish` during which the engines are paused."""
     failures: Unit = 0.0

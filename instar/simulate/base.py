@@ -42,7 +42,7 @@ class Workload:
     """The sessions to run, and the durations of their parts and of training."""
 
     sessions: Sequence[SimulatedSession]
-    """The sessions in the order in which they run, repeated when they run out."""
+    """The sessions in the order in which they run. The list starts over after the last session."""
     latency: DistributionConfig
     """Seconds until the first token of a call if the engine has no other calls."""
     speed: EngineSpeed

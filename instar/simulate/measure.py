@@ -71,8 +71,8 @@ async def measure(
 
 
 def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> SimulatedSession:
-    """Return the session as turns. Concurrent calls become turns without a wait. A call starts a new sample
-    if it does not continue another call, or if the call that it continues is already continued."""
+    """Return the turns of a recorded session. Concurrent calls become turns without a wait. A call starts a
+    new sample if it continues no other call, or continues a call that an earlier call already continued."""
     lengths = {call.call_id: len(call.prompt_ids) + len(call.sampled_ids) for call in calls}
     next_starts = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
     turns: list[SimulatedTurn] = []

@@ -46,7 +46,7 @@ class SimulatedSession:
         return self.count_tokens(len(self.turns))
 
     def count_tokens(self, replies: int) -> int:
-        """Return the number of tokens in the session's samples if it ends after ``replies`` replies."""
+        """Return the number of tokens in the samples of the session if it ends after ``replies`` replies."""
         return sum(turn.tokens for turn in self.turns[:replies])
 
 
