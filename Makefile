@@ -52,7 +52,7 @@ check: install
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/dead_code.py
-	$(BIN)/python tools/style.py --allow lines
+	$(BIN)/python tools/style.py
 	$(BIN)/python -m instar.cli.reference --check docs/configuration.md
 
 # `make style ARGS=--json` prints only the figures, `ARGS=--list` every finding.
