@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from instar.conformance.server import PROTOCOLS
-from tests.integration.backends.environments import interpreter
+from tests.integration.backends.environments import get_interpreter
 from tests.tiny import make_tiny_model
 from tests.torture.fork_server import ForkServer
 from tests.torture.kill_switch import (
@@ -114,7 +114,7 @@ def slots(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Generator[list[RunSlot]]:
     service: str = request.param
-    python = str(interpreter("mint")) if service == "mint" else sys.executable
+    python = str(get_interpreter("mint")) if service == "mint" else sys.executable
     slots: list[RunSlot] = []
     for server in servers:
         service_process = ServiceProcess(PROTOCOLS[service], model, tmp_path_factory.mktemp("server"), server)

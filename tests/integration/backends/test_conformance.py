@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.backends.environments import ROOT, interpreter
+from tests.integration.backends.environments import ROOT, get_interpreter
 
 OWN_ENVIRONMENT = ("mint", "verl")
 
@@ -30,7 +30,7 @@ def test_backend_agrees_with_the_local_backend_in_bf16(name: str) -> None:
 
 
 def check(name: str, *options: str) -> list[dict[str, Any]]:
-    python = ["--python", str(interpreter(name))] if name in OWN_ENVIRONMENT else []
+    python = ["--python", str(get_interpreter(name))] if name in OWN_ENVIRONMENT else []
     done = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", "backends", "check", name, "--json", *python, *options],
         cwd=ROOT,

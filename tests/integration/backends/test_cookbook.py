@@ -1,4 +1,4 @@
-"""Someone else's program: the cookbook's RL recipe, as its package has it, trains at our Tinker server."""
+"""The unmodified RL recipe of tinker-cookbook trains on our Tinker server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from instar.models import DEFAULT_MODEL, resolve_model
-from tests.integration.backends.command import Service, serving
-from tests.integration.backends.environments import interpreter
+from tests.integration.backends.command import RunningService, run_server
+from tests.integration.backends.environments import get_interpreter
 
 RECIPE = "tinker_cookbook.recipes.math_rl.train"
 SECONDS = 600
 REWARD = "env/all/reward/total"
 
 
-def run_recipe(service: Service, model: str, log: Path, **settings: object) -> list[dict[str, Any]]:
-    """Additions, answered in a few tokens; what it logged of every step."""
+def run_recipe(service: RunningService, model: str, log: Path, **settings: object) -> list[dict[str, Any]]:
+    """Train on additions with replies of a few tokens, and return the metrics logged for each step."""
     settings = {
         "env": "arithmetic",
         "model_name": model,
@@ -37,12 +37,14 @@ def run_recipe(service: Service, model: str, log: Path, **settings: object) -> l
         "behavior_if_log_dir_exists": "resume",
         **settings,
     }
-    command = [str(interpreter("cookbook")), "-m", RECIPE]
+    command = [str(get_interpreter("cookbook")), "-m", RECIPE]
     command += [f"{name}={value}" for name, value in settings.items()]
-    # Whatever it would fetch, the test is to fail and not to wait.
+    # The test must fail rather than wait for a download.
     env = {**os.environ, **service.environment, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=env, cwd=log.parent)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, env=env, cwd=log.parent
+    )
+    assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -50,31 +52,31 @@ def run_recipe(service: Service, model: str, log: Path, **settings: object) -> l
 def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
     model = str(resolve_model(DEFAULT_MODEL))
     log = tmp_path / "log"
-    with serving("tinker", model, tmp_path, "--dtype", "fp32", "--context", "512") as service:
+    with run_server("tinker", model, tmp_path, "--dtype", "fp32", "--context", "512") as service:
         first = run_recipe(service, model, log, max_steps=3, save_every=2)
-        # It finds its last checkpoint and goes on with the optimizer's state; another loss, and several
-        # steps a batch.
-        complete = run_recipe(service, model, log, max_steps=6, save_every=2, loss_fn="ppo", num_substeps=2)
-    assert complete[:3] == first
-    assert [step["progress/batch"] for step in complete] == list(range(6))
-    assert all(math.isfinite(step["grad_norm"]) for step in complete)
+        # The recipe resumes from its last checkpoint with the optimizer state. The second part also uses
+        # another loss and several steps per batch.
+        metrics = run_recipe(service, model, log, max_steps=6, save_every=2, loss_fn="ppo", num_substeps=2)
+    assert metrics[:3] == first
+    assert [step["progress/batch"] for step in metrics] == list(range(6))
+    assert all(math.isfinite(step["grad_norm"]) for step in metrics)
     assert first[0]["grad_norm"] > 0
-    # What it sampled with is what it then trains.
+    # The sampled policy is the trained one.
     assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-5 for step in first)
-    assert mean(step[REWARD] for step in complete[-2:]) > complete[0][REWARD] + 0.01
-    kept = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
-    assert [(saved["name"], saved["batch"]) for saved in kept] == [
+    assert mean(step[REWARD] for step in metrics[-2:]) > metrics[0][REWARD] + 0.01
+    checkpoints = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
+    assert [(checkpoint["name"], checkpoint["batch"]) for checkpoint in checkpoints] == [
         ("000002", 2),
         ("final", 3),
         ("000004", 4),
         ("000006", 6),
         ("final", 6),
     ]
-    last = tmp_path / "served" / kept[-1]["sampler_path"].removeprefix("tinker://") / "adapter"
-    moved = [
+    last = tmp_path / "served" / checkpoints[-1]["sampler_path"].removeprefix("tinker://") / "adapter"
+    changed = [
         value.any()
         for name, value in load_file(last / "adapter_model.safetensors").items()
         if ".lora_B." in name
     ]
-    assert len(moved) > 100
-    assert all(moved), "an adapter begins with zeros there"
+    assert len(changed) > 100
+    assert all(changed), "lora_B is initialized with zeros"

@@ -17,7 +17,7 @@ import pytest
 
 from instar.clouds.base import SERVICES
 from instar.conformance.server import PROTOCOLS
-from tests.integration.backends.environments import interpreter
+from tests.integration.backends.environments import get_interpreter
 from tests.integration.backends.faulty_proxy import FAULTS, TRANSIENT_FAULTS
 from tests.tiny import make_tiny_model
 from tests.torture.certificates import single_certificate_env
@@ -60,7 +60,7 @@ def run_program(
     served = ServiceProcess(PROTOCOLS[service], model, folder, fork_server, ttl)
     served.start()
     served.wait_until_listening()
-    python = str(interpreter("mint")) if service == "mint" else sys.executable
+    python = str(get_interpreter("mint")) if service == "mint" else sys.executable
     command = [python, "-m", "tests.integration.backends.faults_program", service, served.url]
     env = {
         **os.environ,

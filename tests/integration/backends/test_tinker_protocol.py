@@ -17,12 +17,12 @@ import pytest
 import tinker
 from tinker.lib.retryable_exception import RetryableException
 
-from tests.integration.backends.environments import interpreter
+from tests.integration.backends.environments import get_interpreter
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.tiny import make_tiny_model
 from tests.unit.protocol.tinker.raw import RawTinkerClient
-from tests.unit.protocol.tinker.test_json import both
-from tests.unit.protocol.tinker.test_training import next_tokens, step
+from tests.unit.protocol.tinker.test_json import make_pass_request
+from tests.unit.protocol.tinker.test_training import make_next_token_datum, run_step
 
 pytestmark = [IGNORE_SDK_LEAKS, pytest.mark.timeout(300)]  # processes that each import torch
 INSTAR = str(Path(sys.executable).with_name("instar"))
@@ -60,7 +60,9 @@ def port_of(url: str) -> int:
 
 def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (url, process), RawTinkerClient(url, KEY) as raw:
-        waiting = raw.submit("forward_backward", both(raw.create_model(raw.create_session(), str(model)), 2))
+        waiting = raw.submit(
+            "forward_backward", make_pass_request(raw.create_model(raw.create_session(), str(model)), 2)
+        )
         started = time.monotonic()
         answer = raw.post("retrieve_future", {"request_id": waiting})
         held = time.monotonic() - started
@@ -77,11 +79,11 @@ def test_server_killed_during_a_step_restarts(model: Path, tmp_path: Path) -> No
     with collect_sdk_leaks(), serving(model, tmp_path) as (url, process):
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         training = service.create_lora_training_client(str(model), rank=4, seed=3)
-        step(training)
+        run_step(training)
         path = training.save_state("kept").result().path
-        expected = step(training)
+        expected = run_step(training)
         # One request: the SDK's client hangs for good when the first of several cannot be sent.
-        long = [next_tokens([3 + (i + j) % 300 for j in range(200)]) for i in range(900)]
+        long = [make_next_token_datum([3 + (i + j) % 300 for j in range(200)]) for i in range(900)]
         in_flight = training.forward_backward(long, "cross_entropy")
         time.sleep(0.5)
         process.send_signal(signal.SIGKILL)
@@ -89,22 +91,22 @@ def test_server_killed_during_a_step_restarts(model: Path, tmp_path: Path) -> No
             with pytest.raises((RetryableException, tinker.NotFoundError)):
                 in_flight.result(60)
             with pytest.raises(tinker.NotFoundError):
-                training.forward_backward([next_tokens()], "cross_entropy").result(30)
+                training.forward_backward([make_next_token_datum()], "cross_entropy").result(30)
             again = tinker.ServiceClient(base_url=url, api_key=KEY)
             resumed = again.create_training_client_from_state_with_optimizer(path)
-            assert step(resumed) == pytest.approx(expected, rel=1e-6)
+            assert run_step(resumed) == pytest.approx(expected, rel=1e-6)
             again.close("success").result(10)
 
 
 def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path) as (url, _):
-        reported = _mint(url, MINT_KEY, str(model))
-        with_tinkers_key = _mint(url, KEY, str(model))
-    assert reported["served"] == str(model)
+        reported = run_mint_program(url, MINT_KEY, str(model))
+        with_tinkers_key = run_mint_program(url, KEY, str(model))
+    assert reported["model_name"] == str(model)
     assert reported["losses"] == sorted(reported["losses"], reverse=True)
     assert reported["losses"][0] == pytest.approx(-sum(reported["forward"]), rel=1e-5)
-    assert reported["resumed"] == pytest.approx(reported["straight"], rel=1e-6)
-    protobuf, as_json = reported["both_ways"]
+    assert reported["resumed"] == pytest.approx(reported["uninterrupted"], rel=1e-6)
+    protobuf, as_json = reported["protobuf_and_json"]
     assert as_json == protobuf
     assert reported["custom"] == 1.0
     assert reported["ppo"] == pytest.approx(-2.5, rel=1e-4)
@@ -112,16 +114,16 @@ def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
     assert reported["scored"][1:] == pytest.approx(reported["policy"], abs=1e-4)
     assert all(tokens == logprobs > 0 for tokens, logprobs in reported["sampled"])
     assert reported["text"] == "hello"
-    assert "weights/three" in reported["listed"]
-    assert "datum 0: loss_fn_inputs has mask; cross_entropy supports" in reported["refused"]
+    assert "weights/three" in reported["checkpoints"]
+    assert "datum 0: loss_fn_inputs has mask; cross_entropy supports" in reported["error"]
     assert with_tinkers_key["losses"] == pytest.approx(reported["losses"], rel=1e-6)
 
 
-def _mint(url: str, key: str, name: str) -> dict[str, Any]:
+def run_mint_program(url: str, key: str, name: str) -> dict[str, Any]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "MINT_"))}
     program = Path(__file__).with_name("mint_sdk.py")
     done = subprocess.run(
-        [str(interpreter("mint")), str(program), name],
+        [str(get_interpreter("mint")), str(program), name],
         env=clean | {"MINT_BASE_URL": url, "MINT_API_KEY": key},
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.engines.server import create_engine_app
 from instar.subprocess_guard import guard_command
-from tests.integration.backends.environments import interpreter
+from tests.integration.backends.environments import get_interpreter
 from tests.tiny import make_tiny_model
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def model_config(folder: Path, max_context: int = 256) -> ModelConfig:
 
 
 def vllm_config(**settings: Any) -> VllmEngineConfig:
-    values: dict[str, Any] = {"python": str(interpreter("vllm")), "kv_gib": 0.1, **settings}
+    values: dict[str, Any] = {"python": str(get_interpreter("vllm")), "kv_gib": 0.1, **settings}
     return VllmEngineConfig(**values)
 
 
@@ -83,7 +83,7 @@ def run_vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
     """Run a vLLM server as a user would start it; yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free_socket:
         port = free_socket.getsockname()[1]
-    command = [str(interpreter("vllm")), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command = [str(get_interpreter("vllm")), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
     command += ["--max-model-len", "256", "--kv-cache-memory-bytes", "100000000", *arguments]
     env = {

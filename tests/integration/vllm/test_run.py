@@ -19,7 +19,7 @@ from transformers.utils import logging
 from instar.cluster.layout import RunFolder
 from instar.store.factory import open_store
 from instar.types import Call, Floats
-from tests.integration.backends.environments import interpreter
+from tests.integration.backends.environments import get_interpreter
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE
 from tests.integration.vllm.servers import vllm_model
 from tests.torture.run_process import RunProcess
@@ -44,7 +44,7 @@ def run_settings(
         "model": {"name": str(model), "dtype": "fp32", "device": "cpu", "max_context": 256},
         "engine": {
             "type": "vllm",
-            "python": str(interpreter("vllm")),
+            "python": str(get_interpreter("vllm")),
             "policy": policy,
             "count": 2,
             "kv_gib": 0.1,

@@ -1,4 +1,4 @@
-"""Weaver's SDK against a service that misbehaves."""
+"""The Weaver client against a server that fails."""
 
 from __future__ import annotations
 
@@ -32,43 +32,43 @@ from instar.gateway.serve import bind, serve
 from instar.types import Sample
 
 KEY = "sk-very-secret"
-Answer = Callable[[Request], Awaitable[Response]]
+RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
-class Script:
-    """Answers what it is told to, in turn; then that an operation is done."""
+class ScriptedServer:
+    """A server that responds with the added responses in turn, and then with a completed operation."""
 
     def __init__(self) -> None:
-        self.answers: list[Answer] = []
-        self.asked: list[str] = []
+        self.handlers: list[RequestHandler] = []
+        self.requests: list[str] = []
         self.bodies: list[dict[str, object]] = []
-        self.over = asyncio.Event()
+        self.stopping = asyncio.Event()
 
-    def then(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
-        async def answer(request: Request) -> Response:
+    def add_response(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+        async def handle(request: Request) -> Response:
             if isinstance(body, str):
                 return Response(body, status, headers, "text/html")
             return JSONResponse(body, status, headers)
 
-        self.answers.append(answer)
+        self.handlers.append(handle)
 
-    def then_stall(self) -> None:
-        async def answer(request: Request) -> Response:
-            await self.over.wait()
+    def add_stalled_response(self) -> None:
+        async def handle(request: Request) -> Response:
+            await self.stopping.wait()
             return Response()
 
-        self.answers.append(answer)
+        self.handlers.append(handle)
 
-    async def answer(self, request: Request) -> Response:
+    async def handle_request(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/api/v1")
         if path == "/sessions" or path.endswith("/heartbeat"):
             return JSONResponse({"id": "session"})
         if path.endswith("/models"):
             return JSONResponse({"id": "model", "tokenizer_path": "nowhere"})
-        self.asked.append(f"{request.method} {path}")
+        self.requests.append(f"{request.method} {path}")
         self.bodies.append(await request.json() if request.method == "POST" else {})
-        if self.answers:
-            return await self.answers.pop(0)(request)
+        if self.handlers:
+            return await self.handlers.pop(0)(request)
         return JSONResponse({"id": "op", "status": "done", "response": {"metrics": {"grad_norm": 2.0}}})
 
     def seq_ids(self) -> list[int]:
@@ -76,92 +76,92 @@ class Script:
 
 
 @pytest.fixture
-def script() -> Script:
-    return Script()
+def server() -> ScriptedServer:
+    return ScriptedServer()
 
 
 @asynccontextmanager
-async def serving(script: Script, deadline: float = 20.0) -> AsyncGenerator[CloudAccess]:
-    app = Starlette(routes=[Route("/{path:path}", script.answer, methods=["GET", "POST", "DELETE"])])
+async def run_server(server: ScriptedServer, deadline: float = 20.0) -> AsyncGenerator[CloudAccess]:
+    app = Starlette(routes=[Route("/{path:path}", server.handle_request, methods=["GET", "POST", "DELETE"])])
     listener, stop = bind("127.0.0.1", 0), asyncio.Event()
-    server = asyncio.create_task(serve(app, listener, stop=stop, grace=0))
+    task = asyncio.create_task(serve(app, listener, stop=stop, grace=0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         yield CloudAccess(url, KEY, "base", deadline)
     finally:
-        script.over.set()
+        server.stopping.set()
         stop.set()
-        await server
+        await task
 
 
-async def training(access: CloudAccess) -> tuple[WeaverClient, AsyncTrainingClient]:
+async def create_training_client(access: CloudAccess) -> tuple[WeaverClient, AsyncTrainingClient]:
     service = WeaverClient(access)
     return service, await service.create_model(base_model="base")
 
 
-async def step(access: CloudAccess, service: WeaverClient, client: AsyncTrainingClient) -> object:
-    patience = WeaverCallPolicy(access)
+async def run_optim_step(access: CloudAccess, service: WeaverClient, client: AsyncTrainingClient) -> object:
+    policy = WeaverCallPolicy(access)
 
     async def submit() -> object:
         with service.reuse_sequence_id_on_error():
             return await client.optim_step(AdamParams(), wait=False)
 
-    return await patience.await_operation("optim_step", await patience.call("optim_step", submit))  # type: ignore[arg-type]
+    return await policy.await_operation("optim_step", await policy.call("optim_step", submit))  # type: ignore[arg-type]
 
 
-async def test_retried_call_keeps_its_sequence_id(script: Script) -> None:
-    async with serving(script) as access:
-        service, client = await training(access)
-        script.then(503, {"error": "unavailable", "message": "not now", "retryable": True})
-        script.then(429, {"error": "rate_limited", "message": "slowly"}, {"Retry-After": "0.3"})
-        began = time.monotonic()
-        await step(access, service, client)
-        assert time.monotonic() - began > 0.3
-        await step(access, service, client)
+async def test_retried_call_keeps_its_sequence_id(server: ScriptedServer) -> None:
+    async with run_server(server) as access:
+        service, client = await create_training_client(access)
+        server.add_response(503, {"error": "unavailable", "message": "not now", "retryable": True})
+        server.add_response(429, {"error": "rate_limited", "message": "slowly"}, {"Retry-After": "0.3"})
+        start = time.monotonic()
+        await run_optim_step(access, service, client)
+        assert time.monotonic() - start > 0.3
+        await run_optim_step(access, service, client)
         await service.aclose()
-    assert script.seq_ids() == [1, 1, 1, 2]
+    assert server.seq_ids() == [1, 1, 1, 2]
 
 
-async def test_rejected_call_leaves_no_sequence_gap(script: Script) -> None:
-    async with serving(script) as access:
-        service, client = await training(access)
-        script.then(400, {"error": "invalid_request", "message": "bad numbers"})
+async def test_rejected_call_leaves_no_sequence_gap(server: ScriptedServer) -> None:
+    async with run_server(server) as access:
+        service, client = await create_training_client(access)
+        server.add_response(400, {"error": "invalid_request", "message": "bad numbers"})
         with pytest.raises(WeaverError, match="bad numbers") as caught:
-            await step(access, service, client)
+            await run_optim_step(access, service, client)
         assert caught.value.kind == "refused"
-        assert extract_metrics(await step(access, service, client)) == {"grad_norm": 2.0}
+        assert extract_metrics(await run_optim_step(access, service, client)) == {"grad_norm": 2.0}
         await service.aclose()
-    assert script.seq_ids() == [1, 1]
+    assert server.seq_ids() == [1, 1]
 
 
-async def test_closing_the_client_keeps_models(script: Script) -> None:
-    async with serving(script) as access:
-        service, _ = await training(access)
+async def test_closing_the_client_keeps_models(server: ScriptedServer) -> None:
+    async with run_server(server) as access:
+        service, _ = await create_training_client(access)
         await service.aclose()
-        assert script.asked == []
-        service, client = await training(access)
+        assert server.requests == []
+        service, client = await create_training_client(access)
         await service.end_training(client.model_id)
-        assert script.asked == ["POST /models/model/terminate"]
+        assert server.requests == ["POST /models/model/terminate"]
         await service.aclose()
 
 
-async def test_stalled_service_raises_at_the_deadline(script: Script) -> None:
-    async with serving(script, deadline=0.5) as access:
-        service, client = await training(access)
-        script.then_stall()
-        began = time.monotonic()
+async def test_stalled_service_raises_at_the_deadline(server: ScriptedServer) -> None:
+    async with run_server(server, deadline=0.5) as access:
+        service, client = await create_training_client(access)
+        server.add_stalled_response()
+        start = time.monotonic()
         with pytest.raises(WeaverError, match=r"optim_step.*within 0.5 s") as caught:
-            await step(access, service, client)
+            await run_optim_step(access, service, client)
         assert caught.value.kind == "unavailable"
-        assert time.monotonic() - began < 2
-        script.then(200, {"id": "op", "status": "running"})
-        script.then_stall()
+        assert time.monotonic() - start < 2
+        server.add_response(200, {"id": "op", "status": "running"})
+        server.add_stalled_response()
         with pytest.raises(WeaverError, match=r"optim_step.*within 0.5 s"):
-            await step(access, service, client)
+            await run_optim_step(access, service, client)
         await service.aclose()
 
 
-async def test_unreachable_service_is_unavailable(script: Script) -> None:
+async def test_unreachable_service_is_unavailable(server: ScriptedServer) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
@@ -173,12 +173,12 @@ async def test_unreachable_service_is_unavailable(script: Script) -> None:
     await service.aclose()
 
 
-async def test_errors_do_not_contain_the_key(script: Script) -> None:
-    async with serving(script) as access:
-        service, client = await training(access)
-        script.then(401, {"error": "unauthorized", "message": f"{KEY} is not known"})
+async def test_errors_do_not_contain_the_key(server: ScriptedServer) -> None:
+    async with run_server(server) as access:
+        service, client = await create_training_client(access)
+        server.add_response(401, {"error": "unauthorized", "message": f"{KEY} is not known"})
         with pytest.raises(WeaverError, match="WEAVER_API_KEY") as caught:
-            await step(access, service, client)
+            await run_optim_step(access, service, client)
         error: BaseException | None = caught.value
         assert caught.value.kind == "settings"
         while error is not None:
@@ -187,50 +187,52 @@ async def test_errors_do_not_contain_the_key(script: Script) -> None:
         await service.aclose()
 
 
-async def test_malformed_response_is_retried_then_raised(script: Script) -> None:
-    async with serving(script) as access:
-        service, client = await training(access)
-        script.then(200, "<html>a proxy")
-        await step(access, service, client)
+async def test_malformed_response_is_retried_then_raised(server: ScriptedServer) -> None:
+    async with run_server(server) as access:
+        service, client = await create_training_client(access)
+        server.add_response(200, "<html>a proxy")
+        await run_optim_step(access, service, client)
         for _ in range(3):
-            script.then(200, {"no": "id"})
+            server.add_response(200, {"no": "id"})
         with pytest.raises(WeaverError, match="malformed response") as caught:
-            await step(access, service, client)
+            await run_optim_step(access, service, client)
         assert caught.value.kind == "broken"
         await service.aclose()
-    assert script.seq_ids() == [1, 1, 2, 2, 2]
+    assert server.seq_ids() == [1, 1, 2, 2, 2]
 
 
-async def test_results_are_polled_soon(script: Script) -> None:
-    """The SDK's own wait begins with half a second."""
-    async with serving(script) as access:
-        service, client = await training(access)
-        script.then(200, {"id": "op", "status": "pending"})
-        script.then(200, {"id": "op", "status": "running"})
-        began = time.monotonic()
-        await step(access, service, client)
-        assert time.monotonic() - began < 0.4
+async def test_results_are_polled_soon(server: ScriptedServer) -> None:
+    """The first wait of the SDK itself is half a second."""
+    async with run_server(server) as access:
+        service, client = await create_training_client(access)
+        server.add_response(200, {"id": "op", "status": "pending"})
+        server.add_response(200, {"id": "op", "status": "running"})
+        start = time.monotonic()
+        await run_optim_step(access, service, client)
+        assert time.monotonic() - start < 0.4
         await service.aclose()
 
 
 @pytest.mark.parametrize(
-    ("answer", "kind"),
+    ("response", "kind"),
     [
         ({"status": "error", "error_code": "model_not_found", "error_message": "?"}, "lost"),
         ({"status": "error", "error_code": "internal_error", "retryable": True}, "unavailable"),
         ({"status": "error", "error_code": "invalid_request", "error_message": "no"}, "refused"),
     ],
 )
-async def test_operation_errors_are_classified(script: Script, answer: dict[str, object], kind: str) -> None:
-    async with serving(script) as access:
-        service, client = await training(access)
-        script.then(200, {"id": "op", **answer})
+async def test_operation_errors_are_classified(
+    server: ScriptedServer, response: dict[str, object], kind: str
+) -> None:
+    async with run_server(server) as access:
+        service, client = await create_training_client(access)
+        server.add_response(200, {"id": "op", **response})
         with pytest.raises(WeaverError) as caught:
-            await step(access, service, client)
+            await run_optim_step(access, service, client)
         assert caught.value.kind == kind
-        script.then(404, {"error": "not_found", "message": "no such model"})
+        server.add_response(404, {"error": "not_found", "message": "no such model"})
         with pytest.raises(WeaverError, match="no such model") as caught:
-            await step(access, service, client)
+            await run_optim_step(access, service, client)
         assert caught.value.kind == "lost"
         await service.aclose()
 
@@ -238,7 +240,7 @@ async def test_operation_errors_are_classified(script: Script, answer: dict[str,
 # --- samples ------------------------------------------------------------------------------------
 
 
-def sample() -> Sample:
+def make_sample() -> Sample:
     nan = float("nan")
     return Sample(
         "s",
@@ -252,8 +254,8 @@ def sample() -> Sample:
 
 
 def test_training_datum_has_the_sample_mask() -> None:
-    """A token whose advantage is 0 is trained on all the same."""
-    datum = build_training_datum(sample(), LossConfig())
+    """A token with an advantage of 0 is trained too."""
+    datum = build_training_datum(make_sample(), LossConfig())
     assert datum.model_input is not None
     assert datum.model_input.to_ints() == [1, 2, 7, 8, 3]
     sent = {name: values.tolist() for name, values in datum.loss_fn_inputs.items()}
@@ -266,7 +268,7 @@ def test_training_datum_has_the_sample_mask() -> None:
 
 
 def test_cross_entropy_datum_has_weights() -> None:
-    sent = build_training_datum(sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
+    sent = build_training_datum(make_sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
     assert sorted(sent) == ["target_tokens", "weights"]
     assert sent["weights"].tolist() == [0, 0.25, 0, 0, 0.5]
     assert sent["weights"].dtype == torch.float32
@@ -275,14 +277,14 @@ def test_cross_entropy_datum_has_weights() -> None:
 
 @pytest.mark.parametrize("wrap", [lambda r: r, lambda r: {"result": r}], ids=["direct", "wrapped"])
 def test_both_response_shapes_are_parsed(wrap: Callable[[object], object]) -> None:
-    data = [build_forward_datum(sample())]
-    answer = wrap({"loss_fn_outputs": [{"logprobs": {"data": [-1, -2, -3, -4, -5], "dtype": "float32"}}]})
-    assert extract_logprobs(data, answer)[0].tolist() == [-1, -2, -3, -4, -5]
+    data = [build_forward_datum(make_sample())]
+    response = wrap({"loss_fn_outputs": [{"logprobs": {"data": [-1, -2, -3, -4, -5], "dtype": "float32"}}]})
+    assert extract_logprobs(data, response)[0].tolist() == [-1, -2, -3, -4, -5]
     assert extract_metrics(wrap({"metrics": {"grad_norm": 1, "name": "x"}})) == {"grad_norm": 1.0}
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "response",
     [
         None,
         {},
@@ -292,6 +294,6 @@ def test_both_response_shapes_are_parsed(wrap: Callable[[object], object]) -> No
         {"loss_fn_outputs": [{"logprobs": "five"}]},
     ],
 )
-def test_mismatched_response_is_rejected(answer: object) -> None:
+def test_mismatched_response_is_rejected(response: object) -> None:
     with pytest.raises(WeaverError, match="malformed response"):
-        extract_logprobs([build_forward_datum(sample())], answer)
+        extract_logprobs([build_forward_datum(make_sample())], response)

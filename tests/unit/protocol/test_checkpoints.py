@@ -1,4 +1,4 @@
-"""Checkpoints are there whole or not at all, only for their owner, until they expire."""
+"""Checkpoints are complete or absent, are found only by their owner, and expire."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SAMPLER = CheckpointInfo("", "sampler", "model-1", "tiny", 8, 0.0, 0)
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Generator[CheckpointStore]:
-    with closing(CheckpointStore(tmp_path / "data")) as opened:
-        yield opened
+    with closing(CheckpointStore(tmp_path / "data")) as store:
+        yield store
 
 
 async def write(
@@ -53,12 +53,12 @@ async def test_checkpoint_store_finds_checkpoints_after_restart(
     with pytest.raises(ConfigError, match="in use by another server"):
         CheckpointStore(tmp_path / "data")
     checkpoints.close()
-    with closing(CheckpointStore(tmp_path / "data")) as again:
-        assert again.find(info.path, "me") == info
-        assert again.find("weaver://model-1/weights/step-1", "me") == info
-        assert (again.folder(info) / "adapter" / "file").read_text() == "weights"
-        assert again.list_checkpoints("me") == [info]
-        assert again.list_checkpoints("me", "model-2") == []
+    with closing(CheckpointStore(tmp_path / "data")) as reopened:
+        assert reopened.find(info.path, "me") == info
+        assert reopened.find("weaver://model-1/weights/step-1", "me") == info
+        assert (reopened.folder(info) / "adapter" / "file").read_text() == "weights"
+        assert reopened.list_checkpoints("me") == [info]
+        assert reopened.list_checkpoints("me", "model-2") == []
 
 
 async def test_state_and_sampler_may_share_a_name(checkpoints: CheckpointStore) -> None:
@@ -82,10 +82,10 @@ async def test_checkpoint_with_the_same_name_is_replaced(checkpoints: Checkpoint
 
 async def test_checkpoint_of_another_owner_is_not_found(checkpoints: CheckpointStore) -> None:
     info = await write(checkpoints, "mine")
-    for use in (checkpoints.find, checkpoints.delete):
-        with pytest.raises(ProtocolError) as refused:
-            use(info.path, "you")
-        assert refused.value.status == 404
+    for method in (checkpoints.find, checkpoints.delete):
+        with pytest.raises(ProtocolError) as caught:
+            method(info.path, "you")
+        assert caught.value.status == 404
     assert checkpoints.list_checkpoints("you") == []
     assert checkpoints.find(info.path, "me")
 
@@ -108,8 +108,8 @@ async def test_deleted_checkpoint_is_removed_from_disk(checkpoints: CheckpointSt
     checkpoints.delete(info.path, "me")
     assert not checkpoints.folder(info).exists()
     checkpoints.close()
-    with closing(CheckpointStore(tmp_path / "data")) as again:
-        assert again.list_checkpoints("me") == []
+    with closing(CheckpointStore(tmp_path / "data")) as reopened:
+        assert reopened.list_checkpoints("me") == []
 
 
 async def test_interrupted_write_keeps_the_previous_checkpoint(
@@ -117,20 +117,20 @@ async def test_interrupted_write_keeps_the_previous_checkpoint(
 ) -> None:
     info = await write(checkpoints, "latest", "old")
 
-    async def fails(folder: Path) -> None:
+    async def fail(folder: Path) -> None:
         (folder / "file").write_text("half")
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        await checkpoints.write("me", "latest", STATE, fails, ttl=None)
+        await checkpoints.write("me", "latest", STATE, fail, ttl=None)
     checkpoints.close()
-    killed = tmp_path / "data" / ".scratch" / "half-written"
-    killed.mkdir(parents=True)
+    leftover = tmp_path / "data" / ".scratch" / "half-written"
+    leftover.mkdir(parents=True)
 
-    with closing(CheckpointStore(tmp_path / "data")) as again:
-        assert again.list_checkpoints("me") == [info]
-        assert (again.folder(info) / "adapter" / "file").read_text() == "old"
-        assert not killed.exists()
+    with closing(CheckpointStore(tmp_path / "data")) as reopened:
+        assert reopened.list_checkpoints("me") == [info]
+        assert (reopened.folder(info) / "adapter" / "file").read_text() == "old"
+        assert not leftover.exists()
 
 
 @pytest.mark.parametrize(

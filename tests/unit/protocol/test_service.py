@@ -1,4 +1,4 @@
-"""The workshop trains and samples as the backend and engine beneath it do, whoever works beside."""
+"""The service trains and samples like its backend and engine, also with concurrent clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.backends.conformance import make_sample, tree_samples
 ADAM = AdamConfig(lr=0.01, weight_decay=0.1)
 LOSS = LossConfig(name="importance_sampling")
 PROMPT = [9, 40, 41, 42, 43, 44, 45, 46, 47, 9, 12, 300]
-Open = Callable[..., AbstractAsyncContextManager[TrainingService]]
+OpenService = Callable[..., AbstractAsyncContextManager[TrainingService]]
 
 
 @pytest.fixture(scope="module")
@@ -36,40 +36,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 @pytest.fixture
-def opened(model: ModelConfig, tmp_path: Path) -> Open:
-    """Opens a workshop; again: as after a restart."""
+def open_service(model: ModelConfig, tmp_path: Path) -> OpenService:
+    """Return a function that opens a service; a second call opens it as after a restart."""
 
     @asynccontextmanager
-    async def open_workshop(**limits: float) -> AsyncGenerator[TrainingService]:
-        made = TrainingService(
+    async def open_and_close(**limits: float) -> AsyncGenerator[TrainingService]:
+        service = TrainingService(
             model,
             tmp_path / "checkpoints",
             base_model="tiny",
             limits=ServiceLimits(**limits),  # pyright: ignore[reportArgumentType]
             threads=1,
         )
-        await made.start()
+        await service.start()
         try:
-            yield made
+            yield service
         finally:
-            await made.close()
+            await service.close()
 
-    return open_workshop
+    return open_and_close
 
 
 @pytest.fixture
-async def service(opened: Open) -> AsyncGenerator[TrainingService]:
-    async with opened() as made:
-        yield made
+async def service(open_service: OpenService) -> AsyncGenerator[TrainingService]:
+    async with open_service() as service:
+        yield service
 
 
-async def new_model(service: TrainingService, owner: str = "me", **adapter: int) -> TrainingModel:
+async def create_model(service: TrainingService, owner: str = "me", **adapter: int) -> TrainingModel:
     session = await service.create_session(owner)
     return await service.create_model(session, owner, "tiny", AdapterSpec(**{"rank": 8, "seed": 3} | adapter))
 
 
 async def train(model: TrainingModel | LocalBackend, steps: int = 3, seed: int = 0) -> list[float]:
-    """Pipelined, as clients do it."""
+    """Train with pipelined calls, as clients do."""
     calls = []
     for step in range(steps):
         calls.append(asyncio.ensure_future(model.forward_backward(tree_samples(seed + step), LOSS)))
@@ -78,12 +78,12 @@ async def train(model: TrainingModel | LocalBackend, steps: int = 3, seed: int =
     return [result.loss for result in results[::2]]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def scored(model: TrainingModel, tokens: list[int]) -> Floats:
+async def score_tokens(model: TrainingModel, tokens: list[int]) -> Floats:
     (logprobs,) = await model.forward([make_sample("scored", tokens, 1)])
     return logprobs
 
 
-def weights_of(info: CheckpointInfo, tmp_path: Path) -> Path:
+def adapter_folder(info: CheckpointInfo, tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / info.path.removeprefix("tinker://") / "adapter"
 
 
@@ -95,22 +95,22 @@ async def test_service_trains_bit_identically_beside_other_models(
     service: TrainingService, model: ModelConfig, tmp_path: Path, rank: int
 ) -> None:
     config = LocalBackendConfig(lora=LoraConfig(rank=rank, alpha=32), threads=1)
-    alone = LocalBackend(model, config, seed=5)
-    losses = await train(alone)
-    await alone.publish(tmp_path / "alone")
-    await alone.close()
+    single = LocalBackend(model, config, seed=5)
+    losses = await train(single)
+    await single.publish(tmp_path / "alone")
+    await single.close()
 
-    # All made and trained at once, with sampling beside.
-    ours, *others = await asyncio.gather(
-        new_model(service, rank=rank, seed=5), *(new_model(service, seed=seed) for seed in (6, 7))
+    # Create and train all models concurrently, while the service samples.
+    model_under_test, *others = await asyncio.gather(
+        create_model(service, rank=rank, seed=5), *(create_model(service, seed=seed) for seed in (6, 7))
     )
-    beside = [train(other, seed=other.adapter.seed or 0) for other in others]
+    concurrent_runs = [train(other, seed=other.adapter.seed or 0) for other in others]
     sampling = service.sample(None, "me", PROMPT, SamplingParams(max_tokens=30), 4)
-    ours_losses, *_ = await asyncio.gather(train(ours), *beside, sampling)
+    service_losses, *_ = await asyncio.gather(train(model_under_test), *concurrent_runs, sampling)
 
-    assert ours_losses == losses
-    info = await ours.export("trained")
-    assert hash_adapter(weights_of(info, tmp_path)) == hash_adapter(tmp_path / "alone")
+    assert service_losses == losses
+    info = await model_under_test.export("trained")
+    assert hash_adapter(adapter_folder(info, tmp_path)) == hash_adapter(tmp_path / "alone")
 
 
 async def test_models_share_the_base_weights(model: ModelConfig) -> None:
@@ -136,75 +136,75 @@ async def test_models_share_the_base_weights(model: ModelConfig) -> None:
 async def test_requested_layers_are_trained_and_sampled(
     service: TrainingService, tmp_path: Path, flags: dict[str, int], expected: set[str]
 ) -> None:
-    trained = await new_model(service, **flags)
-    before = await scored(trained, PROMPT)
+    trained = await create_model(service, **flags)
+    before = await score_tokens(trained, PROMPT)
     await train(trained)
     info = await trained.export("sampler")
     assert info.extra == {"train_attn": True, "train_mlp": True, "train_unembed": False} | flags
 
     kinds = {"self_attn": "attn", "mlp": "mlp", "lm_head": "head"}
-    names = load_file(weights_of(info, tmp_path) / "adapter_model.safetensors").keys()
+    names = load_file(adapter_folder(info, tmp_path) / "adapter_model.safetensors").keys()
     changed = {kinds[part] for name in names for part in name.split(".") if part in kinds}
     assert changed == expected
 
     (reply,) = await service.sample(info.path, "me", PROMPT, SamplingParams(max_tokens=8, seed=1), 1)
-    after = await scored(trained, PROMPT + reply.token_ids)
+    after = await score_tokens(trained, PROMPT + reply.token_ids)
     assert np.abs(after[1 : len(PROMPT)] - before[1:]).max() > 1e-2
     np.testing.assert_allclose(reply.logprobs, after[len(PROMPT) :], atol=1e-5)
     reported = await service.logprobs(info.path, "me", PROMPT + reply.token_ids)
     np.testing.assert_allclose(reported, after, atol=1e-5)
-    # The base model, tied output layer and all, is what it was.
+    # The base model and its tied output layer are unchanged.
     np.testing.assert_allclose(await service.logprobs(None, "me", PROMPT), before, atol=1e-5)
 
 
 async def test_step_without_gradient_equals_step_with_zero_gradient(
     service: TrainingService,
 ) -> None:
-    """As after a batch whose advantages are all zero: moments decay, and move the weights once more."""
-    models = [await new_model(service) for _ in range(2)]
+    """Like after a batch with only zero advantages: the moments decay and change the weights once more."""
+    models = [await create_model(service) for _ in range(2)]
     zeros = [make_sample("zero", PROMPT, 1, advantages=np.zeros(len(PROMPT), np.float32))]
     untrained = [make_sample("none", PROMPT, len(PROMPT))]
     for model, batch in zip(models, (zeros, untrained), strict=True):
         assert (await model.optim_step(ADAM)).grad_norm == 0
         await train(model, steps=2)
         assert (await model.forward_backward(batch, LOSS)).loss == 0
-        before = await scored(model, PROMPT)
+        before = await score_tokens(model, PROMPT)
         assert (await model.optim_step(ADAM)).grad_norm == 0
-        assert np.abs(await scored(model, PROMPT) - before)[1:].max() > 1e-4
-    np.testing.assert_array_equal(*[await scored(model, PROMPT) for model in models])
+        assert np.abs(await score_tokens(model, PROMPT) - before)[1:].max() > 1e-4
+    np.testing.assert_array_equal(*[await score_tokens(model, PROMPT) for model in models])
 
 
 async def test_backend_rejections_are_user_errors(service: TrainingService) -> None:
-    model = await new_model(service)
+    model = await create_model(service)
     for sample, text in [
         (make_sample("a", [5, 9999], 1), "outside the vocabulary"),
         (make_sample("b", [5] * 257, 1), "b has 257 tokens"),
         (make_sample("c", [5, 6], 1, logprobs=np.full(2, np.nan, np.float32)), "the trained token"),
     ]:
-        with pytest.raises(ProtocolError, match=text) as refused:
+        with pytest.raises(ProtocolError, match=text) as error:
             await model.forward_backward([sample], LOSS)
-        assert (refused.value.status, refused.value.category) == (400, "user")
+        assert (error.value.status, error.value.category) == (400, "user")
     assert np.isfinite(await train(model, steps=1)).all()
 
 
 # --- checkpoints ---
 
 
-async def test_loaded_state_continues_with_the_same_step_after_restart(opened: Open) -> None:
-    async with opened() as service:
-        model = await new_model(service)
+async def test_loaded_state_continues_with_the_same_step_after_restart(open_service: OpenService) -> None:
+    async with open_service() as service:
+        model = await create_model(service)
         await train(model, steps=2)
         saved = await model.save("two", optimizer=True)
         next_losses = await train(model, steps=2, seed=10)
-        end = await scored(model, PROMPT)
-    async with opened() as service:
+        end = await score_tokens(model, PROMPT)
+    async with open_service() as service:
         assert service.checkpoints.find(saved.path, "me") == saved
-        resumed = await new_model(service, seed=99)
+        resumed = await create_model(service, seed=99)
         await resumed.load(saved.path, optimizer=True)
         assert await train(resumed, steps=2, seed=10) == next_losses
-        np.testing.assert_array_equal(await scored(resumed, PROMPT), end)
+        np.testing.assert_array_equal(await score_tokens(resumed, PROMPT), end)
 
-        fresh = await new_model(service, seed=99)
+        fresh = await create_model(service, seed=99)
         await fresh.load(saved.path, optimizer=False)
         losses = await train(fresh, steps=2, seed=10)
         assert losses[0] == next_losses[0]
@@ -212,7 +212,7 @@ async def test_loaded_state_continues_with_the_same_step_after_restart(opened: O
 
 
 async def test_mismatched_states_are_rejected_by_name(service: TrainingService, tmp_path: Path) -> None:
-    model = await new_model(service)
+    model = await create_model(service)
     await train(model, steps=1)
     weights = await model.save("weights", optimizer=False)
     full = await model.save("full", optimizer=True)
@@ -223,14 +223,14 @@ async def test_mismatched_states_are_rejected_by_name(service: TrainingService, 
         await model.load(weights.path, optimizer=True)
     with pytest.raises(ProtocolError, match="saved as a sampler and not as a state"):
         await model.load(sampler.path, optimizer=False)
-    other = await new_model(service, rank=4)
-    with pytest.raises(ProtocolError, match="another model or adapter") as refused:
+    other = await create_model(service, rank=4)
+    with pytest.raises(ProtocolError, match="another model or adapter") as error:
         await other.load(full.path, optimizer=True)
-    assert full.path in str(refused.value)
-    assert str(tmp_path) not in str(refused.value)
-    stranger = await new_model(service, owner="you")
+    assert full.path in str(error.value)
+    assert str(tmp_path) not in str(error.value)
+    foreign_model = await create_model(service, owner="you")
     with pytest.raises(ProtocolError, match="there is no checkpoint"):
-        await stranger.load(full.path, optimizer=True)
+        await foreign_model.load(full.path, optimizer=True)
 
 
 # --- sampling ---
@@ -238,13 +238,13 @@ async def test_mismatched_states_are_rejected_by_name(service: TrainingService, 
 
 async def test_seeded_replies_differ_and_are_reproducible(service: TrainingService) -> None:
     params = SamplingParams(max_tokens=12, seed=4)
-    three = await service.sample(None, "me", PROMPT, params, 3)
-    assert len({tuple(reply.token_ids) for reply in three}) == 3
-    again = await service.sample(None, "me", PROMPT, params, 3)
-    assert [reply.token_ids for reply in again] == [reply.token_ids for reply in three]
-    (one,) = await service.sample(None, "me", PROMPT, params, 1)
-    assert one.token_ids == three[0].token_ids
-    for reply in three:
+    replies = await service.sample(None, "me", PROMPT, params, 3)
+    assert len({tuple(reply.token_ids) for reply in replies}) == 3
+    repeated = await service.sample(None, "me", PROMPT, params, 3)
+    assert [reply.token_ids for reply in repeated] == [reply.token_ids for reply in replies]
+    (single,) = await service.sample(None, "me", PROMPT, params, 1)
+    assert single.token_ids == replies[0].token_ids
+    for reply in replies:
         assert len(reply.token_ids) == len(reply.logprobs) <= 12
         assert (reply.stop_reason == "length") == (len(reply.token_ids) == 12)
         assert reply.text
@@ -259,23 +259,23 @@ async def test_logprobs_use_the_full_softmax_for_any_sampling_params(
     np.testing.assert_allclose(reply.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
-async def test_policies_take_turns_with_fewer_engines(opened: Open) -> None:
-    async with opened(max_samplers=2) as service:
-        model = await new_model(service)
-        needed: dict[str | None, Floats] = {None: await scored(model, PROMPT)}
+async def test_policies_take_turns_with_fewer_engines(open_service: OpenService) -> None:
+    async with open_service(max_samplers=2) as service:
+        model = await create_model(service)
+        expected: dict[str | None, Floats] = {None: await score_tokens(model, PROMPT)}
         for step in range(3):
             await train(model, steps=1, seed=step)
             info = await (model.export if step else lambda name: model.save(name, optimizer=True))(f"v{step}")
-            needed[info.path] = await scored(model, PROMPT)
-        request = [*needed, *reversed(needed)] * 2
-        reported = await asyncio.gather(*(service.logprobs(path, "me", PROMPT) for path in request))
-        for path, logprobs in zip(request, reported, strict=True):
-            np.testing.assert_allclose(logprobs, needed[path], atol=1e-5)
+            expected[info.path] = await score_tokens(model, PROMPT)
+        paths = [*expected, *reversed(expected)] * 2
+        reported = await asyncio.gather(*(service.logprobs(path, "me", PROMPT) for path in paths))
+        for path, logprobs in zip(paths, reported, strict=True):
+            np.testing.assert_allclose(logprobs, expected[path], atol=1e-5)
 
 
-async def test_policy_in_use_keeps_its_engine(opened: Open) -> None:
-    async with opened(max_samplers=2) as service:
-        model = await new_model(service)
+async def test_policy_in_use_keeps_its_engine(open_service: OpenService) -> None:
+    async with open_service(max_samplers=2) as service:
+        model = await create_model(service)
         versions: list[str] = []
         for step in range(3):
             await train(model, steps=1, seed=step)
@@ -295,30 +295,30 @@ async def test_policy_in_use_keeps_its_engine(opened: Open) -> None:
 async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
     service: TrainingService,
 ) -> None:
-    model = await new_model(service)
+    model = await create_model(service)
     path = (await model.export("v")).path
     long = SamplingParams(max_tokens=150, seed=1)
     await service.sample(None, "me", PROMPT, long, 8)
     base = service._samplers._engines[""].engine._scheduler
-    complete = base._kv_tokens
+    all_kv_tokens = base._kv_tokens
     assert base._rows.tokens > 0
     await service.sample(path, "me", PROMPT, long, 8)
-    await until(lambda: base._rows.tokens == 0)
+    await wait_until(lambda: base._rows.tokens == 0)
     (version,) = [pooled.engine._scheduler for key, pooled in service._samplers._engines.items() if key]
-    assert version._kv_tokens == complete
-    both = [asyncio.create_task(service.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
-    await until(lambda: base._kv_tokens == version._kv_tokens == complete // 2)
-    await asyncio.gather(*both)
+    assert version._kv_tokens == all_kv_tokens
+    tasks = [asyncio.create_task(service.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
+    await wait_until(lambda: base._kv_tokens == version._kv_tokens == all_kv_tokens // 2)
+    await asyncio.gather(*tasks)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - an engine's thread sets no event
             await asyncio.sleep(0.001)
 
 
 async def test_replaced_sampler_is_another_policy(service: TrainingService) -> None:
-    model = await new_model(service)
+    model = await create_model(service)
     info = await model.export("latest")
     before = await service.logprobs(info.path, "me", PROMPT)
     await train(model)
@@ -340,9 +340,9 @@ async def test_invalid_sampling_requests_are_rejected(
         (PROMPT, SamplingParams(temperature=-1), 1, "temperature"),
         (PROMPT, SamplingParams(), 0, "num_samples: received 0"),
     ]:
-        with pytest.raises(ProtocolError, match=text) as refused:
+        with pytest.raises(ProtocolError, match=text) as error:
             await service.sample(None, "me", prompt, params, count)
-        assert (refused.value.status, refused.value.category) == (400, "user")
+        assert (error.value.status, error.value.category) == (400, "user")
     assert await service.sample(None, "me", PROMPT, SamplingParams(max_tokens=1), 1)
 
 
@@ -350,71 +350,71 @@ async def test_invalid_sampling_requests_are_rejected(
 
 
 async def test_sessions_and_models_of_another_owner_are_not_found(service: TrainingService) -> None:
-    model = await new_model(service)
-    uses: list[Callable[[], object]] = [
+    model = await create_model(service)
+    lookups: list[Callable[[], object]] = [
         lambda: service.heartbeat(model.session_id, "you"),
         lambda: service.find_model(model.model_id, "you"),
         lambda: service.find_model("model-unheard-of", "me"),
     ]
-    for use in uses:
-        with pytest.raises(ProtocolError) as refused:
-            use()
-        assert refused.value.status == 404
+    for look_up in lookups:
+        with pytest.raises(ProtocolError) as error:
+            look_up()
+        assert error.value.status == 404
     with pytest.raises(ProtocolError):
         await service.end_session(model.session_id, "you")
     assert service.find_model(model.model_id, "me") is model
 
 
-async def test_session_without_heartbeats_ends_with_its_models(opened: Open) -> None:
-    # Long enough to create two models on a loaded machine. Asking for a session renews it, so the test waits
-    # for twice its time and then asks.
-    async with opened(session_ttl=4.0) as service:
-        silent, lively = await new_model(service), await new_model(service)
-        sampler = await silent.export("kept")
-        ends = time.monotonic() + 8.0
-        while time.monotonic() < ends:
-            service.heartbeat(lively.session_id, "me")
+async def test_session_without_heartbeats_ends_with_its_models(open_service: OpenService) -> None:
+    # Long enough to create two models on a loaded machine. A lookup renews the session, so the test waits for
+    # twice its lifetime before the first lookup.
+    async with open_service(session_ttl=4.0) as service:
+        idle, active = await create_model(service), await create_model(service)
+        sampler = await idle.export("kept")
+        deadline = time.monotonic() + 8.0
+        while time.monotonic() < deadline:
+            service.heartbeat(active.session_id, "me")
             await asyncio.sleep(0.1)
         with pytest.raises(ProtocolError, match="has ended"):
-            service.heartbeat(silent.session_id, "me")
+            service.heartbeat(idle.session_id, "me")
         with pytest.raises(ProtocolError, match="has ended"):
-            service.find_model(silent.model_id, "me")
-        with pytest.raises(ProtocolError, match="has ended") as gone:
-            await silent.optim_step(ADAM)
-        assert gone.value.status == 404
-        assert service.find_model(lively.model_id, "me") is lively
+            service.find_model(idle.model_id, "me")
+        with pytest.raises(ProtocolError, match="has ended") as error:
+            await idle.optim_step(ADAM)
+        assert error.value.status == 404
+        assert service.find_model(active.model_id, "me") is active
         assert await service.sample(sampler.path, "me", PROMPT, SamplingParams(max_tokens=1), 1)
 
 
-async def test_expired_checkpoints_are_removed_from_disk(opened: Open, tmp_path: Path) -> None:
-    async with opened(session_ttl=4.0) as service, asyncio.timeout(60):
-        info = await (await new_model(service)).export("short", ttl=0.01)
-        folder = weights_of(info, tmp_path).parent
+async def test_expired_checkpoints_are_removed_from_disk(open_service: OpenService, tmp_path: Path) -> None:
+    async with open_service(session_ttl=4.0) as service, asyncio.timeout(60):
+        info = await (await create_model(service)).export("short", ttl=0.01)
+        folder = adapter_folder(info, tmp_path).parent
         while folder.exists():  # noqa: ASYNC110 - removed by a background task
             await asyncio.sleep(0.05)
 
 
-async def test_ended_model_frees_its_place(opened: Open) -> None:
-    async with opened(max_models=2) as service:
-        first, second = await new_model(service), await new_model(service)
-        with pytest.raises(ProtocolError, match="2 models are in training") as refused:
-            await new_model(service)
-        assert refused.value.status == 429
+async def test_ended_model_frees_its_place(open_service: OpenService) -> None:
+    async with open_service(max_models=2) as service:
+        first, second = await create_model(service), await create_model(service)
+        with pytest.raises(ProtocolError, match="2 models are in training") as error:
+            await create_model(service)
+        assert error.value.status == 429
         await service.end_model(first.model_id, "me")
-        third = await new_model(service)
+        third = await create_model(service)
         await service.end_session(second.session_id, "me")
-        assert await new_model(service)
+        assert await create_model(service)
         assert np.isfinite(await train(third, steps=1)).all()
 
 
-async def test_concurrent_models_over_the_limit_are_rejected(opened: Open) -> None:
-    async with opened(max_models=2) as service:
-        made = await asyncio.gather(*(new_model(service) for _ in range(5)), return_exceptions=True)
-        assert sum(isinstance(model, TrainingModel) for model in made) == 2
+async def test_concurrent_models_over_the_limit_are_rejected(open_service: OpenService) -> None:
+    async with open_service(max_models=2) as service:
+        results = await asyncio.gather(*(create_model(service) for _ in range(5)), return_exceptions=True)
+        assert sum(isinstance(model, TrainingModel) for model in results) == 2
 
 
-async def test_invalid_models_are_rejected_by_name(opened: Open) -> None:
-    async with opened(max_rank=16) as service:
+async def test_invalid_models_are_rejected_by_name(open_service: OpenService) -> None:
+    async with open_service(max_rank=16) as service:
         session = await service.create_session("me")
         for base, adapter, text in [
             ("another-model", AdapterSpec(), "received 'another-model'; this server serves 'tiny'"),
@@ -423,8 +423,8 @@ async def test_invalid_models_are_rejected_by_name(opened: Open) -> None:
             ("tiny", AdapterSpec(rank=1, seed=2**80), "64-bit integer"),
             ("tiny", AdapterSpec(rank=1, train_attn=False, train_mlp=False), "are all false"),
         ]:
-            with pytest.raises(ProtocolError, match=text) as refused:
+            with pytest.raises(ProtocolError, match=text) as error:
                 await service.create_model(session, "me", base, adapter)
-            assert refused.value.status == 400
+            assert error.value.status == 400
         unseeded = await service.create_model(session, "me", "tiny", AdapterSpec(rank=1))
         assert unseeded.adapter.seed is not None

@@ -21,7 +21,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.fixture(scope="package")
 def url(tiny_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    """One server for all tests, each of which has a session of its own."""
+    """The URL of one server for all tests; each test has its own session."""
     limits = ServiceLimits(max_body=1_000_000, max_rank=16, max_models=4)
     folder = tmp_path_factory.mktemp("checkpoints")
     keys = [KEY, OTHER_KEY, MINT_KEY]

@@ -1,4 +1,4 @@
-"""The older protocol, in JSON, and what no SDK shows: repeated requests, limits, keys of another form."""
+"""The older JSON protocol, and cases that no SDK covers: repeated requests, limits, other kinds of keys."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ def model(raw: RawTinkerClient) -> Generator[str]:
     assert raw.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
 
 
-def given(loss: str = "cross_entropy") -> dict[str, Any]:
+def make_pass_input(loss: str = "cross_entropy") -> dict[str, Any]:
     tensors = {"target_tokens": {"data": [9, 20, 33], "dtype": "int64", "shape": [3]}}
     tensors["weights"] = {"data": [0.0, 1.0, 1.0], "dtype": "float32", "shape": [3]}
     chunk = {"tokens": [5, 9, 20], "type": "encoded_text"}
     return {"data": [{"model_input": {"chunks": [chunk]}, "loss_fn_inputs": tensors}], "loss_fn": loss}
 
 
-def both(model: str, seq: int) -> dict[str, Any]:
-    return {"forward_backward_input": given(), "model_id": model, "seq_id": seq}
+def make_pass_request(model: str, seq: int) -> dict[str, Any]:
+    return {"forward_backward_input": make_pass_input(), "model_id": model, "seq_id": seq}
 
 
 def test_json_pass_and_step_reduce_the_loss(raw: RawTinkerClient, model: str) -> None:
-    ahead = raw.retrieve_result(
-        raw.submit("forward", {"forward_input": given(), "model_id": model, "seq_id": 1})
+    output = raw.retrieve_result(
+        raw.submit("forward", {"forward_input": make_pass_input(), "model_id": model, "seq_id": 1})
     )
-    [tensors] = ahead["loss_fn_outputs"]
+    [tensors] = output["loss_fn_outputs"]
     assert tensors["logprobs"]["dtype"] == "float32"
     assert tensors["logprobs"]["shape"] == [3]
-    first = raw.retrieve_result(raw.submit("forward_backward", both(model, 2)))
+    first = raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model, 2)))
     assert first["metrics"]["loss:sum"] == pytest.approx(-sum(tensors["logprobs"]["data"][1:]), rel=1e-5)
-    stepped = raw.retrieve_result(
+    step_output = raw.retrieve_result(
         raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 3})
     )
-    assert stepped["metrics"]["grad_norm"] > 0
-    second = raw.retrieve_result(raw.submit("forward_backward", both(model, 4)))
+    assert step_output["metrics"]["grad_norm"] > 0
+    second = raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model, 4)))
     assert second["metrics"]["loss:sum"] < first["metrics"]["loss:sum"]
 
 
 def test_json_steps_out_of_order_run_in_order(raw: RawTinkerClient, model: str) -> None:
-    last = raw.submit("forward_backward", both(model, 3))
+    last = raw.submit("forward_backward", make_pass_request(model, 3))
     middle = raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
-    first = raw.submit("forward_backward", both(model, 1))
+    first = raw.submit("forward_backward", make_pass_request(model, 1))
     after, _, before = [raw.retrieve_result(request)["metrics"] for request in (last, middle, first)]
     assert after["loss:sum"] < before["loss:sum"]
 
 
 def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:
-    first = raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"})
-    assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "a"}) == first
-    assert raw.submit("forward_backward", both(model, 1), **{"X-Idempotency-Key": "b"}) == first
+    first = raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "a"})
+    assert raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "a"}) == first
+    assert raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "b"}) == first
     step = {"adam_params": ADAM, "model_id": model, "seq_id": 2}
     norm = raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"]
     assert raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"] == norm
-    taken = raw.post("optim_step", step | {"seq_id": 1})
-    assert taken.status_code == 422
-    assert "belongs to another operation" in taken.json()["detail"]
+    response = raw.post("optim_step", step | {"seq_id": 1})
+    assert response.status_code == 422
+    assert "belongs to another operation" in response.json()["detail"]
 
 
 def test_repeated_create_model_returns_the_same_model(raw: RawTinkerClient) -> None:
@@ -83,8 +83,8 @@ def test_repeated_create_model_returns_the_same_model(raw: RawTinkerClient) -> N
 
 def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: RawTinkerClient) -> None:
     session = raw.create_session()
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
-    sampling = raw.post("create_sampling_session", asked).json()["sampling_session_id"]
+    request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+    sampling = raw.post("create_sampling_session", request).json()["sampling_session_id"]
     assert raw.get(f"samplers/{sampling}").json()["base_model"] == NAME
     sample = {
         "sampling_session_id": sampling,
@@ -94,10 +94,10 @@ def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: RawTinkerClien
         "sampling_params": {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1, "seed": 1},
         "prompt_logprobs": True,
     }
-    reported = raw.post("asample", sample).json()
-    assert len(set(reported["sample_sequence_ids"])) == 2
-    assert raw.post("asample", sample).json() == reported
-    result = raw.retrieve_result(reported["request_id"])
+    response = raw.post("asample", sample).json()
+    assert len(set(response["sample_sequence_ids"])) == 2
+    assert raw.post("asample", sample).json() == response
+    result = raw.retrieve_result(response["request_id"])
     assert [len(sequence["tokens"]) for sequence in result["sequences"]] == [3, 3]
     assert result["prompt_logprobs"][0] is None
     assert result["prompt_logprobs"][1] < 0
@@ -132,9 +132,9 @@ def test_mint_key_is_exchanged_for_a_token(url: str) -> None:
 def test_invalid_requests_get_user_errors(
     raw: RawTinkerClient, path: str, body: Any, headers: dict[str, str], status: int
 ) -> None:
-    answer = raw.post(path, body, **headers)
-    assert answer.status_code == status
-    assert answer.json()["category"] == "user"
+    response = raw.post(path, body, **headers)
+    assert response.status_code == status
+    assert response.json()["category"] == "user"
 
 
 def test_telemetry_is_accepted_and_discarded(raw: RawTinkerClient) -> None:

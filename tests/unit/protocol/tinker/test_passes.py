@@ -1,4 +1,4 @@
-"""Requests as the SDK encodes them, and JSON, become samples; results become what the SDK decodes."""
+"""Passes that the SDK sends as protobuf or JSON are parsed to samples, and the SDK decodes the results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATIO = {
 }
 
 
-def datum(tokens: list[int], **tensors: list[Any]) -> types.Datum:
+def make_datum(tokens: list[int], **tensors: list[Any]) -> types.Datum:
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens),
         loss_fn_inputs={
@@ -33,15 +33,17 @@ def datum(tokens: list[int], **tensors: list[Any]) -> types.Datum:
     )
 
 
-def protobuf(data: list[types.Datum], loss: Any, config: dict[str, Any] | None = None, seq: int = 7) -> bytes:
-    sent = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config)
-    request = ForwardBackwardRequest(forward_backward_input=sent, model_id="m", seq_id=seq)
+def encode_protobuf(
+    data: list[types.Datum], loss: Any, config: dict[str, Any] | None = None, seq: int = 7
+) -> bytes:
+    pass_input = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config)
+    request = ForwardBackwardRequest(forward_backward_input=pass_input, model_id="m", seq_id=seq)
     return forward_backward_request_to_proto(request).SerializeToString()
 
 
-def as_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> bytes:
-    """As tinker 0.22 sends it."""
-    sent = {
+def encode_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> bytes:
+    """Return the body that tinker 0.22 sends."""
+    pass_input = {
         "data": [
             {
                 "model_input": {"chunks": [{"tokens": d.model_input.to_ints(), "type": "encoded_text"}]},
@@ -55,25 +57,27 @@ def as_json(data: list[types.Datum], loss: str, config: dict[str, Any] | None = 
         "loss_fn": loss,
         "loss_fn_config": config,
     }
-    return json.dumps({"forward_backward_input": sent, "model_id": "m", "seq_id": 7}).encode()
+    return json.dumps({"forward_backward_input": pass_input, "model_id": "m", "seq_id": 7}).encode()
 
 
-def read(data: list[types.Datum], loss: str, config: dict[str, Any] | None = None) -> TinkerBatch:
-    """Both ways, which have to agree."""
-    passes = [parse_protobuf_pass(protobuf(data, loss, config))]
-    passes.append(parse_json_pass(as_json(data, loss, config), forward_only=False))
+def parse_both_formats(
+    data: list[types.Datum], loss: str, config: dict[str, Any] | None = None
+) -> TinkerBatch:
+    """Parse the pass in both formats, check that the batches are equal, and return one of them."""
+    passes = [parse_protobuf_pass(encode_protobuf(data, loss, config))]
+    passes.append(parse_json_pass(encode_json(data, loss, config), forward_only=False))
     batches = [p.require_batch() for p in passes]
     for p in passes:
         assert (p.model_id, p.seq, p.forward_only) == ("m", 7, False)
-    for one, other in zip(batches[0].samples, batches[1].samples, strict=True):
+    for sample, other in zip(batches[0].samples, batches[1].samples, strict=True):
         for name in ("token_ids", "mask", "logprobs", "advantages"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+            np.testing.assert_array_equal(getattr(sample, name), getattr(other, name))
     assert batches[0].loss == batches[1].loss
     return batches[0]
 
 
 def test_datum_tensors_apply_to_the_next_token() -> None:
-    [sample] = read([datum([1, 2, 3], **RATIO)], "importance_sampling").samples
+    [sample] = parse_both_formats([make_datum([1, 2, 3], **RATIO)], "importance_sampling").samples
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
     assert sample.token_ids.dtype == np.int32
     assert sample.mask.tolist() == [0, 1, 1, 1]
@@ -82,7 +86,7 @@ def test_datum_tensors_apply_to_the_next_token() -> None:
 
 
 def test_cross_entropy_without_weights_uses_weight_one() -> None:
-    [sample] = read([datum([1, 2], target_tokens=[2, 9])], "cross_entropy").samples
+    [sample] = parse_both_formats([make_datum([1, 2], target_tokens=[2, 9])], "cross_entropy").samples
     assert sample.advantages.tolist() == [0.0, 1.0, 1.0]
 
 
@@ -92,20 +96,20 @@ def test_chunks_are_concatenated() -> None:
         model_input=types.ModelInput(chunks=chunks),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3, 4], dtype="int64")},
     )
-    [sample] = parse_protobuf_pass(protobuf([joined], "cross_entropy")).require_batch().samples
+    [sample] = parse_protobuf_pass(encode_protobuf([joined], "cross_entropy")).require_batch().samples
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
 
 
 def test_loss_options_are_converted() -> None:
     clip = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5}
-    loss = read([datum([1, 2, 3], **RATIO)], "ppo", clip).loss
+    loss = parse_both_formats([make_datum([1, 2, 3], **RATIO)], "ppo", clip).loss
     assert (loss.name, loss.clip_low, loss.clip_high) == ("ppo", 0.7, 1.5)
-    assert read([datum([1, 2, 3], **RATIO)], "dro", {"beta": 0.1}).loss.beta == 0.1
+    assert parse_both_formats([make_datum([1, 2, 3], **RATIO)], "dro", {"beta": 0.1}).loss.beta == 0.1
 
 
 def test_filler_targets_of_zero_weight_are_masked() -> None:
-    filled = datum([1, 2, 3], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])
-    [sample] = read([filled], "cross_entropy").samples
+    filled = make_datum([1, 2, 3], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])
+    [sample] = parse_both_formats([filled], "cross_entropy").samples
     assert sample.mask.tolist() == [0, 0, 1, 1]
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
 
@@ -113,12 +117,16 @@ def test_filler_targets_of_zero_weight_are_masked() -> None:
 def test_token_without_old_logprob_and_advantage_is_masked() -> None:
     tensors = RATIO | {"logprobs": [float("nan"), -0.25, -2.0]}
     for loss in ("importance_sampling", "dro"):
-        [sample] = parse_protobuf_pass(protobuf([datum([1, 2, 3], **tensors)], loss)).require_batch().samples
+        [sample] = (
+            parse_protobuf_pass(encode_protobuf([make_datum([1, 2, 3], **tensors)], loss))
+            .require_batch()
+            .samples
+        )
         assert sample.mask.tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("loss", "change", "config", "says"),
+    ("loss", "change", "config", "message"),
     [
         ("ppo", {"mask": [1.0, 1.0, 1.0]}, None, "datum 1: loss_fn_inputs has mask; ppo supports"),
         (
@@ -141,32 +149,32 @@ def test_token_without_old_logprob_and_advantage_is_masked() -> None:
     ],
 )
 def test_invalid_datum_is_named_and_reported_when_the_pass_runs(
-    loss: str, change: dict[str, Any], config: dict[str, Any] | None, says: str
+    loss: str, change: dict[str, Any], config: dict[str, Any] | None, message: str
 ) -> None:
-    data = [datum([1, 2, 3], **RATIO), datum([1, 2, 3], **RATIO | change)]
-    for body in (
-        parse_protobuf_pass(protobuf(data, loss, config)),
-        parse_json_pass(as_json(data, loss, config), forward_only=False),
+    data = [make_datum([1, 2, 3], **RATIO), make_datum([1, 2, 3], **RATIO | change)]
+    for tinker_pass in (
+        parse_protobuf_pass(encode_protobuf(data, loss, config)),
+        parse_json_pass(encode_json(data, loss, config), forward_only=False),
     ):
-        assert body.seq == 7
-        with pytest.raises(ProtocolError, match=says) as raised:
-            body.require_batch()
-        assert raised.value.category == "user"
+        assert tinker_pass.seq == 7
+        with pytest.raises(ProtocolError, match=message) as caught:
+            tinker_pass.require_batch()
+        assert caught.value.category == "user"
 
 
 def test_images_and_matrices_are_rejected() -> None:
-    picture = types.Datum(
+    image = types.Datum(
         model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=3)]),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1], dtype="int64")},
     )
     with pytest.raises(ProtocolError, match="datum 0: received an image"):
-        parse_protobuf_pass(protobuf([picture], "cross_entropy")).require_batch()
+        parse_protobuf_pass(encode_protobuf([image], "cross_entropy")).require_batch()
     matrix = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])},
     )
     with pytest.raises(ProtocolError, match="target_tokens must be a dense one-dimensional tensor"):
-        parse_protobuf_pass(protobuf([matrix], "cross_entropy")).require_batch()
+        parse_protobuf_pass(encode_protobuf([matrix], "cross_entropy")).require_batch()
 
 
 def test_unparsable_pass_is_rejected_at_once() -> None:
@@ -179,11 +187,11 @@ def test_unparsable_pass_is_rejected_at_once() -> None:
 def test_sdk_reads_pass_results() -> None:
     logprobs = [np.array([np.nan, -1.0, -2.0], np.float32), np.array([np.nan, -3.0], np.float32)]
     result = TinkerPassResult.from_logprobs(4.5, {"tokens": 3.0, "ratio_max": 2.0, "kl": 0.0}, logprobs)
-    read = deserialize_forward_backward_output(result.to_protobuf())
-    assert [list(out["logprobs"].data) for out in read.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
-    assert [out["logprobs"].shape for out in read.loss_fn_outputs] == [[2], [1]]
-    assert read.metrics == {"loss:sum": 4.5, "tokens:sum": 3.0, "ratio_max:max": 2.0, "kl:mean": 0.0}
-    assert result.to_json()["metrics"] == read.metrics
+    output = deserialize_forward_backward_output(result.to_protobuf())
+    assert [list(out["logprobs"].data) for out in output.loss_fn_outputs] == [[-1.0, -2.0], [-3.0]]
+    assert [out["logprobs"].shape for out in output.loss_fn_outputs] == [[2], [1]]
+    assert output.metrics == {"loss:sum": 4.5, "tokens:sum": 3.0, "ratio_max:max": 2.0, "kl:mean": 0.0}
+    assert result.to_json()["metrics"] == output.metrics
 
 
 def test_sdk_reads_sample_results() -> None:
@@ -191,11 +199,11 @@ def test_sdk_reads_sample_results() -> None:
         SampledSequence([5, 6], [-0.5, -1.0], "stop", "ab"),
         SampledSequence([7], [-2.0], "length", "c"),
     ]
-    read = deserialize_sample_response(
+    response = deserialize_sample_response(
         TinkerSampleResult(sequences, np.array([np.nan, -1.5], np.float32)).to_protobuf()
     )
-    assert [(s.tokens, s.logprobs, s.stop_reason) for s in read.sequences] == [
+    assert [(s.tokens, s.logprobs, s.stop_reason) for s in response.sequences] == [
         ([5, 6], [-0.5, -1.0], "stop"),
         ([7], [-2.0], "length"),
     ]
-    assert read.prompt_logprobs == [None, -1.5]
+    assert response.prompt_logprobs == [None, -1.5]

@@ -9,31 +9,31 @@ from tinker import types
 
 from tests.sdk_leaks import IGNORE_SDK_LEAKS
 from tests.unit.protocol.tinker.conftest import NAME
-from tests.unit.protocol.tinker.test_training import TOKENS, logprobs, next_tokens, step
+from tests.unit.protocol.tinker.test_training import TOKENS, get_logprobs, make_next_token_datum, run_step
 
 PROMPT = types.ModelInput.from_ints(TOKENS)
 
 pytestmark = IGNORE_SDK_LEAKS
 
 
-def scored(sampling: tinker.SamplingClient, tokens: list[int] = TOKENS) -> list[float]:
+def score_tokens(sampling: tinker.SamplingClient, tokens: list[int] = TOKENS) -> list[float]:
     first, *rest = sampling.compute_logprobs(types.ModelInput.from_ints(tokens)).result(20)
     assert first is None
     return [value for value in rest if value is not None]
 
 
-def trained(training: tinker.TrainingClient) -> list[float]:
-    return logprobs(training.forward([next_tokens()], "cross_entropy").result()).tolist()
+def score_trained_model(training: tinker.TrainingClient) -> list[float]:
+    return get_logprobs(training.forward([make_next_token_datum()], "cross_entropy").result()).tolist()
 
 
 def test_base_model_can_be_sampled(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
-    """A fresh adapter changes nothing, so the base model is what training begins with."""
+    """A new adapter does not change the model, so the base model has the logprobs of the untrained model."""
     sampling = service.create_sampling_client(base_model=NAME)
-    assert scored(sampling) == pytest.approx(trained(training), abs=1e-4)
+    assert score_tokens(sampling) == pytest.approx(score_trained_model(training), abs=1e-4)
     assert sampling.get_base_model() == NAME
     last = sampling.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result(20)
     assert last[:4] == [None] * 4
-    assert last[4:] == pytest.approx(scored(sampling)[-2:], abs=1e-5)
+    assert last[4:] == pytest.approx(score_tokens(sampling)[-2:], abs=1e-5)
 
 
 def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
@@ -44,22 +44,22 @@ def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
     assert len({s.sequence_id for s in response.sequences}) == 3
     assert response.prompt_logprobs is not None
     for sequence in response.sequences:
-        complete = scored(sampling, TOKENS + sequence.tokens)
-        assert sequence.logprobs == pytest.approx(complete[-len(sequence.tokens) :], abs=1e-4)
-    again = sampling.sample(PROMPT, 1, params).result(20)
-    assert again.sequences[0].tokens == response.sequences[0].tokens
+        logprobs = score_tokens(sampling, TOKENS + sequence.tokens)
+        assert sequence.logprobs == pytest.approx(logprobs[-len(sequence.tokens) :], abs=1e-4)
+    repeated = sampling.sample(PROMPT, 1, params).result(20)
+    assert repeated.sequences[0].tokens == response.sequences[0].tokens
 
 
 def test_sampling_stops_at_stop_sequences(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=NAME)
     greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
-    [complete] = sampling.sample(PROMPT, 1, greedy).result(20).sequences
-    assert complete.stop_reason == "length"
-    at = complete.tokens[3]
-    stopping = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[at])
-    [short] = sampling.sample(PROMPT, 1, stopping).result(20).sequences
+    [full] = sampling.sample(PROMPT, 1, greedy).result(20).sequences
+    assert full.stop_reason == "length"
+    stop_token = full.tokens[3]
+    params = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[stop_token])
+    [short] = sampling.sample(PROMPT, 1, params).result(20).sequences
     assert short.stop_reason == "stop"
-    assert short.tokens == complete.tokens[: complete.tokens.index(at) + 1]
+    assert short.tokens == full.tokens[: full.tokens.index(stop_token) + 1]
     with pytest.raises(tinker.RequestFailedError, match=r"stop: received \[\]"):
         sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, stop=[])).result(20)
 
@@ -67,25 +67,25 @@ def test_sampling_stops_at_stop_sequences(service: tinker.ServiceClient) -> None
 def test_published_weights_do_not_change(
     service: tinker.ServiceClient, training: tinker.TrainingClient
 ) -> None:
-    step(training)
-    policy = trained(training)
+    run_step(training)
+    policy = score_trained_model(training)
     named = training.save_weights_for_sampler("first").result()
     unnamed = training.save_weights_and_get_sampling_client()
     state = training.save_state("first").result()
-    step(training)
-    assert trained(training) != pytest.approx(policy, abs=1e-2)
+    run_step(training)
+    assert score_trained_model(training) != pytest.approx(policy, abs=1e-2)
     for sampling in (
         service.create_sampling_client(model_path=named.path),
         unnamed,
         training.create_sampling_client(state.path),
     ):
-        assert scored(sampling) == pytest.approx(policy, abs=1e-4)
+        assert score_tokens(sampling) == pytest.approx(policy, abs=1e-4)
 
 
 def test_prompt_of_full_context_length_is_scored(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=NAME)
     tokens = [3 + i % 250 for i in range(256)]
-    assert np.isfinite(scored(sampling, tokens)).all()
+    assert np.isfinite(score_tokens(sampling, tokens)).all()
     with pytest.raises(tinker.RequestFailedError, match="256"):
         sampling.sample(types.ModelInput.from_ints(tokens), 1, types.SamplingParams(max_tokens=1)).result(20)
 

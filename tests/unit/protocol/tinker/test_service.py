@@ -1,4 +1,4 @@
-"""Keys, sessions, listings, and what becomes of what a server no longer knows."""
+"""Keys, sessions, lists of objects, and requests for objects that the server does not know any longer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.sdk_leaks import IGNORE_SDK_LEAKS
 from tests.unit.protocol.serving import serve_in_thread
 from tests.unit.protocol.tinker.conftest import KEY, NAME, OTHER_KEY
 from tests.unit.protocol.tinker.raw import RawTinkerClient
-from tests.unit.protocol.tinker.test_training import ADAM, next_tokens, step
+from tests.unit.protocol.tinker.test_training import ADAM, make_next_token_datum, run_step
 
 pytestmark = IGNORE_SDK_LEAKS
 
 
 def test_request_without_valid_key_is_rejected(url: str) -> None:
-    with pytest.raises(tinker.AuthenticationError, match="does not accept the API key") as raised:
+    with pytest.raises(tinker.AuthenticationError, match="does not accept the API key") as caught:
         tinker.ServiceClient(base_url=url, api_key="tml-guessed").get_server_capabilities()
-    assert "guessed" not in str(raised.value)
+    assert "guessed" not in str(caught.value)
     with RawTinkerClient(url, "") as raw:
         assert raw.post("client/config", {}).status_code == 401
     with RawTinkerClient(url, "eyJ.e30.x") as raw:
@@ -43,22 +43,25 @@ def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingC
     sampler = training.save_weights_for_sampler("p").result().path
     rest = tinker.RestClient(base_url=url, api_key=KEY)
     run = training.model_id
-    actual = {c.tinker_path: c for c in rest.list_checkpoints(run).result().checkpoints}
-    assert actual.keys() == {state, sampler}
-    assert (actual[state].checkpoint_type, actual[sampler].checkpoint_type) == ("training", "sampler")
-    assert actual[state].expires_at is not None
-    assert actual[sampler].expires_at is None
+    checkpoints = {c.tinker_path: c for c in rest.list_checkpoints(run).result().checkpoints}
+    assert checkpoints.keys() == {state, sampler}
+    assert (checkpoints[state].checkpoint_type, checkpoints[sampler].checkpoint_type) == (
+        "training",
+        "sampler",
+    )
+    assert checkpoints[state].expires_at is not None
+    assert checkpoints[sampler].expires_at is None
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
-    reported = rest.get_training_run(run).result()
-    assert reported.last_checkpoint is not None
-    assert reported.last_checkpoint.tinker_path == state
+    training_run = rest.get_training_run(run).result()
+    assert training_run.last_checkpoint is not None
+    assert training_run.last_checkpoint.tinker_path == state
     assert run in {r.training_run_id for r in rest.list_training_runs().result().training_runs}
-    everything = rest.list_user_checkpoints(limit=1).result()
-    assert len(everything.checkpoints) == 1
-    assert everything.cursor is not None
-    assert everything.cursor.total_count >= 2
+    page = rest.list_user_checkpoints(limit=1).result()
+    assert len(page.checkpoints) == 1
+    assert page.cursor is not None
+    assert page.cursor.total_count >= 2
     rest.delete_checkpoint_from_tinker_path(sampler).result()
-    rest.delete_checkpoint(run, actual[state].checkpoint_id).result()
+    rest.delete_checkpoint(run, checkpoints[state].checkpoint_id).result()
     assert rest.list_checkpoints(run).result().checkpoints == []
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(state).result()
@@ -77,8 +80,8 @@ def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None
         service.close("success").result(10)
         assert raw.post("session_heartbeat", {"session_id": session}).status_code == 410
         assert raw.post("get_info", {"model_id": training.model_id}).status_code == 404
-        left = raw.get(f"training_runs/{training.model_id}/checkpoints").json()["checkpoints"]
-        assert [checkpoint["tinker_path"] for checkpoint in left] == [kept]
+        checkpoints = raw.get(f"training_runs/{training.model_id}/checkpoints").json()["checkpoints"]
+        assert [checkpoint["tinker_path"] for checkpoint in checkpoints] == [kept]
 
 
 def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, tmp_path: Path) -> None:
@@ -86,31 +89,31 @@ def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, 
     with serve_in_thread("tinker", tiny_model, **options) as url:
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         training = service.create_lora_training_client(NAME, rank=4, seed=3)
-        step(training)
+        run_step(training)
         path = training.save_state("kept").result().path
-        loss = step(training)
+        loss = run_step(training)
         sampling = training.save_weights_and_get_sampling_client()
     port = int(url.rpartition(":")[2])
     with serve_in_thread("tinker", tiny_model, port=port, **options) as url:
-        started = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(tinker.NotFoundError, match="there is no model"):
-            training.forward_backward([next_tokens()], "cross_entropy").result(20)
+            training.forward_backward([make_next_token_datum()], "cross_entropy").result(20)
         with pytest.raises(tinker.NotFoundError, match="there is no sampling session"):
             sampling.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)).result(20)
         with pytest.raises(tinker.NotFoundError, match="there is no session"):
             service.create_lora_training_client(NAME, rank=4)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - start < 10
         with RawTinkerClient(url, KEY) as raw:
             assert raw.post("retrieve_future", {"request_id": "op-of-before"}).status_code == 410
-        again = tinker.ServiceClient(base_url=url, api_key=KEY)
-        resumed = again.create_training_client_from_state_with_optimizer(path)
-        assert step(resumed) == pytest.approx(loss, rel=1e-6)
-        again.close("success").result(10)
+        new_service = tinker.ServiceClient(base_url=url, api_key=KEY)
+        resumed = new_service.create_training_client_from_state_with_optimizer(path)
+        assert run_step(resumed) == pytest.approx(loss, rel=1e-6)
+        new_service.close("success").result(10)
         service.close("errored")
 
 
 def test_lost_result_is_reported_as_retryable(url: str, training: tinker.TrainingClient) -> None:
-    """The SDK tells those that train, and sends again what was sampled."""
+    """The SDK raises the error for a training call, and repeats a sampling call."""
     from tinker.lib.api_future_impl import _APIFuture
 
     lost: _APIFuture[types.OptimStepResponse] = _APIFuture(
@@ -122,5 +125,5 @@ def test_lost_result_is_reported_as_retryable(url: str, training: tinker.Trainin
     )
     with pytest.raises(RetryableException, match="expired/broken"):
         lost.result(10)
-    training.forward_backward([next_tokens()], "cross_entropy")
+    training.forward_backward([make_next_token_datum()], "cross_entropy")
     training.optim_step(ADAM).result()

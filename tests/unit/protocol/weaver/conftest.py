@@ -1,4 +1,4 @@
-"""A server on a real socket, in a thread of its own, so that the SDK's blocking client can be driven too."""
+"""A server on a socket, in a separate thread so that the SDK's blocking client can call it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running_server(
+def run_server(
     model: Path, folder: Path, *, port: int = 0, limits: ServiceLimits | None = None
 ) -> Generator[str]:
-    """Its address, while it is up."""
+    """Yield the URL of a running server."""
     address: Future[str] = Future()
     stop: Future[Callable[[], object]] = Future()
 
@@ -71,20 +71,20 @@ def running_server(
 
 @pytest.fixture(scope="package")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    with running_server(model_folder, tmp_path_factory.mktemp("checkpoints")) as address:
+    with run_server(model_folder, tmp_path_factory.mktemp("checkpoints")) as address:
         yield address
 
 
 @pytest.fixture
 def connect(server: str) -> Generator[Connect]:
-    """Connected clients of the server, closed at the end."""
+    """Return a function that connects clients to the server; they are closed at the end."""
     with ExitStack() as clients:
 
-        def make(address: str = server, api_key: str = KEY, **options: object) -> ServiceClient:
-            # The SDK sleeps out its heartbeat's interval when it is closed, up to five seconds.
+        def create(address: str = server, api_key: str = KEY, **options: object) -> ServiceClient:
+            # On close, the SDK waits for its heartbeat interval, up to five seconds.
             client = ServiceClient(base_url=address, api_key=api_key, heartbeat_interval=0.05, **options)
             client.connect()
             clients.callback(client.close)
             return client
 
-        yield make
+        yield create

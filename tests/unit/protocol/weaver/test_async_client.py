@@ -1,4 +1,4 @@
-"""The SDK's asyncio client: many calls at once, in whatever order they arrive."""
+"""The SDK's asyncio client: concurrent calls that arrive in any order."""
 
 from __future__ import annotations
 
@@ -25,121 +25,132 @@ async def service(server: str) -> AsyncGenerator[AsyncServiceClient]:
         yield client
 
 
-async def create(service: AsyncServiceClient) -> AsyncTrainingClient:
+async def create_model(service: AsyncServiceClient) -> AsyncTrainingClient:
     return await service.create_model(
         base_model=BASE, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False)
     )
 
 
-def spoken(first: int) -> Datum:
+def make_datum(first: int) -> Datum:
     ids = list(range(first, first + 12))
     return Datum(ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": [1.0] * 11})
 
 
-def loss(result: Any) -> float:
+def get_loss(result: Any) -> float:
     return result["result"]["metrics"]["loss"]
 
 
-async def one_by_one(trainer: AsyncTrainingClient, steps: int) -> list[float]:
+async def train_one_by_one(trainer: AsyncTrainingClient, steps: int) -> list[float]:
     losses: list[float] = []
     for step in range(steps):
-        losses.append(loss(await trainer.forward_backward([spoken(20 + step)], "cross_entropy")))
+        losses.append(get_loss(await trainer.forward_backward([make_datum(20 + step)], "cross_entropy")))
         await trainer.optim_step(ADAM)
     return losses
 
 
 async def test_concurrent_calls_take_effect_in_order(service: AsyncServiceClient) -> None:
-    calm, hasty = await create(service), await create(service)
-    expected = await one_by_one(calm, 4)
+    sequential, concurrent = await create_model(service), await create_model(service)
+    expected = await train_one_by_one(sequential, 4)
 
     async def call(seq: int) -> Any:
         step, kind = divmod(seq, 2)
         if kind:
-            return await hasty.optim_step(ADAM)
-        return await hasty.forward_backward([spoken(20 + step)], "cross_entropy")
+            return await concurrent.optim_step(ADAM)
+        return await concurrent.forward_backward([make_datum(20 + step)], "cross_entropy")
 
     results = await asyncio.gather(*(call(seq) for seq in range(8)))
-    assert [loss(result) for result in results[::2]] == expected
+    assert [get_loss(result) for result in results[::2]] == expected
 
 
 async def test_sequence_ids_may_arrive_in_any_order(service: AsyncServiceClient) -> None:
-    calm, hasty = await create(service), await create(service)
-    expected = await one_by_one(calm, 3)
-    path = f"/api/v1/models/{hasty.model_id}"
+    sequential, concurrent = await create_model(service), await create_model(service)
+    expected = await train_one_by_one(sequential, 3)
+    path = f"/api/v1/models/{concurrent.model_id}"
 
     async def send(seq: int) -> Any:
         await asyncio.sleep((7 - seq) * 0.02)
         payload: dict[str, Any] = {"seq_id": seq, "adam_params": ADAM.to_payload()}
         if seq % 2 == 0:
             return await service.enqueue_operation(f"{path}/optimizer-steps", {"payload": payload})
-        data = [spoken(20 + seq // 2).to_payload()]
+        data = [make_datum(20 + seq // 2).to_payload()]
         payload = {"seq_id": seq, "forward_backward_input": {"loss_fn": "cross_entropy", "data": data}}
         return await service.enqueue_operation(f"{path}/forward-backward-passes", {"payload": payload})
 
     handles = await asyncio.gather(*(send(seq) for seq in range(1, 7)))
-    assert [loss(await handle) for handle in handles[::2]] == expected
+    assert [get_loss(await handle) for handle in handles[::2]] == expected
 
 
 async def test_save_runs_after_earlier_calls(service: AsyncServiceClient) -> None:
-    trainer = await create(service)
+    trainer = await create_model(service)
     path = f"/api/v1/models/{trainer.model_id}"
     step = {"payload": {"seq_id": 2, "adam_params": ADAM.to_payload()}}
     stepping = asyncio.create_task(service.enqueue_operation(f"{path}/optimizer-steps", step))
     await asyncio.sleep(0.1)
     saving = asyncio.create_task(trainer.save_state(name="stepped"))
     await asyncio.sleep(0.2)
-    # Only now the pass that the step waits for.
-    await trainer.forward_backward([spoken(20)], "cross_entropy")
+    # The step waits for this pass.
+    await trainer.forward_backward([make_datum(20)], "cross_entropy")
     await stepping
-    saved, resumed = await saving, await create(service)
-    fresh = await resumed.forward([spoken(20)], "cross_entropy")
+    saved, resumed = await saving, await create_model(service)
+    fresh = await resumed.forward([make_datum(20)], "cross_entropy")
     await resumed.load_state(saved)
-    loaded = await resumed.forward([spoken(20)], "cross_entropy")
+    loaded = await resumed.forward([make_datum(20)], "cross_entropy")
     trainer._next_seq()
-    assert loss(loaded) == loss(await trainer.forward([spoken(20)], "cross_entropy")) != loss(fresh)
+    assert (
+        get_loss(loaded)
+        == get_loss(await trainer.forward([make_datum(20)], "cross_entropy"))
+        != get_loss(fresh)
+    )
 
 
 async def test_sdk_pipeline_trains(service: AsyncServiceClient) -> None:
-    expected = await one_by_one(await create(service), 4)
-    queue = SubmitAheadQueue(await create(service), submit_ahead=1)
-    done: list[Any] = []
+    expected = await train_one_by_one(await create_model(service), 4)
+    queue = SubmitAheadQueue(await create_model(service), submit_ahead=1)
+    results: list[Any] = []
     for step in range(4):
-        await queue.submit(step, [spoken(20 + step)], ADAM)
-        done.append(await queue.wait_for_room())
-    done += await queue.drain()
-    assert [loss(step.forward_backward) for step in done if step is not None] == expected
+        await queue.submit(step, [make_datum(20 + step)], ADAM)
+        results.append(await queue.wait_for_room())
+    results += await queue.drain()
+    assert [get_loss(step.forward_backward) for step in results if step is not None] == expected
 
 
 async def test_custom_loss_is_computed_by_the_client(service: AsyncServiceClient) -> None:
-    theirs, built_in = await create(service), await create(service)
-    data = [spoken(20), spoken(60)]
+    custom_model, built_in_model = await create_model(service), await create_model(service)
+    data = [make_datum(20), make_datum(60)]
 
-    def weighed(sent: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
-        assert len(sent) == len(logprobs) == 2
+    def compute_loss(
+        passed_data: Sequence[Datum], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        assert len(passed_data) == len(logprobs) == 2
         return -sum((row.sum() for row in logprobs), torch.zeros(())), {"rows": len(logprobs)}
 
     for _ in range(2):
-        custom = await theirs.forward_backward_custom(data, weighed)
-        result = await built_in.forward_backward(data, "cross_entropy")
+        custom = await custom_model.forward_backward_custom(data, compute_loss)
+        result = await built_in_model.forward_backward(data, "cross_entropy")
         assert custom["metrics"] == {"rows": 2}
-        assert float(custom["loss"]) == pytest.approx(loss(result), rel=1e-5)
-        norms = [(await client.optim_step(ADAM))["metrics"]["grad_norm"] for client in (theirs, built_in)]
+        assert float(custom["loss"]) == pytest.approx(get_loss(result), rel=1e-5)
+        norms = [
+            (await client.optim_step(ADAM))["metrics"]["grad_norm"]
+            for client in (custom_model, built_in_model)
+        ]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 async def test_models_and_samplers_work_concurrently(service: AsyncServiceClient) -> None:
     async def learn(first: int) -> list[int]:
-        trainer = await create(service)
+        trainer = await create_model(service)
         for _ in range(12):
-            await trainer.forward_backward([spoken(first)], "cross_entropy")
+            await trainer.forward_backward([make_datum(first)], "cross_entropy")
             await trainer.optim_step(ADAM)
         sampler = await trainer.save_weights_and_get_sampling_client()
         params = SamplingParams(max_tokens=5, temperature=0.0)
         prompt = ModelInput.from_ints(list(range(first, first + 4)))
-        actual = await asyncio.gather(*(sampler.sample(prompt=prompt, sampling_params=params) for _ in "abc"))
+        replies = await asyncio.gather(
+            *(sampler.sample(prompt=prompt, sampling_params=params) for _ in "abc")
+        )
         assert await sampler.compute_logprobs(prompt=prompt)
-        assert len({tuple(reply["sequences"][0]["tokens"]) for reply in actual}) == 1
-        return actual[0]["sequences"][0]["tokens"]
+        assert len({tuple(reply["sequences"][0]["tokens"]) for reply in replies}) == 1
+        return replies[0]["sequences"][0]["tokens"]
 
     firsts = (20, 100, 200)
     for first, tokens in zip(firsts, await asyncio.gather(*map(learn, firsts)), strict=True):
@@ -149,20 +160,20 @@ async def test_models_and_samplers_work_concurrently(service: AsyncServiceClient
 async def test_outputs_carry_their_datum_ids(service: AsyncServiceClient) -> None:
     from weaver import align_training_outputs
 
-    trainer = await create(service)
-    data = [spoken(20).with_loss_fn_inputs({"loss_mask": [0.0] * 5 + [1.0] * 6}), spoken(60)]
+    trainer = await create_model(service)
+    data = [make_datum(20).with_loss_fn_inputs({"loss_mask": [0.0] * 5 + [1.0] * 6}), make_datum(60)]
     data[0].datum_id = "first"
     result = await trainer.forward_backward(data, "cross_entropy")
     aligned: list[Any] = list(align_training_outputs(data, result))
-    actual = np.array(aligned[0]["logprobs"]["data"])
-    assert np.isnan(actual[:5]).all()
-    assert (actual[5:] < 0).all()
+    logprobs = np.array(aligned[0]["logprobs"]["data"])
+    assert np.isnan(logprobs[:5]).all()
+    assert (logprobs[5:] < 0).all()
 
 
 async def test_failed_operation_handles_raise(service: AsyncServiceClient) -> None:
-    trainer = await create(service)
-    handle = await trainer.forward_backward([spoken(20)], "nonsense", wait=False)
+    trainer = await create_model(service)
+    handle = await trainer.forward_backward([make_datum(20)], "nonsense", wait=False)
     assert handle.done()
     with pytest.raises(WeaverOperationError, match="nonsense"):
         await handle
-    await trainer.forward_backward([spoken(20)], "cross_entropy")
+    await trainer.forward_backward([make_datum(20)], "cross_entropy")

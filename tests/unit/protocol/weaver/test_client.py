@@ -1,4 +1,4 @@
-"""The SDK's blocking client, method by method."""
+"""The methods of the SDK's blocking client."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from instar.config import LoraConfig as OurLoraConfig
 from instar.conformance.batches import tree_samples
 from instar.protocol.base import ServiceLimits
 from instar.types import Sample
-from tests.unit.protocol.weaver.conftest import BASE, KEY, OTHER_KEY, Connect, running_server
+from tests.unit.protocol.weaver.conftest import BASE, KEY, OTHER_KEY, Connect, run_server
 
 IDS = list(range(20, 40))
 LORA = LoraConfig(rank=8, seed=5, train_unembed=False)
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
 
 
-def spoken(ids: list[int] = IDS) -> Datum:
+def make_datum(ids: list[int] = IDS) -> Datum:
     return Datum(
         ModelInput.from_ints(ids[:-1]), {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
     )
 
 
-def acted(sample: Sample) -> Datum:
-    taken = sample.mask > 0
+def make_ratio_datum(sample: Sample) -> Datum:
+    is_action = sample.mask > 0
     inputs = {
         "target_tokens": sample.token_ids[1:].tolist(),
-        "logprobs": np.where(taken, sample.logprobs, 0)[1:].tolist(),
+        "logprobs": np.where(is_action, sample.logprobs, 0)[1:].tolist(),
         "advantages": sample.advantages[1:].tolist(),
         "loss_mask": sample.mask[1:].tolist(),
     }
     return Datum(ModelInput.from_ints(sample.token_ids[:-1].tolist()), inputs)
 
 
-def logprobs(result: Any) -> list[list[float]]:
+def get_logprobs(result: Any) -> list[list[float]]:
     return [output["logprobs"]["data"] for output in result["result"]["loss_fn_outputs"]]
 
 
-def create(client: ServiceClient) -> TrainingClient:
+def create_model(client: ServiceClient) -> TrainingClient:
     return client.create_model(base_model=BASE, lora_config=LORA)
 
 
 @pytest.fixture
 def trainer(connect: Connect) -> TrainingClient:
-    return create(connect())
+    return create_model(connect())
 
 
 def test_supported_models_are_listed(connect: Connect, model_folder: Path) -> None:
@@ -68,39 +68,39 @@ def test_supported_models_are_listed(connect: Connect, model_folder: Path) -> No
 
 
 def test_model_trains_and_is_sampled(trainer: TrainingClient) -> None:
-    before = trainer.forward([spoken()], "forward_logprob")
-    began = time.monotonic()
+    before = trainer.forward([make_datum()], "forward_logprob")
+    start = time.monotonic()
     for _ in range(15):
-        result = trainer.forward_backward([spoken()], "cross_entropy")
+        result = trainer.forward_backward([make_datum()], "cross_entropy")
         step = trainer.optim_step(ADAM)
-    assert time.monotonic() - began < 10, "an operation is polled for, not waited for"
+    assert time.monotonic() - start < 10, "results are polled without long pauses"
     assert step["metrics"]["grad_norm"] > 0
-    assert result["result"]["metrics"]["loss"] == pytest.approx(-sum(logprobs(result)[0]), rel=1e-5)
-    after = trainer.forward([spoken()], "forward_logprob")
-    assert sum(logprobs(after)[0]) > sum(logprobs(before)[0]) + 20
+    assert result["result"]["metrics"]["loss"] == pytest.approx(-sum(get_logprobs(result)[0]), rel=1e-5)
+    after = trainer.forward([make_datum()], "forward_logprob")
+    assert sum(get_logprobs(after)[0]) > sum(get_logprobs(before)[0]) + 20
 
     sampler = trainer.save_weights_and_get_sampling_client(name="learned")
     prompt = ModelInput.from_ints(IDS)
-    scored = sampler.compute_logprobs(prompt=prompt)
-    assert isinstance(scored, list)
-    assert scored[0] is None
-    np.testing.assert_allclose(scored[1:], logprobs(after)[0], atol=1e-4)
+    logprobs = sampler.compute_logprobs(prompt=prompt)
+    assert isinstance(logprobs, list)
+    assert logprobs[0] is None
+    np.testing.assert_allclose(logprobs[1:], get_logprobs(after)[0], atol=1e-4)
     greedy = SamplingParams(max_tokens=6, temperature=0.0)
-    actual = sampler.sample(prompt=ModelInput.from_ints(IDS[:4]), sampling_params=greedy, num_samples=2)
-    first, second = actual["sequences"]
+    response = sampler.sample(prompt=ModelInput.from_ints(IDS[:4]), sampling_params=greedy, num_samples=2)
+    first, second = response["sequences"]
     assert first["tokens"] == second["tokens"] == IDS[4:10]
     assert first["stop_reason"] == "length"
     assert first["text"] == trainer.get_tokenizer().decode(first["tokens"])
-    np.testing.assert_allclose(first["logprobs"], logprobs(after)[0][3:9], atol=1e-4)
+    np.testing.assert_allclose(first["logprobs"], get_logprobs(after)[0][3:9], atol=1e-4)
 
 
 def test_targets_of_zero_weight_are_scored(trainer: TrainingClient) -> None:
-    """Programs add up logprobs · weights over all targets."""
+    """Programs compute logprobs · weights over all targets."""
     weights = [0.0] * 9 + [1.0] * 10
-    datum = spoken().with_loss_fn_inputs(weights=weights)
+    datum = make_datum().with_loss_fn_inputs(weights=weights)
     result = trainer.forward_backward([datum], "cross_entropy")
     assert result["result"]["metrics"]["loss"] == pytest.approx(
-        -np.dot(logprobs(result)[0], weights), rel=1e-5
+        -np.dot(get_logprobs(result)[0], weights), rel=1e-5
     )
 
 
@@ -109,17 +109,17 @@ def test_sampling_stops_and_returns_prompt_logprobs(connect: Connect) -> None:
     prompt = ModelInput.from_ints(IDS)
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     (reply,) = sampler.sample(prompt=prompt, sampling_params=greedy)["sequences"]
-    until = SamplingParams(max_tokens=3, temperature=0.0, stop=[reply["tokens"][1]])
-    actual = sampler.sample(prompt=prompt, sampling_params=until, include_prompt_logprobs=True)
-    assert actual["sequences"][0]["tokens"] == reply["tokens"][:2]
-    assert actual["sequences"][0]["stop_reason"] == "stop"
-    assert actual["raw_result"]["prompt_logprobs"] == sampler.compute_logprobs(prompt=prompt)
+    params = SamplingParams(max_tokens=3, temperature=0.0, stop=[reply["tokens"][1]])
+    response = sampler.sample(prompt=prompt, sampling_params=params, include_prompt_logprobs=True)
+    assert response["sequences"][0]["tokens"] == reply["tokens"][:2]
+    assert response["sequences"][0]["stop_reason"] == "stop"
+    assert response["raw_result"]["prompt_logprobs"] == sampler.compute_logprobs(prompt=prompt)
     seeded = SamplingParams(max_tokens=8, seed=3)
-    drawn = [sampler.sample(prompt=prompt, sampling_params=seeded)["sequences"][0]["tokens"] for _ in "ab"]
-    assert drawn[0] == drawn[1]
-    # Without a limit, up to the context's end: 1024 tokens here.
-    (long,) = sampler.sample(prompt=ModelInput.from_ints(IDS * 51))["sequences"]
-    assert len(long["tokens"]) <= 4
+    samples = [sampler.sample(prompt=prompt, sampling_params=seeded)["sequences"][0]["tokens"] for _ in "ab"]
+    assert samples[0] == samples[1]
+    # Without max_tokens, sampling continues to the end of the context, which has 1024 tokens.
+    (reply_to_long_prompt,) = sampler.sample(prompt=ModelInput.from_ints(IDS * 51))["sequences"]
+    assert len(reply_to_long_prompt["tokens"]) <= 4
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
@@ -133,49 +133,52 @@ async def test_service_matches_the_local_backend(
         seed=5,
     )
     for _ in range(2):
-        data = [acted(sample) for sample in samples]
+        data = [make_ratio_datum(sample) for sample in samples]
         if name == "cross_entropy":
             for datum in data:
                 datum.loss_fn_inputs["weights"] = datum.loss_fn_inputs.pop("advantages")
                 del datum.loss_fn_inputs["logprobs"]
-        present, here = trainer.forward_backward(data, name), await local.forward_backward(samples, loss)
-        assert present["result"]["metrics"]["loss"] == pytest.approx(here.loss, rel=1e-6)
-        for actual, expected in zip(logprobs(present), here.logprobs, strict=True):
+        result, expected_result = (
+            trainer.forward_backward(data, name),
+            await local.forward_backward(samples, loss),
+        )
+        assert result["result"]["metrics"]["loss"] == pytest.approx(expected_result.loss, rel=1e-6)
+        for actual, expected in zip(get_logprobs(result), expected_result.logprobs, strict=True):
             np.testing.assert_allclose(np.array(actual, np.float32), expected[1:], rtol=1e-6)
-        request = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
-        ours = AdamConfig(lr=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
-        assert trainer.optim_step(request)["metrics"]["grad_norm"] == pytest.approx(
-            (await local.optim_step(ours)).grad_norm, rel=1e-5
+        adam_params = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
+        adam_config = AdamConfig(lr=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
+        assert trainer.optim_step(adam_params)["metrics"]["grad_norm"] == pytest.approx(
+            (await local.optim_step(adam_config)).grad_norm, rel=1e-5
         )
     forward = trainer.forward(data, name)["result"]["metrics"]["loss"]
-    again = trainer.forward_backward(data, name)["result"]["metrics"]["loss"]
-    assert forward == pytest.approx(again, rel=1e-5)
+    repeated = trainer.forward_backward(data, name)["result"]["metrics"]["loss"]
+    assert forward == pytest.approx(repeated, rel=1e-5)
     await local.close()
 
 
 def test_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Connect) -> None:
     def step(client: TrainingClient) -> float:
-        loss = client.forward_backward([spoken()], "cross_entropy")["result"]["metrics"]["loss"]
+        loss = client.forward_backward([make_datum()], "cross_entropy")["result"]["metrics"]["loss"]
         client.optim_step(ADAM)
         return loss
 
     step(trainer)
-    whole = trainer.save_state(name="whole", checkpoint_type="weight_and_optimizer")
+    full = trainer.save_state(name="full", checkpoint_type="weight_and_optimizer")
     light = trainer.save_state(ttl_seconds=60)
-    assert whole.path == f"weaver://{trainer.model_id}/checkpoints/whole"
-    assert (whole.checkpoint_type, light.checkpoint_type) == ("weight_and_optimizer", "weight")
+    assert full.path == f"weaver://{trainer.model_id}/checkpoints/full"
+    assert (full.checkpoint_type, light.checkpoint_type) == ("weight_and_optimizer", "weight")
     assert light.expires_at is not None
-    sampling = trainer.save_state(name="whole", checkpoint_type="sampling")
-    assert trainer.list_checkpoints() == [whole, light, sampling]
+    sampling = trainer.save_state(name="full", checkpoint_type="sampling")
+    assert trainer.list_checkpoints() == [full, light, sampling]
     expected = [step(trainer) for _ in range(3)]
 
-    other = create(connect())
-    other.load_state_with_optimizer(whole)
+    other = create_model(connect())
+    other.load_state_with_optimizer(full)
     assert [step(other) for _ in range(3)] == expected
     other.load_state(light.path)
-    without = [step(other) for _ in range(3)]
-    assert without[0] == expected[0]
-    assert without[2] != expected[2]
+    losses = [step(other) for _ in range(3)]
+    assert losses[0] == expected[0]
+    assert losses[2] != expected[2]
     with pytest.raises(WeaverOperationError, match="saved without its optimizer"):
         other.load_state_with_optimizer(light)
     with pytest.raises(WeaverOperationError, match="there is no checkpoint"):
@@ -187,7 +190,7 @@ def test_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Conn
 
 def test_failed_call_does_not_block_later_calls(trainer: TrainingClient) -> None:
     with pytest.raises(WeaverOperationError, match="loss_fn: received 'nonsense'") as caught:
-        trainer.forward_backward([spoken()], "nonsense")
+        trainer.forward_backward([make_datum()], "nonsense")
     assert caught.value.code == "invalid_request"
     unmasked = Datum(
         ModelInput.from_ints([1]), {"target_tokens": [2], "logprobs": [-1.0], "advantages": [1.0]}
@@ -195,10 +198,10 @@ def test_failed_call_does_not_block_later_calls(trainer: TrainingClient) -> None
     with pytest.raises(WeaverOperationError, match="loss_mask is missing"):
         trainer.forward_backward([unmasked], "importance_sampling")
     with pytest.raises(WeaverOperationError, match="at most 1024"):
-        trainer.forward_backward([spoken([1] * 1100)], "cross_entropy")
+        trainer.forward_backward([make_datum([1] * 1100)], "cross_entropy")
     with pytest.raises(WeaverOperationError, match="beta1"):
         trainer.optim_step(AdamParams(beta1=2.0))
-    trainer.forward_backward([spoken()], "cross_entropy")
+    trainer.forward_backward([make_datum()], "cross_entropy")
     assert trainer.optim_step(AdamParams(learning_rate=0.0))["metrics"]["lr"] == 0
 
 
@@ -222,42 +225,42 @@ def test_keys_are_checked_and_isolate_objects(connect: Connect, trainer: Trainin
         connect(api_key="sk-wrong")
     assert (caught.value.status_code, caught.value.code) == (401, "unauthorized")
     saved = trainer.save_state(name="mine")
-    stranger = connect(api_key=OTHER_KEY)
-    for ask in (
-        lambda: stranger.get_model(trainer.model_id),
-        lambda: stranger.terminate_model(trainer.model_id),
-        lambda: stranger.get_sampling_client(saved.path),
+    other_client = connect(api_key=OTHER_KEY)
+    for send in (
+        lambda: other_client.get_model(trainer.model_id),
+        lambda: other_client.terminate_model(trainer.model_id),
+        lambda: other_client.get_sampling_client(saved.path),
         lambda: connect(api_key=OTHER_KEY, session_id=trainer.session_id),
     ):
         with pytest.raises(WeaverAPIError) as caught:
-            ask()
+            send()
         assert (caught.value.status_code, caught.value.retryable) == (404, False)
-    theirs = create(stranger)
+    other_trainer = create_model(other_client)
     with pytest.raises(WeaverOperationError, match="there is no checkpoint"):
-        theirs.load_state(saved.path)
+        other_trainer.load_state(saved.path)
 
 
 def test_ended_model_is_not_found(connect: Connect) -> None:
     client = connect()
-    trainer = create(client)
+    trainer = create_model(client)
     saved = trainer.save_state()
     trainer.terminate(["inference"])
-    trainer.forward([spoken()], "forward_logprob")
+    trainer.forward([make_datum()], "forward_logprob")
     trainer.terminate()
     with pytest.raises(WeaverAPIError, match="there is no model") as caught:
-        trainer.forward([spoken()], "forward_logprob")
+        trainer.forward([make_datum()], "forward_logprob")
     assert caught.value.status_code == 404
     assert trainer.list_checkpoints() == [saved]
     assert client.get_sampling_client(saved.path).compute_logprobs(prompt=ModelInput.from_ints(IDS))
 
 
 def test_one_client_at_a_time_trains_a_model(connect: Connect, trainer: TrainingClient) -> None:
-    trainer.forward_backward([spoken()], "cross_entropy")
+    trainer.forward_backward([make_datum()], "cross_entropy")
     second = TrainingClient(
         service=connect(), model_id=trainer.model_id, base_model=BASE, session_id=trainer.session_id
     )
     with pytest.raises(WeaverAPIError, match="only one client can train a model") as caught:
-        second.forward_backward([spoken()], "cross_entropy")
+        second.forward_backward([make_datum()], "cross_entropy")
     assert caught.value.status_code == 409
 
 
@@ -265,72 +268,72 @@ def test_repeated_request_is_the_same_operation(trainer: TrainingClient) -> None
     http = trainer._service.http
     headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "X-WEAVER-API-KEY": KEY}
 
-    def twice(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def post_twice(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         return [http._client.post(f"/api/v1/{path}", json=body, headers=headers).json() for _ in "ab"]
 
-    where = f"sessions/{trainer.session_id}/models"
-    first, second = twice(where, {"base_model": BASE, "model_seq_id": 2})
+    models_path = f"sessions/{trainer.session_id}/models"
+    first, second = post_twice(models_path, {"base_model": BASE, "model_seq_id": 2})
     assert first == second
-    assert twice(where, {"base_model": BASE, "model_seq_id": 3})[0] != first
+    assert post_twice(models_path, {"base_model": BASE, "model_seq_id": 3})[0] != first
     path = f"models/{first['id']}"
-    data = [spoken().to_payload()]
-    given = {"seq_id": 1, "forward_backward_input": {"loss_fn": "cross_entropy", "data": data}}
-    first, second = twice(f"{path}/forward-backward-passes", {"payload": given})
+    data = [make_datum().to_payload()]
+    pass_payload = {"seq_id": 1, "forward_backward_input": {"loss_fn": "cross_entropy", "data": data}}
+    first, second = post_twice(f"{path}/forward-backward-passes", {"payload": pass_payload})
     assert first == second
-    adam = {"seq_id": 2, "adam_params": ADAM.to_payload()}
-    first, second = twice(f"{path}/optimizer-steps", {"payload": adam})
+    step_payload = {"seq_id": 2, "adam_params": ADAM.to_payload()}
+    first, second = post_twice(f"{path}/optimizer-steps", {"payload": step_payload})
     assert first == second
     assert first["response"]["metrics"]["grad_norm"] > 0
 
 
 def test_restarted_server_keeps_checkpoints_but_not_models(model_folder: Path, tmp_path: Path) -> None:
-    with running_server(model_folder, tmp_path) as address:
+    with run_server(model_folder, tmp_path) as address:
         client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.05)
         client.connect()
-        trainer = create(client)
-        handle = trainer.forward_backward([spoken()], "cross_entropy", wait=False)
+        trainer = create_model(client)
+        handle = trainer.forward_backward([make_datum()], "cross_entropy", wait=False)
         trainer.optim_step(ADAM)
         saved = trainer.save_state(checkpoint_type="weight_and_optimizer")
         sampler = trainer.save_weights_and_get_sampling_client()
-        scored = sampler.compute_logprobs(prompt=ModelInput.from_ints(IDS))
-    with running_server(model_folder, tmp_path, port=int(address.rpartition(":")[2])):
-        began = time.monotonic()
-        for lost in (
-            lambda: trainer.forward_backward([spoken()], "cross_entropy"),
+        logprobs = sampler.compute_logprobs(prompt=ModelInput.from_ints(IDS))
+    with run_server(model_folder, tmp_path, port=int(address.rpartition(":")[2])):
+        start = time.monotonic()
+        for send in (
+            lambda: trainer.forward_backward([make_datum()], "cross_entropy"),
             lambda: OperationHandle(client.http, handle.operation_id, {}).wait(),
-            lambda: create(client),
+            lambda: create_model(client),
         ):
             with pytest.raises(WeaverAPIError, match="there is no") as caught:
-                lost()
+                send()
             assert (caught.value.status_code, caught.value.retryable) == (404, False)
-        assert time.monotonic() - began < 5
-        assert sampler.compute_logprobs(prompt=ModelInput.from_ints(IDS)) == scored
-        again = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.05)
-        again.connect()
-        resumed = create(again)
+        assert time.monotonic() - start < 5
+        assert sampler.compute_logprobs(prompt=ModelInput.from_ints(IDS)) == logprobs
+        new_client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.05)
+        new_client.connect()
+        resumed = create_model(new_client)
         resumed.load_state_with_optimizer(saved)
         np.testing.assert_allclose(
-            logprobs(resumed.forward([spoken()], "forward_logprob"))[0],
-            scored[1:],
+            get_logprobs(resumed.forward([make_datum()], "forward_logprob"))[0],
+            logprobs[1:],
             atol=1e-4,
         )
-        again.close()
+        new_client.close()
         client.close()
 
 
 def test_requests_over_the_limits_are_rejected(model_folder: Path, tmp_path: Path) -> None:
     limits = ServiceLimits(max_body=20_000, max_models=1, max_rank=8, session_ttl=1.0)
-    with running_server(model_folder, tmp_path, limits=limits) as address:
+    with run_server(model_folder, tmp_path, limits=limits) as address:
         client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.1)
         client.connect()
         with pytest.raises(WeaverAPIError, match="allowed: 1 to 8"):
             client.create_model(base_model=BASE, lora_config=LoraConfig(rank=9))
-        trainer = create(client)
+        trainer = create_model(client)
         with pytest.raises(WeaverAPIError, match="which is the limit") as caught:
-            create(client)
+            create_model(client)
         assert (caught.value.status_code, caught.value.retryable) == (429, True)
         with pytest.raises(WeaverAPIError, match="larger than the 20000 bytes") as caught:
-            trainer.forward([spoken()] * 500, "forward_logprob")
+            trainer.forward([make_datum()] * 500, "forward_logprob")
         assert caught.value.status_code == 413
         time.sleep(1.5)
         client.get_model(trainer.model_id)

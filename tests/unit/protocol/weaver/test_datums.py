@@ -11,7 +11,7 @@ from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, build_ou
 from instar.protocol.weaver.http import json_response, parse_json
 
 
-def datum(tokens: list[int], targets: list[int], **tensors: list[float]) -> dict[str, Any]:
+def make_datum(tokens: list[int], targets: list[int], **tensors: list[float]) -> dict[str, Any]:
     named = {"target_tokens": targets, **tensors}
     return {
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
@@ -19,7 +19,7 @@ def datum(tokens: list[int], targets: list[int], **tensors: list[float]) -> dict
     }
 
 
-def read(loss: str, *data: dict[str, Any], backward: bool = True, **config: Any) -> WeaverBatch:
+def parse_data(loss: str, *data: dict[str, Any], backward: bool = True, **config: Any) -> WeaverBatch:
     body = msgspec.json.encode({"loss_fn": loss, "data": data, "loss_fn_config": config})
     return parse_batch(parse_json(body, WeaverPassInput), vocab_size=100, backward=backward)
 
@@ -29,9 +29,9 @@ def ratio_tensors(count: int) -> dict[str, list[float]]:
 
 
 def test_weaver_tensors_apply_to_the_next_token() -> None:
-    batch = read(
+    batch = parse_data(
         "importance_sampling",
-        datum([1, 2, 7], [2, 7, 8], logprobs=[0, -2, -3], advantages=[0, 0.0, 0.5], loss_mask=[0, 1, 1]),
+        make_datum([1, 2, 7], [2, 7, 8], logprobs=[0, -2, -3], advantages=[0, 0.0, 0.5], loss_mask=[0, 1, 1]),
     )
     (sample,) = batch.samples
     assert sample.token_ids.tolist() == [1, 2, 7, 8]
@@ -43,19 +43,19 @@ def test_weaver_tensors_apply_to_the_next_token() -> None:
 
 
 def test_cross_entropy_scores_every_target() -> None:
-    batch = read("cross_entropy", datum([1, 2], [2, 3], weights=[0, 0.5]), datum([4], [5]))
+    batch = parse_data("cross_entropy", make_datum([1, 2], [2, 3], weights=[0, 0.5]), make_datum([4], [5]))
     assert batch.samples[0].mask.tolist() == [0, 1, 1]
     assert batch.samples[0].advantages[1:].tolist() == [0, 0.5]
     assert batch.samples[1].advantages[1:].tolist() == [1]
 
 
 def test_cross_entropy_uses_loss_mask() -> None:
-    batch = read("cross_entropy", datum([1, 2], [2, 3], weights=[0, 0.5], loss_mask=[0, 1]))
+    batch = parse_data("cross_entropy", make_datum([1, 2], [2, 3], weights=[0, 0.5], loss_mask=[0, 1]))
     assert batch.samples[0].mask.tolist() == [0, 0, 1]
 
 
 def test_missing_targets_are_not_trained() -> None:
-    batch = read("cross_entropy", datum([1, 2, 3], [-100, 3, -100]), datum([4], [-100]))
+    batch = parse_data("cross_entropy", make_datum([1, 2, 3], [-100, 3, -100]), make_datum([4], [-100]))
     first, second = batch.samples
     assert first.token_ids.tolist() == [1, 2, 3]
     assert first.mask.tolist() == [0, 0, 1]
@@ -69,8 +69,8 @@ def test_missing_targets_are_not_trained() -> None:
 
 
 def test_surrogate_loss_uses_surrogate_weights() -> None:
-    batch = read(
-        "surrogate", datum([1, 2], [2, 3], surrogate_weights=[0.25, -1], weights=[1, 1], mine=[1, 1])
+    batch = parse_data(
+        "surrogate", make_datum([1, 2], [2, 3], surrogate_weights=[0.25, -1], weights=[1, 1], mine=[1, 1])
     )
     assert batch.loss is not None
     assert batch.loss.name == "cross_entropy"
@@ -79,13 +79,13 @@ def test_surrogate_loss_uses_surrogate_weights() -> None:
 
 
 def test_chunks_are_concatenated() -> None:
-    given = datum([1, 2], [2, 3])
-    given["model_input"]["chunks"] = [{"tokens": [1]}, {"type": "encoded_text", "tokens": [2]}]
-    assert read("cross_entropy", given).samples[0].token_ids.tolist() == [1, 2, 3]
+    datum = make_datum([1, 2], [2, 3])
+    datum["model_input"]["chunks"] = [{"tokens": [1]}, {"type": "encoded_text", "tokens": [2]}]
+    assert parse_data("cross_entropy", datum).samples[0].token_ids.tolist() == [1, 2, 3]
 
 
 def test_outputs_contain_the_datum_id() -> None:
-    batch = read("forward_logprob", {**datum([1, 2], [2, 3]), "datum_id": "null"}, backward=False)
+    batch = parse_data("forward_logprob", {**make_datum([1, 2], [2, 3]), "datum_id": "null"}, backward=False)
     assert batch.loss is None
     (output,) = build_outputs(batch, [np.array([np.nan, -1, -2], np.float32)])
     body = json_response(output).body
@@ -93,82 +93,96 @@ def test_outputs_contain_the_datum_id() -> None:
 
 
 def test_loss_options_use_tinker_names() -> None:
-    batch = read("ppo", datum([1], [2], **ratio_tensors(1)), clip_low_threshold=0.7, clip_high_threshold=1.5)
+    batch = parse_data(
+        "ppo", make_datum([1], [2], **ratio_tensors(1)), clip_low_threshold=0.7, clip_high_threshold=1.5
+    )
     assert batch.loss is not None
     assert (batch.loss.clip_low, batch.loss.clip_high) == (0.7, 1.5)
-    quiet = read("dro", datum([1], [2], **ratio_tensors(1)), beta=0.1, entropy_coeff=0.0, aggregation="sum")
-    assert quiet.loss is not None
-    assert quiet.loss.beta == 0.1
+    dro_batch = parse_data(
+        "dro", make_datum([1], [2], **ratio_tensors(1)), beta=0.1, entropy_coeff=0.0, aggregation="sum"
+    )
+    assert dro_batch.loss is not None
+    assert dro_batch.loss.beta == 0.1
 
 
 @pytest.mark.parametrize(
-    ("loss", "given", "config", "message"),
+    ("loss", "datum", "config", "message"),
     [
         (
             "truncated_importance_sampling",
-            datum([1], [2]),
+            make_datum([1], [2]),
             {},
             "received 'truncated_importance_sampling'; supported: cross_entropy.*dro",
         ),
-        ("forward_logprob", datum([1], [2]), {}, "supported only by a forward pass"),
-        ("importance_sampling", datum([1], [2], logprobs=[-1], advantages=[1]), {}, "loss_mask is missing"),
-        ("importance_sampling", datum([1], [2], loss_mask=[1], advantages=[1]), {}, "logprobs is missing"),
-        ("ppo", datum([1], [2], mask=[1], **ratio_tensors(1)), {}, "mask is not an input of this loss"),
+        ("forward_logprob", make_datum([1], [2]), {}, "supported only by a forward pass"),
+        (
+            "importance_sampling",
+            make_datum([1], [2], logprobs=[-1], advantages=[1]),
+            {},
+            "loss_mask is missing",
+        ),
+        (
+            "importance_sampling",
+            make_datum([1], [2], loss_mask=[1], advantages=[1]),
+            {},
+            "logprobs is missing",
+        ),
+        ("ppo", make_datum([1], [2], mask=[1], **ratio_tensors(1)), {}, "mask is not an input of this loss"),
         (
             "ppo",
-            datum([1], [2], **ratio_tensors(1)),
+            make_datum([1], [2], **ratio_tensors(1)),
             {"entropy_coeff": 1e-4},
             "entropy_coeff: received 0.0001; supported options",
         ),
-        ("dro", datum([1], [2], **ratio_tensors(1)), {"beta": -1}, "beta: .*greater than or equal to 0"),
+        ("dro", make_datum([1], [2], **ratio_tensors(1)), {"beta": -1}, "beta: .*greater than or equal to 0"),
         ("cross_entropy", {"loss_fn_inputs": {}}, {}, "managed datasets are not supported"),
         (
             "cross_entropy",
-            datum([1, 2], [2]),
+            make_datum([1, 2], [2]),
             {},
             "target_tokens has 1 entries, but model_input has 2 tokens",
         ),
         (
             "cross_entropy",
-            datum([1, 2], [3, 3]),
+            make_datum([1, 2], [3, 3]),
             {},
             r"target_tokens\[0\] is 3, but the next input token is 2",
         ),
         (
             "cross_entropy",
-            datum([1, 2], [2, 100]),
+            make_datum([1, 2], [2, 100]),
             {},
             "token 100 at index 2 is outside the vocabulary of 100",
         ),
-        ("cross_entropy", datum([-1, 2], [2, 3]), {}, "token -1 at index 0 is outside"),
-        ("cross_entropy", datum([1], [2.5]), {}, "not an integer"),
-        ("cross_entropy", datum([2**70], [2]), {}, "cannot be parsed|does not fit into 64 bits"),
-        ("cross_entropy", {**datum([1], [2]), "metadata": {"router_replay": {}}}, {}, "router replay"),
+        ("cross_entropy", make_datum([-1, 2], [2, 3]), {}, "token -1 at index 0 is outside"),
+        ("cross_entropy", make_datum([1], [2.5]), {}, "not an integer"),
+        ("cross_entropy", make_datum([2**70], [2]), {}, "cannot be parsed|does not fit into 64 bits"),
+        ("cross_entropy", {**make_datum([1], [2]), "metadata": {"router_replay": {}}}, {}, "router replay"),
         (
             "cross_entropy",
-            {**datum([1], [2]), "loss_fn_inputs": {"target_tokens": [[1]]}},
+            {**make_datum([1], [2]), "loss_fn_inputs": {"target_tokens": [[1]]}},
             {},
             "cannot be parsed",
         ),
     ],
 )
 def test_unsupported_input_is_rejected_by_name(
-    loss: str, given: dict[str, Any], config: dict[str, Any], message: str
+    loss: str, datum: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ProtocolError, match=message):
-        read(loss, given, **config)
+        parse_data(loss, datum, **config)
 
 
 def test_image_chunk_is_rejected() -> None:
-    given = datum([1], [2])
-    given["model_input"]["chunks"][0]["type"] = "image"
+    datum = make_datum([1], [2])
+    datum["model_input"]["chunks"][0]["type"] = "image"
     with pytest.raises(ProtocolError, match="a chunk of type 'image'; supported: encoded_text"):
-        read("cross_entropy", given)
+        parse_data("cross_entropy", datum)
 
 
 def test_untrained_target_may_be_any_token() -> None:
-    masked = datum([1, 2], [9, 3], logprobs=[0, -1], advantages=[0, 1], loss_mask=[0, 1])
-    batch = read("importance_sampling", masked)
+    masked = make_datum([1, 2], [9, 3], logprobs=[0, -1], advantages=[0, 1], loss_mask=[0, 1])
+    batch = parse_data("importance_sampling", masked)
     assert batch.samples[0].mask.tolist() == [0, 0, 1]
-    light = read("cross_entropy", datum([1, 2], [9, 3], weights=[0, 1]))
-    assert light.samples[0].mask.tolist() == [0, 0, 1]
+    weighted = parse_data("cross_entropy", make_datum([1, 2], [9, 3], weights=[0, 1]))
+    assert weighted.samples[0].mask.tolist() == [0, 0, 1]

@@ -1,4 +1,4 @@
-"""The SDK's transport `http-binary`: what it sends is read as what it sends as JSON."""
+"""The SDK's `http-binary` transport: its requests are parsed like the same requests in JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TensorManifest = dict[str, Any]
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
 
 
-def acted(first: int = 20, length: int = 12) -> Datum:
+def make_ratio_datum(first: int = 20, length: int = 12) -> Datum:
     ids = list(range(first, first + length))
     count = length - 1
     inputs = {
@@ -42,91 +42,97 @@ def acted(first: int = 20, length: int = 12) -> Datum:
     return Datum(ModelInput.from_ints(ids[:-1]), inputs)
 
 
-def create(client: ServiceClient) -> TrainingClient:
+def create_model(client: ServiceClient) -> TrainingClient:
     return client.create_model(base_model=BASE, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False))
 
 
-def summed(given: Sequence[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+def compute_sum_loss(
+    data: Sequence[Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, Any]]:
     return -sum((row.sum() for row in logprobs), torch.zeros(())), {}
 
 
-def learned(trainer: TrainingClient) -> list[Any]:
-    """What every kind of pass answers."""
-    data = [acted(20), acted(60, 30)]
+def train_all_kinds(trainer: TrainingClient) -> list[Any]:
+    """Return the results of every kind of pass."""
+    data = [make_ratio_datum(20), make_ratio_datum(60, 30)]
     data[0].datum_id = "first"
-    answers: list[Any] = [trainer.forward(data, "forward_logprob")]
+    results: list[Any] = [trainer.forward(data, "forward_logprob")]
     for _ in range(2):
-        answers.append(trainer.forward_backward(data, "importance_sampling"))
-        answers.append(trainer.optim_step(ADAM))
-    answers.append(float(trainer.forward_backward_custom([acted(20)], summed)["loss"]))
-    return [*answers, trainer.optim_step(ADAM), trainer.forward(data, "forward_logprob")]
+        results.append(trainer.forward_backward(data, "importance_sampling"))
+        results.append(trainer.optim_step(ADAM))
+    results.append(float(trainer.forward_backward_custom([make_ratio_datum(20)], compute_sum_loss)["loss"]))
+    return [*results, trainer.optim_step(ADAM), trainer.forward(data, "forward_logprob")]
 
 
 @pytest.mark.parametrize("compression", ["raw", "zstd"])
 def test_binary_transport_trains_like_json(connect: Connect, compression: str) -> None:
     binary = connect(tensor_transport="http-binary", tensor_compression=compression)
-    actual, expected = learned(create(binary)), learned(create(connect(tensor_transport="default")))
-    # Text, since a NaN is no equal of another.
+    actual, expected = (
+        train_all_kinds(create_model(binary)),
+        train_all_kinds(create_model(connect(tensor_transport="default"))),
+    )
+    # As text, because NaN is not equal to NaN.
     assert json.dumps(actual) == json.dumps(expected)
 
 
 def test_failed_call_uses_up_its_sequence_id(connect: Connect) -> None:
-    trainer = create(connect(tensor_transport="http-binary"))
+    trainer = create_model(connect(tensor_transport="http-binary"))
     with pytest.raises(WeaverOperationError, match="outside the vocabulary"):
-        trainer.forward_backward([acted(10**6)], "importance_sampling")
+        trainer.forward_backward([make_ratio_datum(10**6)], "importance_sampling")
     with pytest.raises(WeaverOperationError, match="advantages has a number that is not finite"):
         trainer.forward_backward(
-            [acted().with_loss_fn_inputs({"advantages": [float("nan")] * 11})], "importance_sampling"
+            [make_ratio_datum().with_loss_fn_inputs({"advantages": [float("nan")] * 11})],
+            "importance_sampling",
         )
-    trainer.forward_backward([acted()], "importance_sampling")
+    trainer.forward_backward([make_ratio_datum()], "importance_sampling")
 
 
 def test_repeated_pack_is_the_same_call_and_another_is_rejected(connect: Connect) -> None:
-    """A pack that did not get through is sent again by who called the SDK, if at all."""
+    """The SDK does not repeat a pack that did not arrive; only its caller may send it again."""
     client = connect(tensor_transport="http-binary")
-    trainer = create(client)
+    trainer = create_model(client)
 
     def send(data: Datum) -> str:
         client._operation_seq_by_model[trainer.model_id] = 1
         return trainer.forward_backward([data], "importance_sampling", wait=False).operation_id
 
-    first = send(acted())
-    assert send(acted()) == first
+    first = send(make_ratio_datum())
+    assert send(make_ratio_datum()) == first
     with pytest.raises(WeaverAPIError, match="only one client can train a model"):
-        send(acted(21))
+        send(make_ratio_datum(21))
 
 
 def test_binary_tensors_are_only_accepted_for_passes(connect: Connect) -> None:
     client = connect()
-    layout, body = made()
+    layout, body = encode_request()
     headers = {"content-type": layout.content_type, "X-WEAVER-API-KEY": KEY}
     path = f"/api/v1/sessions/{client.session_id}/models"
-    answer = client.http._client.post(path, content=body, headers=headers)
-    assert (answer.status_code, answer.json()["error"]) == (415, "unsupported_media_type")
+    response = client.http._client.post(path, content=body, headers=headers)
+    assert (response.status_code, response.json()["error"]) == (415, "unsupported_media_type")
     headers["content-type"] = "text/plain"
     assert client.http._client.post(path, content=body, headers=headers).status_code == 415
     sampler = client.create_sampling_client(base_model=BASE)
-    place = {"dtype": "int64", "shape": [1], "size_bytes": 8, "offset": 0}
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": {"$tensor": place}}]}
+    tensor = {"dtype": "int64", "shape": [1], "size_bytes": 8, "offset": 0}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": {"$tensor": tensor}}]}
     with pytest.raises(WeaverAPIError, match="outside the tensor pack of 0 bytes"):
         client.http.post(
             f"/api/v1/sampling-sessions/{sampler.sampling_session_id}/logprobs", json={"prompt": prompt}
         )
 
 
-# --- packs that are not what they should be --------------------------------------------------------
+# --- invalid packs ---------------------------------------------------------------------------------
 
 
-def made(
+def encode_request(
     change: Callable[[TensorManifest], object] = lambda manifest: None,
     compression: Any = "raw",
     pack: bytes | None = None,
 ) -> tuple[MultipartLayout, bytes]:
-    """A request of the SDK's, and its body with the manifest changed, or with another pack."""
+    """Encode a request of the SDK, with a changed manifest or with another pack."""
     prepared = prepare_forward_backward_operation(
         model_id="m",
         seq_id=1,
-        data=[acted()],
+        data=[make_ratio_datum()],
         loss_fn="importance_sampling",
         loss_fn_config=None,
         request_metadata=None,
@@ -146,25 +152,27 @@ def made(
     return layout, prefix + content + layout.suffix
 
 
-def read(layout: MultipartLayout, body: bytes) -> WeaverBatch:
+def parse_body(layout: MultipartLayout, body: bytes) -> WeaverBatch:
     call, pack = unpack_request(WeaverRequest("owner", {}, layout.content_type, body, None), LIMIT)
-    given = parse_json(call.parse(WeaverSequencedRequest).payload.forward_backward_input, WeaverPassInput)
-    return parse_batch(given, pack, vocab_size=100, backward=True)
+    pass_input = parse_json(
+        call.parse(WeaverSequencedRequest).payload.forward_backward_input, WeaverPassInput
+    )
+    return parse_batch(pass_input, pack, vocab_size=100, backward=True)
 
 
-def place(manifest: TensorManifest) -> dict[str, Any]:
+def advantages_tensor(manifest: TensorManifest) -> dict[str, Any]:
     datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
     return datum["loss_fn_inputs"]["advantages"]["$tensor"]
 
 
-def tokens(manifest: TensorManifest) -> dict[str, Any]:
+def tokens_tensor(manifest: TensorManifest) -> dict[str, Any]:
     datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
     return datum["model_input"]["chunks"][0]["tokens"]["$tensor"]
 
 
 def test_valid_tensor_pack_is_parsed() -> None:
     for compression in ("raw", "zstd"):
-        (sample,) = read(*made(compression=compression)).samples
+        (sample,) = parse_body(*encode_request(compression=compression)).samples
         assert sample.token_ids.tolist() == list(range(20, 32))
         assert sample.advantages[-1] == 2
 
@@ -187,23 +195,23 @@ def test_valid_tensor_pack_is_parsed() -> None:
             "decoded_size_bytes: received",
         ),
         (lambda m: m["request"]["payload"].update(seq_id="one"), "cannot be parsed"),
-        (lambda m: place(m).update(dtype="object"), "object.*supported"),
-        (lambda m: place(m).update(format="pickle"), "pickle.*supported"),
-        (lambda m: place(m).update(shape=[1, 11]), "only one dimension"),
-        (lambda m: place(m).update(shape=[-11]), "only one dimension"),
-        (lambda m: place(m).update(shape=[12]), "size_bytes: received 44 for shape"),
-        (lambda m: place(m).update(offset=-4), "outside the tensor pack"),
-        (lambda m: place(m).update(offset=10**9), "outside the tensor pack"),
+        (lambda m: advantages_tensor(m).update(dtype="object"), "object.*supported"),
+        (lambda m: advantages_tensor(m).update(format="pickle"), "pickle.*supported"),
+        (lambda m: advantages_tensor(m).update(shape=[1, 11]), "only one dimension"),
+        (lambda m: advantages_tensor(m).update(shape=[-11]), "only one dimension"),
+        (lambda m: advantages_tensor(m).update(shape=[12]), "size_bytes: received 44 for shape"),
+        (lambda m: advantages_tensor(m).update(offset=-4), "outside the tensor pack"),
+        (lambda m: advantages_tensor(m).update(offset=10**9), "outside the tensor pack"),
         (
-            lambda m: place(m).update(shape=[2], size_bytes=8),
+            lambda m: advantages_tensor(m).update(shape=[2], size_bytes=8),
             "advantages has 2 entries, but model_input has 11 tokens",
         ),
-        (lambda m: tokens(m).update(dtype="float64"), "tokens: received dtype float64"),
+        (lambda m: tokens_tensor(m).update(dtype="float64"), "tokens: received dtype float64"),
     ],
 )
 def test_invalid_tensor_pack_is_rejected(change: Callable[[TensorManifest], object], message: str) -> None:
     with pytest.raises(ProtocolError, match=message) as caught:
-        read(*made(change))
+        parse_body(*encode_request(change))
     assert caught.value.category == "user"
 
 
@@ -211,15 +219,15 @@ def test_invalid_tensor_pack_is_rejected(change: Callable[[TensorManifest], obje
 def test_decompression_stops_at_the_declared_size(size: int) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(size))
     with pytest.raises(ProtocolError, match="the decompressed tensor pack does not have"):
-        read(*made(compression="zstd", pack=bomb))
+        parse_body(*encode_request(compression="zstd", pack=bomb))
 
 
 def test_truncated_multipart_body_is_rejected() -> None:
-    layout, body = made()
-    read(layout, body)
-    # What ends it is one line; without that line's end it is still whole.
+    layout, body = encode_request()
+    parse_body(layout, body)
+    # The body ends with a line that is complete even without its line break.
     for end in range(0, len(body) - 2, 7):
         with pytest.raises(ProtocolError):
-            read(layout, body[:end])
+            parse_body(layout, body[:end])
     with pytest.raises(ProtocolError, match="complete parts"):
         unpack_request(WeaverRequest("owner", {}, MULTIPART, body, None), LIMIT)
