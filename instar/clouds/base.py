@@ -19,7 +19,8 @@ from instar.errors import (
 )
 
 MAX_SESSION_STARTS = 5
-"""The number of attempts to start a session that the service loses before the first call."""
+"""The maximum number of attempts to start a session. Each attempt may fail because the service loses the
+session before the first call."""
 CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
 """``refused``: the service did nothing and gave the reason. ``unavailable``: the service did not respond, or
 only with transient errors, and the effect of the call is unknown. ``lost``: the session no longer exists, or
@@ -33,7 +34,8 @@ _BACKEND_ERRORS: Mapping[CloudErrorKind, type[InstarError]] = {
 
 
 class CloudError(Exception):
-    """An error of a call to a service. Backends and engines handle it instead of the errors of each SDK."""
+    """An error from a call to a service. Backends and engines handle this error instead of the errors of each
+    SDK."""
 
     def __init__(self, kind: CloudErrorKind, message: str) -> None:
         super().__init__(message)
@@ -50,7 +52,7 @@ class CloudError(Exception):
 
 
 def redact_key(text: str, secret: str) -> str:
-    """Return the text without the key, which a service may quote in its response."""
+    """Remove the key from the text. A service may quote the key in its response."""
     return text.replace(secret, "***") if secret else text
 
 
@@ -58,13 +60,14 @@ def redact_key(text: str, secret: str) -> str:
 class CloudService:
     name: str
     package: str
-    """The name of the SDK's package on PyPI. The service's name is its module and the extra of Instar."""
+    """The SDK's package name on PyPI. The SDK's module and Instar's extra have the same name as the
+    service."""
     key_env: str
     url_env: str
     key_prefixes: tuple[str, ...]
-    """The prefixes that only this service's keys have."""
+    """Prefixes that occur only in this service's keys."""
     url_words: tuple[str, ...]
-    """The words that occur in the host or the path of the service's addresses."""
+    """Words that occur in the host or the path of the service's addresses."""
     losses: frozenset[str]
 
     @property
@@ -119,7 +122,7 @@ class CloudAccess:
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """Return the access to a service from the config or from the service's environment variables. Raises
+    """Read the access to a service from the config or from the service's environment variables. Raises
     ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = configured_key(section, env) or env.get(service.key_env)

@@ -115,7 +115,7 @@ class TinkerConnection:
         return client
 
     async def await_result(self, action: str, response: Awaitable[T]) -> T:
-        """Return the SDK's response. Raises CloudError, also if the deadline passes."""
+        """Return the SDK's response. Raises CloudError if the call fails or the deadline passes."""
         try:
             async with asyncio.timeout(self.access.deadline):
                 return await response
@@ -125,7 +125,7 @@ class TinkerConnection:
     async def run_in_thread(
         self, action: str, function: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
-        """Return the result of a blocking SDK call that runs in a thread with the deadline. A result that
+        """Run a blocking SDK call in a thread, with the deadline, and return its result. A result that
         arrives too late is passed to ``discard``. The thread is a daemon, because the SDK may retry for
         minutes."""
         done: Future[T] = Future()
@@ -154,8 +154,8 @@ class TinkerConnection:
         return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 
     async def close(self, *, finish: bool) -> None:
-        """Close the connection without raising. The session ends immediately if ``finish`` is True, and
-        expires without heartbeats otherwise. The service keeps saved and published weights."""
+        """Close the connection without raising. If ``finish`` is True, the session ends immediately;
+        otherwise it expires without heartbeats. The service keeps saved and published weights."""
         client, self.client = self.client, None
         if client is None:
             return
@@ -206,7 +206,7 @@ class TinkerConnection:
 
 
 def _find_status(error: BaseException | None) -> int | None:
-    """Return the HTTP status of the error or of the first cause that has one."""
+    """Return the HTTP status of the error, or else of its first cause that has a status."""
     while error is not None:
         if isinstance(status := getattr(error, "status_code", None), int):
             return status

@@ -17,7 +17,7 @@ from instar.config import AdamConfig
 from instar.types import Floats, Ids
 
 LossInputs = Mapping[str, Floats]
-"""The inputs of a loss by the service's names, with one value for each token."""
+"""Loss inputs by the names that the service uses. Each array has one value per token."""
 MAX_CONCURRENT_SCORES = 16
 GRADIENT_NORM_METRICS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
 
@@ -124,7 +124,7 @@ class TinkerTrainingSession:
         return self._metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
     async def _metrics(self, sent: Awaitable[Any]) -> dict[str, float]:
-        """Return the metrics by name, without the reduction that the service appends (`name:mean`)."""
+        """Return the metrics without the reduction that the service appends to their names (`name:mean`)."""
         metrics: dict[str, float] = (await sent).metrics or {}
         plain = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
         norm = next((plain.pop(name) for name in GRADIENT_NORM_METRICS if name in plain), None)
@@ -133,7 +133,8 @@ class TinkerTrainingSession:
     # --- the base model ---------------------------------------------------------------------------
 
     async def base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return the base model's logprob of every token (NaN at index 0), in no order with other calls."""
+        """Return the base model's logprob for every token (NaN at index 0). The order relative to other calls
+        is undefined."""
 
         async def score(ids: Ids) -> Floats:
             request = self._base_sampler.compute_logprobs_async(build_model_input(self.connection.sdk, ids))
@@ -152,7 +153,7 @@ class TinkerTrainingSession:
 
 
 def _datum(sdk: Any, ids: Ids, inputs: LossInputs) -> Any:
-    """Return a datum whose targets are all tokens except the first."""
+    """Return a datum. Every token except the first is a target."""
 
     def tensor(values: NDArray[Any], dtype: str) -> Any:
         return sdk.types.TensorData(data=values[1:].astype(dtype), dtype=dtype, shape=[len(values) - 1])

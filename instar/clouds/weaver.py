@@ -41,9 +41,10 @@ T = TypeVar("T")
 RETRY_POLICY = RetryPolicy(first_delay=0.25, max_delay=10.0, jitter=(0.5, 1.5))
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 2.0
 LONG_POLL_SECONDS = 0.2
-"""The duration of a poll above which the service held the request open. The next poll follows immediately."""
+"""If a poll takes longer than this, the service held the request open, so the next poll is sent without a
+delay."""
 MAX_MALFORMED_ATTEMPTS = 3
-"""The number of attempts if responses are malformed. They may have been truncated in transit."""
+"""The maximum number of attempts after malformed responses, which may have been truncated in transit."""
 TRANSIENT_STATUSES = frozenset({408, 425, 429})
 LOST_STATUSES = frozenset({404, 409, 410})
 LOST_CODES = ("not_found", "expired", "terminated", "gone")
@@ -95,7 +96,7 @@ class WeaverClient(AsyncServiceClient):
 
     @contextmanager
     def reuse_sequence_id_on_error(self) -> Generator[None]:
-        """Use the sequence id of the block for the next call if the block raises."""
+        """If the block raises, use its sequence id again for the next call."""
         self._last_seq = None
         try:
             yield
@@ -141,8 +142,8 @@ class WeaverCallPolicy:
         raise AssertionError("the loop above does not end without a result or an error")
 
     async def await_operation(self, action: str, handle: AsyncOperationHandle) -> Any:
-        """Return the result of the operation. The polling interval doubles, unless the service holds the
-        request open until the operation is done. Raises WeaverError."""
+        """Return the operation's result. The polling interval doubles, unless the service holds the request
+        open until the operation is done. Raises WeaverError."""
         deadline, interval = _now() + self._access.deadline, MIN_POLL_SECONDS
         while not handle.done():
             await asyncio.sleep(interval)
@@ -263,7 +264,7 @@ async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats
 
 
 def extract_metrics(result: Any) -> dict[str, float]:
-    """Return the metrics of a response, which are at the top level or in the result."""
+    """Return the metrics from the top level of a response, or else from its result."""
     for fields in (result, result.get("result") if isinstance(result, dict) else None):
         metrics = cast(dict[str, Any], fields).get("metrics") if isinstance(fields, dict) else None
         if isinstance(metrics, dict):

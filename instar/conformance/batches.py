@@ -14,7 +14,8 @@ VOCAB_SIZE = 300
 
 
 def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
-    """Return a sample with seeded logprobs and advantages whose tokens from ``trained_from`` are trained."""
+    """Return a sample with random logprobs and advantages. The tokens from index ``trained_from`` on are
+    trained."""
     rng = np.random.default_rng([seed, len(ids)])
     mask = np.zeros(len(ids), np.float32)
     mask[trained_from:] = 1
@@ -28,14 +29,14 @@ def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, 
 
 
 def random_tokens(seed: int) -> Callable[[int], list[int]]:
-    """Return a function that returns the given number of random token ids."""
+    """Return a function that generates random token ids. Its argument is the number of ids."""
     rng = np.random.default_rng(seed)
     return lambda count: rng.integers(3, VOCAB_SIZE, count).tolist()
 
 
 def tree_samples(seed: int = 0) -> list[Sample]:
-    """Return samples that share a prefix in each group and a prefix over all groups. Two samples are equal,
-    one sample is a prefix of another, and one sample shares no token with the others."""
+    """Return samples that share a prefix in each group, and another prefix across all groups. Two samples are
+    equal, one sample is a prefix of another, and one sample shares no token with the others."""
     tokens = random_tokens(seed)
     common = tokens(33)
     samples: list[Sample] = []

@@ -33,7 +33,7 @@ ConformanceCase = Callable[["CaseContext"], Awaitable[None]]
 class CaseContext:
     backend: Backend
     create_engine: Callable[[], Engine]
-    """Creates an engine that loads the policies of the backend."""
+    """Creates an engine that can load the backend's policies."""
     folder: Path
     max_context: int
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
@@ -112,7 +112,7 @@ async def record_five_steps(context: CaseContext) -> None:
 
 
 async def record_pipelined_steps(context: CaseContext) -> None:
-    """Record the results of calls that are all issued before the first is awaited."""
+    """Issue all calls before the first one is awaited, and record their results."""
     tasks: list[asyncio.Future[Any]] = []
     for number, lr in enumerate(LEARNING_RATES):
         for call in (
@@ -126,7 +126,7 @@ async def record_pipelined_steps(context: CaseContext) -> None:
 
 
 async def record_resume(context: CaseContext) -> None:
-    """Record the results of the same step after a state is saved and after it is loaded."""
+    """Record the results of the same step after a state was saved and after it was loaded."""
     await context.train_step(0)
     await context.train_step(1)
     await context.backend.save_state(context.folder / "two-steps")
@@ -149,7 +149,8 @@ async def record_sampling(context: CaseContext) -> None:
 
 
 async def record_sampling_after_collection(context: CaseContext) -> None:
-    """Record samples after garbage collection, which must not free objects that the backend needs."""
+    """Record samples after garbage collection. The collection must not free objects that the backend
+    needs."""
     gc.collect()
     await context.train_step(0)
     gc.collect()
@@ -177,7 +178,7 @@ async def _sample_and_score(context: CaseContext, name: str, version: int) -> No
 
 
 async def record_refusals(context: CaseContext) -> None:
-    """Record whether samples with missing numbers and a loss that is not finite are rejected."""
+    """Record whether the backend rejects samples with missing numbers and a loss that is not finite."""
     with_nan = np.array([0, 0, -1, np.nan], np.float32)
     too_unlikely = np.full(4, -1000, np.float32)
     invalid = [

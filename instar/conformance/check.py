@@ -33,8 +33,8 @@ SEED = 3
 RANK = 8
 TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
 TOLERANCE_FACTORS = {"verl": 10.0}
-"""The factors on the tolerance for backends whose kernels sum in a different order than the local backend.
-Adam amplifies the differences between small gradients."""
+"""The factor on the tolerance for each backend whose kernels sum in a different order than the local
+backend's. Adam amplifies the differences between small gradients."""
 RUN_TIMEOUT_SECONDS = 900.0
 Report = Callable[[str], None]
 
@@ -42,8 +42,8 @@ Report = Callable[[str], None]
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Run and print the checks, and exit with 1 if a check failed. ``url`` is the address of a server to
-    check instead of Instar's protocol server."""
+    """Run the checks and print the results. Exit with 1 if a check failed. If ``url`` is set, check the
+    server at this address instead of Instar's protocol server."""
     if dtype not in TOLERANCE:
         raise ConfigError(f"--dtype: received {dtype!r}; supported: {', '.join(TOLERANCE)}")
     console = Console(stderr=as_json)
@@ -96,7 +96,7 @@ def check_backend(
 def _prepare_backend(
     name: str, model: ModelConfig, folder: Path, url: str | None, python: str | None
 ) -> Generator[tuple[Json, ServerProcess | None]]:
-    """Provide the backend's config section, and the server process if this command starts one."""
+    """Yield the backend's config section, and the server process if this command starts one."""
     if name in ("local", "verl"):
         yield {"type": name, "lora": {"rank": RANK}} | ({"threads": 1} if name == "local" else {}), None
         return
@@ -118,7 +118,7 @@ def _record_actual(
     server: ServerProcess | None,
     report: Report,
 ) -> BackendRecord:
-    """Return the results of the cases in a new process with the backend's interpreter."""
+    """Run the cases in a new process with the backend's interpreter, and return the results."""
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(build_job(model, section, SEED)))
     env = dict(os.environ)

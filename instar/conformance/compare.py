@@ -78,7 +78,7 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
 
 
 def _compare_losses(actual: BackendRecord, context: int, tolerance: float) -> Iterator[CheckResult]:
-    """Compare the losses with losses that are computed in float64 from the backend's own logprobs."""
+    """Compare the losses with values that are computed in float64 from the backend's own logprobs."""
     batches: dict[str, tuple[LossConfig, list[Sample]]] = {
         name: (LossConfig.model_validate({"name": name}), tree_samples()) for name in actual.result.losses
     }
@@ -93,7 +93,7 @@ def _compare_losses(actual: BackendRecord, context: int, tolerance: float) -> It
 
 
 def _compute_loss(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
-    """Return the loss that `instar.backends.base` defines, computed without the code of any backend."""
+    """Compute the loss as `instar.backends.base` defines it, without using any backend's code."""
     total = 0.0
     for sample, new in zip(samples, logprobs, strict=True):
         for i, weight in enumerate(sample.mask.tolist()):

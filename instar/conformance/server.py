@@ -25,11 +25,11 @@ class ServerProcess:
     url: str
     key: str = field(repr=False)
     folder: Path
-    """The folder of the server's checkpoints."""
+    """The folder with the server's checkpoints."""
     process: subprocess.Popen[str] = field(repr=False)
 
     def adapter_folder(self, path: str) -> Path:
-        """Return the adapter's folder for a sampler path of either protocol."""
+        """Return the adapter's folder for a sampler path from either protocol."""
         model, _, name = path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"
 
@@ -38,7 +38,7 @@ class ServerProcess:
 def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
 ) -> Generator[ServerProcess]:
-    """Provide a running server that logs to ``folder``/server.log."""
+    """Yield a running server that logs to ``folder``/server.log."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]

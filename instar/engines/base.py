@@ -20,7 +20,7 @@ Prompt = Sequence[int] | Ids
 """Token ids. An int32 array is not copied."""
 
 LiveRoute = Literal["ipc", "nccl", "ray"]
-"""A route that sends weights to an engine without writing files."""
+"""A weight transfer route that sends weights to an engine without writing files."""
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
@@ -45,10 +45,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """False if a reply arrives as one chunk."""
     versions_per_token: bool = True
     """False if all tokens of a reply have the same policy version."""
-    scores: bool = False
+    can_score: bool = False
     """True if ``logprobs`` is implemented."""
     routes: tuple[LiveRoute, ...] = ()
-    """The routes by which ``stage`` accepts weights."""
+    """The weight transfer routes that ``stage`` supports."""
 
 
 class EngineStatus(msgspec.Struct):
@@ -60,7 +60,7 @@ class EngineStatus(msgspec.Struct):
     """The number of tokens generated since the engine started."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """The number of prompt tokens whose keys and values were reused."""
+    """The number of prompt tokens with reused keys and values."""
     draining: bool = False
     """True if the engine finishes its current replies but rejects new requests."""
 
@@ -69,8 +69,8 @@ class Engine(ABC):
     _info: EngineInfo | None = None
 
     async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
-        """Start the engine. Must be called first. ``report`` writes a log line. ``log_path`` is the log of
-        this process; a child process logs to a file next to it."""
+        """Start the engine. Must be called first. ``report`` writes a log line. ``log_path`` is this
+        process's log file; a child process logs to a file next to it."""
 
     @property
     def info(self) -> EngineInfo:
@@ -93,7 +93,7 @@ class Engine(ABC):
         return self
 
     async def refresh(self) -> EngineInfo:
-        """Fetch and return ``info``, because a different engine may have started at the same address."""
+        """Fetch and return ``info`` again. A different engine may have started at the same address."""
         return self.info
 
     @abstractmethod
@@ -103,12 +103,12 @@ class Engine(ABC):
 
     async def upload_files(self, policy: Policy) -> Policy:
         """Upload the policy's files if the engine cannot read the local folder. Return the policy with the
-        path of its files on the engine's machine."""
+        path on the engine's machine."""
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:
         """Receive some of a policy's weights without affecting requests, and return the response for the
-        sender. Weights that were staged for a different policy are dropped."""
+        sender. Staged weights of other policies are dropped."""
         raise EngineError(f"The {self.info.kind} engine does not accept weights over {transfer.route}.")
 
     async def commit(self, policy: Policy) -> None:

@@ -19,8 +19,10 @@ STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 class EngineConnection:
     """An HTTP connection to one server. Calls raise EngineUnavailable if the server cannot be reached.
-    ``name`` is the kind of server, for messages. ``idle_seconds`` is how long an idle connection is reused
-    for streams; the server must keep idle connections open longer."""
+
+    Error messages contain ``name``, the kind of server. Idle connections are reused for streams for up to
+    ``idle_seconds``; the server must keep them open longer.
+    """
 
     def __init__(
         self, url: str, token: str | None, name: str, *, idle_seconds: float, keep_alive: float = 15.0

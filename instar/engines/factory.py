@@ -25,7 +25,7 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """Return the section with values for the settings that depend on the rest of the run's config."""
+    """Fill in the settings that depend on the rest of the run's config, and return the section."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -45,7 +45,8 @@ async def connect_engines(
     timeout: float = 60.0,
     newest_policy: PolicySource | None = None,
 ) -> Engine:
-    """Return one engine that uses all engines at these addresses, once one of them has responded."""
+    """Return one engine that distributes requests over the engines at these addresses. Waits until one of
+    them responds."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)

@@ -26,10 +26,10 @@ PolicySource = Callable[[], Awaitable[Policy | None]]
 
 MAX_MISSED_CHECKS = 2
 MAX_SESSIONS = 65_536
-"""The number of sessions whose engine is stored. The least recently used sessions are removed."""
+"""The maximum number of sessions with a stored engine. The least recently used sessions are removed."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
-"""A session moves if its engine has more than LOAD_FACTOR × the requests of the least busy engine +
+"""A session moves if its engine has more requests than LOAD_FACTOR × those of the least busy engine +
 LOAD_SLACK."""
 SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens")
 
@@ -42,7 +42,7 @@ class PoolMember:
     reason: str = "it has not responded yet"
     missed_checks: int = 0
     draining: bool = False
-    """True if the engine rejects new requests, although it is healthy."""
+    """True if the engine is healthy but rejects new requests."""
     in_flight: int = 0
     other_requests: int = 0
     """The number of requests from other clients at the latest health check."""
@@ -85,9 +85,11 @@ class PoolMember:
 
 
 class EnginePool(Engine):
-    """Distributes requests over several engines and closes them at the end. Call ``start`` first. If other
-    processes load policies, ``newest_policy`` returns the policy that an unreachable engine must load when it
-    responds again. ``check_timeout`` is the deadline of a health check."""
+    """Distributes requests over several engines and closes them at the end. Call ``start`` first.
+
+    If other processes load policies, ``newest_policy`` returns the policy that an unreachable engine must
+    load when it responds again. ``check_timeout`` is the deadline for each health check.
+    """
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ class EnginePool(Engine):
             await member.engine.close()
 
     async def status(self) -> EngineStatus:
-        """Return the sums over all engines that respond, and the lowest version."""
+        """Return the totals over all engines that respond, and the lowest version."""
         healthy = [member for member in self.members if member.healthy]
         outcomes = await asyncio.gather(*map(self._status, healthy), return_exceptions=True)
         statuses = [status for status in outcomes if isinstance(status, EngineStatus)]
@@ -361,6 +363,6 @@ def _common_info(info: EngineInfo, other: EngineInfo) -> EngineInfo:
         artifacts=tuple(kind for kind in info.artifacts if kind in other.artifacts),
         streams=info.streams and other.streams,
         versions_per_token=info.versions_per_token and other.versions_per_token,
-        scores=info.scores and other.scores,
+        can_score=info.can_score and other.can_score,
         routes=tuple(route for route in info.routes if route in other.routes),
     )

@@ -24,7 +24,7 @@ LOAD_TIMEOUT = 600.0
 SCORE_TIMEOUT = 600.0
 STATUS_TIMEOUT = 30.0
 IDLE_SECONDS = 30.0
-"""The server keeps idle connections open longer than this."""
+"""Idle connections are reused for this long. The server keeps them open longer."""
 
 
 class RemoteEngine(Engine):
@@ -154,8 +154,8 @@ def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineErro
 
 
 def _decode_error(body: bytes, status: int) -> EngineError:
-    """Return the error that the engine raised, with the same class. If the body does not come from an engine,
-    the error is a plain EngineError."""
+    """Return the error that the engine raised, with the same class. A body from another program, such as a
+    proxy, becomes a plain EngineError."""
     try:
         detail: dict[str, Any] = msgspec.json.decode(body)["error"]
         kind, message = getattr(errors, str(detail["type"]), EngineError), str(detail["message"])

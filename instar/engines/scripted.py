@@ -26,7 +26,7 @@ from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
 MAX_BURST_TOKENS = 64
-"""The number of tokens that are sent before other tasks run, if there is no delay."""
+"""The number of tokens to send before other tasks run, if there is no delay."""
 MAX_CACHED_REPLIES = 256
 
 
@@ -49,7 +49,7 @@ class ScriptedEngine(Engine):
             vocab_size=len(self._tokenizer),
             max_context=model.max_context,
             artifacts=("adapter", "weights", "base", "remote"),
-            scores=True,
+            can_score=True,
         )
         self._status = EngineStatus(version=0)
         self._closed = False
@@ -112,8 +112,8 @@ class ScriptedEngine(Engine):
             raise EngineUnavailable("The engine is closed.")
 
     def _reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
-        """Return the reply for this turn. The turn is the number of scripted replies in the prompt; the list
-        of replies is repeated."""
+        """Return the reply for this turn. The turn number is the number of scripted replies in the prompt.
+        After the last scripted reply, the list starts again."""
         if self._script is not None:
             text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
             return self._encoded(self._script(text, seed))

@@ -27,7 +27,7 @@ LENGTH_BYTES = 4
 READ_BYTES = 4 * 2**20
 MAX_HEADER_BYTES = 2**20
 MAX_UPLOADS = 3
-"""The number of uploaded folders to keep, because replies under an older policy may still need its files."""
+"""The number of uploaded folders to keep. Replies under an older policy may still need its files."""
 FileStats = dict[str, tuple[int, int]]
 """The size and modification time of each file, by name."""
 
@@ -73,7 +73,7 @@ class UploadStore:
         self._root: str | None = None
         self._folders: list[Path] = []
         self.loaded_path = ""
-        """The path of the served policy. Its folder is kept, because a restarted server reads it again."""
+        """The served policy's path. Its folder is kept, because a restarted server reads it again."""
 
     async def check_folder(self, check: FolderCheck) -> FolderCheckResult:
         try:

@@ -40,7 +40,9 @@ def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
 def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
     start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     if len(body) < start or (len(body) - start) % ID_TYPE.itemsize:
-        raise EngineError("The body must be a length, that many bytes of JSON, and 4-byte token ids.")
+        raise EngineError(
+            f"The request body is truncated or malformed: {len(body)} bytes, but the header ends at {start}."
+        )
     try:
         params = _decode_params(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
@@ -55,7 +57,9 @@ def pack_ids(ids: Ids) -> bytes:
 
 def unpack_ids(body: bytes | bytearray) -> Ids:
     if len(body) % ID_TYPE.itemsize:
-        raise EngineError(f"The body must consist of 4-byte token ids, but it has {len(body)} bytes.")
+        raise EngineError(
+            f"The body has {len(body)} bytes, which is not a multiple of 4; send 4-byte token ids."
+        )
     return np.frombuffer(body, ID_TYPE).astype(np.int32)
 
 

@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HASH_KEY_NAME = "message-hashes"
-"""The name of the stored secret with which messages are hashed."""
+"""The name under which the store keeps the secret key of the message hashes."""
 
 
 @asynccontextmanager
 async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
 ) -> AsyncGenerator[Starlette]:
-    """Yield the app of a run. The caller closes the store and the engine."""
+    """Yield the app for a run. The caller closes the store and the engine."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
@@ -101,8 +101,8 @@ def create_app(
 ) -> Starlette:
     """Return the gateway's app.
 
-    ``train_sampling`` replaces the sampling settings of all calls of the train channel. ``upstream`` replies
-    instead of an engine. The caller closes the store, the engine and the upstreams.
+    ``train_sampling`` replaces the sampling settings of every call in the train channel. If ``upstream`` is
+    set, it replies instead of the engine. The caller closes the store, the engine and the upstreams.
     """
     context = GatewayContext(
         store,

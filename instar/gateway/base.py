@@ -34,9 +34,9 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     slot: Int64 = 0
     attempt: Int64 = 0
     seed: Int64 | None = None
-    """The seed from which the seeds of calls without a seed are derived."""
+    """Calls without a seed get seeds that are derived from this seed."""
     sampling: Json = msgspec.field(default_factory=dict)
-    """The sampling settings, by the names in `SAMPLING_KEYS`, that replace the agent's."""
+    """Sampling settings that replace the agent's settings. The keys are those in `SAMPLING_KEYS`."""
     metadata: Json = msgspec.field(default_factory=dict)
 
 
@@ -78,7 +78,7 @@ class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
     """Rewards from other sources; accepted only with the admin key."""
     scores: list[ScoreBody] = msgspec.field(default_factory=list[ScoreBody])
-    """The states of scorers that have finished; accepted only with the admin key."""
+    """The final states of scorers; accepted only with the admin key."""
 
 
 class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

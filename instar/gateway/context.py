@@ -14,7 +14,7 @@ from instar.store.base import Store
 class RunIdentity:
     run_id: str
     agent_id: str
-    """The agent of requests that are sent with a key of no agent."""
+    """The agent of a request whose key does not belong to an agent."""
     policy_id: str
 
 
@@ -26,4 +26,4 @@ class GatewayContext:
     hasher: MessageHasher
     redactor: Redactor
     train_sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """The sampling settings of all calls of the train channel."""
+    """The sampling settings for every call in the train channel."""

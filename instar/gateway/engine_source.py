@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
 
 _PARSER_PROMPT_TOKENS = 64
-"""The number of tokens at the end of a prompt in which a parser looks for the start of the reasoning."""
+"""The parser looks for the start of the reasoning in this many tokens at the end of the prompt."""
 
 
 class EngineSource(Source):
@@ -91,8 +91,8 @@ class EngineSource(Source):
     def token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the logprobs if the client requested them. Stop tokens are left out, because they are not
-        part of the text."""
+        """Return the logprobs if the client requested them. Stop tokens are left out, because the text does
+        not contain them."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -108,7 +108,7 @@ class EngineSource(Source):
     async def score_prompt(self, request: ModelRequest) -> list[TokenLogprob]:
         """Return the logprobs of the prompt's tokens. Nothing is sampled or recorded."""
         self.check_request(request)
-        if not self.engine.info.scores:
+        if not self.engine.info.can_score:
             message = "The engine cannot return the logprobs of a prompt; send the request without 'echo'."
             raise bad_request(message, "echo", "unsupported_value")
         assert request.prompt is not None
@@ -174,7 +174,8 @@ class _EngineSamplingRun(SamplingRun):
             self._replies.append(reply)
 
     def _build_params(self) -> SamplingParams:
-        """Return the settings. The session's settings replace the channel's, which replace the agent's."""
+        """Return the sampling parameters. Session settings override channel settings, and channel settings
+        override the agent's."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:
@@ -222,7 +223,7 @@ class _EngineSamplingRun(SamplingRun):
 
 
 def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
-    """Return the seed of a reply, which is derived from the agent's seed or else from the session's seed."""
+    """Derive a seed for a reply from the agent's seed, or else from the session's seed."""
     if request_seed is not None:
         return request_seed if index == 0 else _derive_seed(request_seed, index)
     return None if session_seed is None else _derive_seed(session_seed, number, index)

@@ -39,12 +39,12 @@ class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     call_id: str | None = None
     response_id: str | None = None
     feedback_id: FeedbackId | None = None
-    """The client's id of the feedback, with which a retry is not recorded again."""
+    """The client's id for the feedback. A retry with the same id is not recorded again."""
     thumbs: Literal["up", "down", 1, -1] | None = None
     score: float | None = None
     text: FeedbackText = ""
     correction: Annotated[str, msgspec.Meta(min_length=1, max_length=100_000)] | None = None
-    """The correct reply of the call, or of the session's last call."""
+    """The corrected reply for the call, or for the session's last call."""
     author: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
@@ -62,7 +62,7 @@ class FeedbackView(msgspec.Struct):
     trainable: bool = False
     """True if the model can be trained on the correction."""
     reason: str | None = None
-    """The reason if the model cannot be trained on the correction."""
+    """Why the model cannot be trained on the correction, if it cannot."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -95,7 +95,8 @@ class FeedbackService:
         max_context: Callable[[], int | None],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        """``renderer`` encodes corrections. ``max_context`` returns the context length of the model."""
+        """Create a service. ``renderer`` encodes corrections. ``max_context`` returns the model's context
+        length."""
         self._store = store
         self._redactor = redactor
         self._run_id = run_id
@@ -180,7 +181,8 @@ class FeedbackService:
     async def _build_feedback(
         self, session: Session, call: Call | None, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
-        """Return the feedback, and the reason if the model cannot be trained on its correction."""
+        """Return the feedback. The second value says why the model cannot be trained on the correction, if it
+        cannot."""
         redact = self._redactor.redact_text
         session_id = session.session_id
         feedback_id = body.feedback_id or (f"{session_id}/{client_key}" if client_key else new_id("fb"))
@@ -218,7 +220,8 @@ class FeedbackService:
         return complete_calls[-1]
 
     def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
-        """Return the tokens of the correction, or the reason if the model cannot be trained on it."""
+        """Return the correction's tokens. If the model cannot be trained on them, return None and the
+        reason."""
         route = match_model_route(self._models, call.model)
         if session.channel is Channel.VAL:
             return None, "sessions of the val channel are not trained on"
@@ -249,8 +252,8 @@ def _check_body(body: FeedbackBody) -> None:
 
 
 def _is_from_agent(session: Session, caller: Caller) -> bool:
-    """Return True if an agent sent the feedback. Only the agent has the key of a rollout's session, and an
-    agent must not train itself."""
+    """Return True if an agent sent the feedback. An agent must not train itself, and only the agent has the
+    key of a rollout's session."""
     return caller.kind == "session" and session.channel is not Channel.LIVE
 
 
@@ -275,8 +278,8 @@ def _build_reward(
 
 
 def _is_same(recorded: Feedback, feedback: Feedback, call: Call | None) -> bool:
-    """Return True if both have the same content. A correction without a call id is the same correction even
-    if the session has a new last call."""
+    """Return True if both have the same content. A correction without a call id counts as the same even if
+    the session now has a newer last call."""
     is_same_call = recorded.call_id == feedback.call_id or (call is None and feedback.correction is not None)
     return is_same_call and all(
         getattr(recorded, name) == getattr(feedback, name)

@@ -18,7 +18,7 @@ _EXTENSION = "instar.connection"
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
-    """Return the connection of a request, or None if it has a different protocol class."""
+    """Return the connection of a request, or None if the server uses a different protocol class."""
     return scope.get("extensions", {}).get(_EXTENSION)
 
 
@@ -26,7 +26,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     max_head = 1 << 20
     """The maximum size in bytes of a request line with its headers."""
     head_timeout = 60.0
-    """The time in seconds within which the headers of a request must arrive."""
+    """The request headers must arrive within this time, in seconds."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -34,7 +34,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self.on_disconnect: Callable[[], None] | None = None
-        """The callback for a disconnect, which is set while a request is handled."""
+        """Called when the client disconnects. Set only while a request is handled."""
 
     @property
     def has_body(self) -> bool:

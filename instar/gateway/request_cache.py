@@ -20,7 +20,7 @@ from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.record.hashing import HashChain, MessageHasher
 
 MIN_CACHED_BODY = 8 * 1024
-"""The size in bytes below which parsing a body is faster than using the cache."""
+"""Parsing a smaller body, in bytes, is faster than using the cache."""
 _MAX_BODIES_PER_CALLER = 4
 _WHITESPACE = b" \t\r\n"
 
@@ -66,8 +66,8 @@ class RequestCache:
     def _parse_rest(
         self, dialect: Dialect, body: bytes, cached: _ParsedBody, count: int
     ) -> _ParsedBody | None:
-        """Return the parsed body with the first ``count`` messages of ``cached``. Return None if the complete
-        body must be parsed, for example because an error must name a position in the complete body."""
+        """Parse only the messages after the first ``count``, which are taken from ``cached``. Return None if
+        the complete body must be parsed, for example because an error must name a position in it."""
         start = cached.start
         rest_start = _find_next_message(body, cached.ends[count - 1])
         rest = body[:start] + body[rest_start:]
@@ -76,7 +76,7 @@ class RequestCache:
         except ApiError:
             return None
         offsets = _find_message_offsets(rest) if parsed.unsupported_error is None else None
-        # The last value counts if a body repeats the key "messages".
+        # If "messages" occurs twice, the decoder keeps the last, so the offsets may be those of another list.
         if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
         request = replace(parsed, messages=cached.request.messages[:count] + parsed.messages)
@@ -127,15 +127,15 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
 
 
 def _find_next_message(body: bytes, end: int) -> int:
-    """Return the offset of the message that follows a message that ends at ``end``, or 0 at the end."""
+    """Return the offset of the next message after the one that ends at ``end``, or 0 if there is none."""
     while body[end : end + 1] and body[end] in _WHITESPACE:
         end += 1
     return end + 1 if body[end : end + 1] == b"," else 0
 
 
 def _find_message_offsets(body: bytes) -> tuple[int, list[int]] | None:
-    """Return the offset of the first message and the offsets of the ends of all messages, or None if the body
-    has no messages. The offsets are computed from addresses, because msgspec.Raw is a view of the body."""
+    """Return the offset of the first message and the end offset of each message, or None if the body has no
+    messages. The offsets are computed from addresses, because msgspec.Raw is a view of the body."""
     try:
         raws = msgspec.json.decode(body, type=_MessagesBody).messages
     except msgspec.DecodeError:

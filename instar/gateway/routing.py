@@ -25,14 +25,15 @@ class ModelRouter:
         upstreams: Mapping[str, ProviderSource],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        """``provider`` replies instead of the engine. ``upstreams`` are the providers that routes select."""
+        """Create a router. If ``provider`` is set, it replies instead of the engine. ``upstreams`` are the
+        providers that model routes can select."""
         self.engine = engine
         self._default: Source | None = provider or engine
         self._upstreams = upstreams
         self._models = models
 
     def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
-        """Return the source of a model's replies, and True if its calls are trainable."""
+        """Return the source that serves the model, and True if its calls are trainable."""
         if needs_engine:
             return self.require_engine(), True
         route = match_model_route(self._models, model) if self._models else None

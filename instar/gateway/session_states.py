@@ -19,7 +19,7 @@ _MAX_SESSIONS_PER_EVICTION = 64
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request whose reply is not recorded yet."""
+    """A request without a recorded reply."""
 
     client_key: str | None
     done: asyncio.Future[None]
@@ -33,14 +33,14 @@ class SessionState:
 
     session: Session
     unsaved_session: Session | None = None
-    """The session until it is stored together with its first call; then None."""
+    """The session before it is stored together with its first call; None afterwards."""
     is_matched_by_content: bool = False
-    """True if calls are matched to the session by content. Sessions that a request names are not matched by
-    content, because calls of other sessions may start with the same messages."""
+    """True if calls are matched to the session by content. This is False if requests name the session,
+    because calls of other sessions may start with the same messages."""
     graph: MessageGraph | None = None
     in_flight: int = 0
     used_at: float = 0.0
-    """The time at which the session's last call ended in this process."""
+    """The time when the session's last call in this process ended."""
     pending: dict[bytes, list[PendingRequest]] = field(default_factory=dict[bytes, list[PendingRequest]])
     """The pending requests by placement key."""
     graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -80,9 +80,9 @@ _decoder = msgspec.json.Decoder(SubmissionBody)
 class SubmittedCall:
     body: CallBody
     reply: SampledReply
-    """The reply. Its message is empty if the body only has the reply's token ids."""
+    """The reply. Its message is empty if the body has only the reply's token ids."""
     messages: tuple[Message, ...] | None
-    """The messages of the prompt, or None if the body only has the prompt's token ids."""
+    """The prompt's messages, or None if the body has only the prompt's token ids."""
     tools: tuple[Tool, ...]
 
 

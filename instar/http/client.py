@@ -13,7 +13,7 @@ from instar.http.retry import parse_retry_after
 
 
 class NoResponse(Exception):
-    """Raised if the server could not be reached, did not answer in time, or sent an incomplete response."""
+    """The server could not be reached, did not answer in time, or sent an incomplete response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(eq=False, kw_only=True)
 class HttpClient:
-    """An HTTP client with an aiohttp session, which is opened by the first request.
+    """An HTTP client. The first request opens its aiohttp session.
 
-    ``secret`` is replaced with ``***`` in the text of every error. ``keep_alive`` is the number of seconds
-    for which an idle connection stays open. If it is 0, each connection is closed after its response.
+    ``secret`` is replaced with ``***`` in the text of every error. An idle connection stays open for
+    ``keep_alive`` seconds; with 0, each connection is closed after its response.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -94,7 +94,7 @@ class HttpClient:
         return await self.request("POST", url, body, **options)
 
     def redact(self, text: str) -> str:
-        """Return the text without the secret, because servers may quote a key that they reject."""
+        """Remove the secret from the text. Servers may quote a key that they reject."""
         return text.replace(self.secret, "***") if self.secret else text
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from aiohttp import ClientPayloadError, ServerDisconnectedError
 from multidict import CIMultiDict
 
 MAX_UNREAD_BYTES = 1 << 18
-"""The number of unread bytes of a response above which the connection stops reading."""
+"""If a response has more unread bytes than this, the connection stops reading."""
 
 
 class PlainClient:
@@ -36,7 +36,7 @@ class PlainClient:
         return await connection.send(self._head(target, headers, len(body)), body)
 
     def close(self) -> None:
-        """Abort all connections, including those with a response in progress."""
+        """Abort all connections, including connections with a response in progress."""
         for connection in [*self._open]:
             connection.transport.abort()
 

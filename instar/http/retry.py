@@ -55,7 +55,8 @@ class RetryPolicy:
 
 
 def parse_retry_after(header: str | None) -> float | None:
-    """Return the seconds until the time in a ``Retry-After`` header, which is a number or an HTTP date."""
+    """Parse a ``Retry-After`` header, which is a number of seconds or an HTTP date. Return the seconds to
+    wait."""
     if not header:
         return None
     try:

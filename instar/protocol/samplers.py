@@ -181,7 +181,7 @@ class SamplerPool:
 
     def _new_engine(self) -> LocalEngine:
         weights = self._weights.share()
-        engine = LocalEngine(self._model, self._config, tokenizer=self._tokenizer, weights=weights)
+        engine = LocalEngine(self._model, self._config, tokenizer=self._tokenizer, shared_model=weights)
         if self._cores is not None:
             engine.use_cores(self._cores)
         return engine

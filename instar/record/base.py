@@ -13,8 +13,8 @@ from instar.types import Ids, Link, Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of the tool call with this index in the reply. The first piece has the id and the name of the
-    call. Each piece has a part of the arguments."""
+    """A piece of a tool call. ``index`` is the position of the call in the reply. The first piece has the
+    call's id and name, and each piece has a part of the arguments."""
 
     index: int
     id: str = ""
@@ -74,8 +74,8 @@ class Renderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        """Return ``prompt_ids`` and ``sampled_ids``, followed by the tokens that close a truncated reply and
-        by the new messages. Return None if this model's format has no exact continuation."""
+        """Return ``prompt_ids`` and ``sampled_ids``, the tokens that close a truncated reply, and the new
+        messages. Return None if the model's format has no exact continuation."""
 
     @abstractmethod
     def stream(
@@ -117,8 +117,8 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph, and its prompt, which is empty if a provider renders
-    it."""
+    """The place of a request in its session's graph, and its prompt. The prompt is empty if a provider
+    renders it."""
 
     prompt_ids: Ids
     link: Link
@@ -129,4 +129,4 @@ class Placement:
     key: bytes = b""
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
-    """The index of the first redacted message among the messages that are shared with the base call."""
+    """The index of the first redacted message, if the base call shares it."""

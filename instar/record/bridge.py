@@ -22,7 +22,8 @@ PROBE_TOOL = Tool(
 )
 _PLACEHOLDER_REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
 _HISTORY_COUNT = 6
-"""The number of placeholder histories: with or without a system message, with zero to two earlier turns."""
+"""The number of placeholder histories. They have zero to two earlier turns, with or without a system
+message."""
 
 
 class TokenRenderer(Protocol):
@@ -52,7 +53,7 @@ class TemplateBridge:
             for role in ("user", "tool", "system")
             if all(self._is_stable(role, tools) for tools in tool_sets)
         )
-        """The roles of new messages for which the bridge is exact."""
+        """The bridge is exact for new messages with these roles."""
 
     def extend(
         self,
@@ -91,7 +92,8 @@ class TemplateBridge:
         return conversation[end:]
 
     def _build_history(self, history_index: int, new: Sequence[Message]) -> list[Message]:
-        """Return a placeholder conversation with a reply to which ``new`` is a valid continuation."""
+        """Return a placeholder conversation that ends with a reply. ``new`` must be a valid continuation of
+        it."""
         question = Message(role="user", content="Hi")
         reply = Message(
             role="assistant", content=_PLACEHOLDER_REPLIES[history_index % len(_PLACEHOLDER_REPLIES)]

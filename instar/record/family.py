@@ -7,8 +7,8 @@ whether the run is reasoning or content. The rest of the run is emitted while it
 
 Arguments are streamed if a family writes a call as `{"name": ..., "arguments": {...}}` between boundary
 tokens (Qwen3, Qwen3-VL). The calls of other families are emitted when they are complete. A call inside
-unclosed reasoning is emitted at the end of the reply, because it is only a draft if the reasoning is closed
-after it. White space around reasoning and content is dropped.
+unclosed reasoning is held back until the end of the reply: if the reasoning is closed later, the call was
+only a draft. White space around reasoning and content is dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _RENDER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""The errors that the library raises for messages and tools that the format of a family cannot express."""
+"""The library raises these errors if a family's format cannot express the messages or the tools."""
 ParseReply = Callable[[list[int]], "ParsedResponse"]
 MARKERS = ("<think>", "</think>", "<tool_call", "<|", "<｜")
 """Markers that a model writes as plain text if its tokenizer has no token for them."""
@@ -58,7 +58,7 @@ class ReplyChannel:
         return "".join(self.pieces)
 
     def rest(self, complete_text: str) -> str:
-        """Return the part of the complete text after the part that was emitted."""
+        """Return the part of the complete text that was not emitted yet."""
         emitted = self.text
         if complete_text.startswith(emitted):
             return complete_text[len(emitted) :]
@@ -66,7 +66,7 @@ class ReplyChannel:
         return complete_text[next((i for i, (a, b) in pairs if a != b), len(complete_text)) :]
 
     def ends_with_run(self, text: str, run: str) -> bool:
-        """Return True if ``text``, the channel's current text, is its earlier text and the run."""
+        """Return True if ``text`` is the channel's text before the run, followed by the run."""
         if text == self.base or not text.startswith(self.base) or not text.endswith(run):
             return False
         return self.base.startswith(text[: len(text) - len(run)].rstrip())
@@ -84,7 +84,7 @@ class FamilyStreamParser(StreamParser):
         bare_calls: bool,
         eager: bool,
     ) -> None:
-        """Create a parser. ``bare_calls`` is True if a call in this format is a reply that is only JSON."""
+        """Create a parser. ``bare_calls`` is True if the format writes calls as JSON without markers."""
         self._parse = parse
         self._decode = decode
         self._tools = tools
@@ -92,7 +92,7 @@ class FamilyStreamParser(StreamParser):
         self._boundaries = boundaries
         self._bare_calls = bare_calls and bool(tools)
         self._eager = eager
-        self._held_for = (*MARKERS, *stop)
+        self._holdback_strings = (*MARKERS, *stop)
         self._ids: list[int] = []
         self._reasoning, self._content = ReplyChannel(), ReplyChannel()
         self._calls: dict[int, ToolCall] = {}
@@ -116,15 +116,15 @@ class FamilyStreamParser(StreamParser):
         parsed = self._parse(self._ids)
         reasoning, content = self._texts(parsed)
         malformed: list[str] = []
-        for i, attempt in enumerate(parsed.tool_calls):
+        for i, parsed_call in enumerate(parsed.tool_calls):
             if i in self._calls:
                 continue
-            if self._tools and (call := _to_tool_call(attempt)):
+            if self._tools and (call := _to_tool_call(parsed_call)):
                 deltas.append(self._emit_call(i, call))
-            elif attempt.token_span is None:
-                malformed.append(attempt.raw)
+            elif parsed_call.token_span is None:
+                malformed.append(parsed_call.raw)
             else:
-                start, end = attempt.token_span
+                start, end = parsed_call.token_span
                 malformed.append(self._decode(self._ids[start:end]))
         content = cut_at_stop(content + "".join(malformed), self._stop)
         return [*self._emit_rest(reasoning, content), *deltas]
@@ -137,9 +137,9 @@ class FamilyStreamParser(StreamParser):
         self._detokenizer = Detokenizer(self._decode, ())
         self._run = text
         self._channel: ReplyChannel | None = None
-        self._attempt: int | None = None
+        self._open_call_index: int | None = None
         self._open: PartialToolCall | None = None
-        self._tried, self._try_at = 0, 1
+        self._pieces_seen, self._next_parse_at = 0, 1
 
     def _process_text(self, text: str) -> list[ReplyDelta]:
         if self._open is not None:
@@ -147,16 +147,16 @@ class FamilyStreamParser(StreamParser):
         self._run += text
         if self._channel is not None:
             return self._emit_run(self._channel)
-        if self._attempt is not None:
-            return self._begin_call(self._attempt)
-        return self._place_run()
+        if self._open_call_index is not None:
+            return self._begin_call(self._open_call_index)
+        return self._detect_channel()
 
-    def _place_run(self) -> list[ReplyDelta]:
+    def _detect_channel(self) -> list[ReplyDelta]:
         run = self._run.strip()
-        self._tried += bool(run)
-        if not run or self._tried < self._try_at:
+        self._pieces_seen += bool(run)
+        if not run or self._pieces_seen < self._next_parse_at:
             return []
-        self._try_at *= 2  # the library is called less often the longer the run is
+        self._next_parse_at *= 2  # the library is called less often the longer the run is
         reasoning, content = self._texts(self._parse(self._ids), cut=False)
         if self._bare_calls and content.startswith("{"):
             return []
@@ -178,12 +178,12 @@ class FamilyStreamParser(StreamParser):
         if marker := _MARKER_PATTERN.search(text):
             deltas = self._emit(channel, text[: marker.start()].rstrip())
             return deltas + self._process_boundary(text[marker.end() :])
-        decided = self._decided(text)
-        self._run = text[len(decided) :]
-        return self._emit(channel, decided)
+        text_to_emit = self._emittable_prefix(text)
+        self._run = text[len(text_to_emit) :]
+        return self._emit(channel, text_to_emit)
 
-    def _decided(self, text: str) -> str:
-        return text[: len(text) - max(overlap_length(text, held) for held in self._held_for)].rstrip()
+    def _emittable_prefix(self, text: str) -> str:
+        return text[: len(text) - max(overlap_length(text, held) for held in self._holdback_strings)].rstrip()
 
     def _emit(self, channel: ReplyChannel, text: str) -> list[ReplyDelta]:
         if not text:
@@ -192,15 +192,14 @@ class FamilyStreamParser(StreamParser):
         return [ReplyDelta(text=text) if channel is self._content else ReplyDelta(reasoning=text)]
 
     def _process_boundary(self, text: str = "") -> list[ReplyDelta]:
-        """Return the deltas that are certain at a boundary. ``text`` is the text after it in the same
-        token."""
+        """Return the deltas that are certain at a boundary. ``text`` follows it in the same token."""
         deltas = self._close_call()
         self._begin_run(text)
         if self._ended:
             return deltas
         parsed = self._parse(self._ids)
         self._reasoning.base, self._content.base = self._texts(parsed, cut=False)
-        deltas += self._emit_rest(*map(self._decided, self._texts(parsed)))
+        deltas += self._emit_rest(*map(self._emittable_prefix, self._texts(parsed)))
         if parsed.tool_calls and self._tools:
             if self._has_call_in_reasoning is None:
                 before_call = self._parse(self._ids[:-1])
@@ -209,30 +208,30 @@ class FamilyStreamParser(StreamParser):
                 deltas += self._emit_closed_calls(parsed.tool_calls)
         return deltas
 
-    def _emit_closed_calls(self, attempts: Sequence[ParsedToolCall]) -> list[ReplyDelta]:
+    def _emit_closed_calls(self, parsed_calls: Sequence[ParsedToolCall]) -> list[ReplyDelta]:
         deltas: list[ReplyDelta] = []
-        for i, attempt in enumerate(attempts):
-            if i in self._calls or attempt.token_span is None:
+        for i, parsed_call in enumerate(parsed_calls):
+            if i in self._calls or parsed_call.token_span is None:
                 continue
-            if call := _to_tool_call(attempt):
+            if call := _to_tool_call(parsed_call):
                 deltas.append(self._emit_call(i, call))
-            elif self._eager and attempt.status == "unclosed_block" and i == len(attempts) - 1:
-                self._attempt = i
+            elif self._eager and parsed_call.status == "unclosed_block" and i == len(parsed_calls) - 1:
+                self._open_call_index = i
         return deltas
 
-    def _emit_call(self, attempt: int, call: ToolCall) -> ReplyDelta:
+    def _emit_call(self, index: int, call: ToolCall) -> ReplyDelta:
         delta = complete_call_delta(len(self._calls), call)
-        self._calls[attempt] = call
+        self._calls[index] = call
         return delta
 
-    def _begin_call(self, attempt: int) -> list[ReplyDelta]:
+    def _begin_call(self, index: int) -> list[ReplyDelta]:
         stop_filter = StopStringFilter(self._stop)
         started = PartialToolCall.try_start(stop_filter.feed(self._run), len(self._calls))
         if started is None:
             return []
         self._stop_filter = stop_filter
         self._open, deltas = started
-        self._calls[attempt] = self._open.call
+        self._calls[index] = self._open.call
         return deltas
 
     def _close_call(self) -> list[ReplyDelta]:
@@ -251,19 +250,21 @@ class FamilyStreamParser(StreamParser):
         return deltas + self._emit(self._content, self._content.rest(content))
 
 
-def _to_tool_call(attempt: ParsedToolCall) -> ToolCall | None:
-    if attempt.status != "ok" or not attempt.name or not can_encode(attempt.name):
+def _to_tool_call(parsed_call: ParsedToolCall) -> ToolCall | None:
+    if parsed_call.status != "ok" or not parsed_call.name or not can_encode(parsed_call.name):
         return None
-    return ToolCall(id=attempt.id or new_id("call"), name=attempt.name, arguments=_format_arguments(attempt))
+    return ToolCall(
+        id=parsed_call.id or new_id("call"), name=parsed_call.name, arguments=_format_arguments(parsed_call)
+    )
 
 
-def _format_arguments(attempt: ParsedToolCall) -> str:
+def _format_arguments(parsed_call: ParsedToolCall) -> str:
     """Return the arguments as the model generated them if the library provides this text, or else as JSON."""
-    arguments: Any = attempt.arguments
+    arguments: Any = parsed_call.arguments
     if isinstance(arguments, str):
         return arguments
-    call = parse_call(attempt.raw)
-    for text in (attempt.raw.strip(), call["arguments"] if call else ""):
+    call = parse_call(parsed_call.raw)
+    for text in (parsed_call.raw.strip(), call["arguments"] if call else ""):
         try:
             if isinstance(arguments, dict) and json.loads(text) == arguments:
                 return text
@@ -307,7 +308,7 @@ class FamilyRenderer(TokenizerRenderer):
         except _RENDER_ERRORS as error:
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
-    def lists_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         question = [Message(role="user", content="Hi")]
         return self._render(question, (PROBE_TOOL,)) != self._render(question, ())
 

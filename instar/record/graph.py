@@ -23,14 +23,14 @@ from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
 _RECENT_CALLS = 8
-"""The number of recent calls that are searched for a shared prefix if all messages are new."""
+"""If all messages are new, this many recent calls are searched for a shared prefix."""
 _RECENT_PROMPTS = 64
-"""The number of recent calls that a prompt without messages is compared with."""
+"""A prompt without messages is compared with this many recent calls."""
 
 
 class MessageGraph:
     def __init__(self, hasher: MessageHasher, recorded: Iterable[CallDelta] = ()) -> None:
-        """Create a graph with the calls that are already in the store, in commit order."""
+        """Create a graph from the calls that are already in the store, in commit order."""
         self._hasher = hasher
         self._nodes: dict[str, CallNode] = {}
         self._by_request: defaultdict[bytes, list[CallNode]] = defaultdict(list)
@@ -53,7 +53,7 @@ class MessageGraph:
         return len(self._finished)
 
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Return the chain with the recorded digests of our replies to which the agent added default
+        """Return the chain with the recorded digest for each of our replies to which the agent added default
         arguments."""
         known = len(chain)
         while known and chain.canonical[known] not in self._by_prefix:
@@ -75,8 +75,8 @@ class MessageGraph:
         return self._register(placement or self._place_branch(chain, messages, tools, renderer))
 
     def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
-        """Return the place of a prompt without messages. The parent is the call whose prompt and reply are
-        the longest prefix of the prompt."""
+        """Return the place of a prompt without messages. Its parent is the call with the longest prompt and
+        reply that are a prefix of the prompt."""
         parent = self._find_text_parent(prompt) if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             rest = prompt[parent.prompt_and_reply[0] :] if parent and parent.prompt_and_reply else prompt
@@ -97,7 +97,7 @@ class MessageGraph:
         return self._register(Placement(ids, link, parent.call_id, parent.call_id, shared, 0, key))
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
-        """Return a placement without tokens with the prompt that a provider has returned."""
+        """Add the prompt that a provider returned to a placement without tokens."""
         base = self._nodes.get(placement.base_id or "")
         shared = _stored_prefix_length(base, prompt_ids) if base else 0
         link = placement.link
@@ -204,7 +204,7 @@ class MessageGraph:
         return islice(reversed(self._nodes.values()), count)
 
     def find_recorded(self, key: bytes) -> list[str]:
-        """Return the call ids of the newest finished request with this key, in the order of its choices."""
+        """Return the call ids of the newest finished request with this key, ordered by choice."""
         return _newest_request(node for node in self._by_request.get(key, ()) if node.is_ok)
 
     def has_call(self, call_id: str) -> bool:
@@ -235,7 +235,7 @@ class MessageGraph:
         return key in self._undelivered
 
     def take_undelivered(self, key: bytes) -> bool:
-        """Return True in the first call after the reply to a request with this key was not delivered."""
+        """Return True once after the reply to a request with this key was not delivered."""
         is_undelivered = key in self._undelivered
         self._undelivered.discard(key)
         return is_undelivered
@@ -249,8 +249,8 @@ class MessageGraph:
         sampled_ids: Ids | None = None,
         first_redacted_message: int | None = None,
     ) -> None:
-        """Add a recorded call. ``chain`` covers the messages and the reply of the call, and is None for a
-        prompt without messages. ``sampled_ids`` is set if the call was stored without its tokens."""
+        """Add a recorded call. ``chain`` covers the call's messages and reply; it is None for a prompt
+        without messages. ``sampled_ids`` is set if the call was stored without its tokens."""
         base = self._nodes[call.base_id] if call.base_id else None
         base_tokens = placement.base_tokens
         if sampled_ids is not None and base and base.has_tokens:

@@ -26,7 +26,7 @@ _PROMPT_DIGEST = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """The hashes of all prefixes of a request's messages. Index k of ``canonical`` and ``exact`` is the hash
+    """The hashes of all prefixes of a request's messages. Entry k of ``canonical`` and ``exact`` is the hash
     of the first k messages."""
 
     tools_digest: bytes
@@ -59,13 +59,13 @@ class HashChain:
         return HashChain(tools, self.canonical, self.exact, self.digests)
 
     def pack(self, start: int) -> bytes:
-        """Return the value of ``Call.digests``: the digests of the tools, of the messages starting at index
-        ``start``, and of the reply, which is the last message of the chain."""
+        """Return the value of ``Call.digests``: the tools' digest, the digests of the messages from index
+        ``start`` on, and the reply's digest. The reply is the last message in the chain."""
         return b"".join([self.tools_digest, *self.digests[start:]])
 
 
 def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
-    """Return the digest of the tools, and the digests of the messages and the reply."""
+    """Return the tools' digest, and the digests of the messages and the reply."""
     size = _MESSAGE_DIGESTS_SIZE
     return packed[:DIGEST_SIZE], [packed[at : at + size] for at in range(DIGEST_SIZE, len(packed), size)]
 
@@ -75,7 +75,7 @@ def is_prompt_digest(packed: bytes) -> bool:
 
 
 def unpack_prompt_digest(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
-    """Return the digest of the prompt, and the length and the digest of prompt + reply."""
+    """Return the prompt's digest, and the length and the digest of prompt + reply."""
     prompt, length, prompt_and_reply = _PROMPT_DIGEST.unpack(packed)
     return prompt, (length, prompt_and_reply)
 

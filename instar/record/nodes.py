@@ -14,7 +14,7 @@ from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
 _BRIDGE_TOKENS = 1024
-"""The number of tokens at the end of a prompt that a renderer needs to continue the prompt."""
+"""A renderer needs this many tokens from the end of a prompt to continue it."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,8 @@ class CallNode:
     """The part of the prompt after the first ``base_tokens`` tokens of the base call."""
     sampled: Ids
     reply: Message | None
-    """The reply if it has tool calls, because agents may change the arguments of tool calls."""
+    """The reply if it has tool calls, else None. Agents may change the arguments of tool calls, so the reply
+    is compared."""
     message_count: int
     first_redacted_message: int | None
     """The index of the first redacted message. The index of the reply is ``message_count``."""
@@ -87,7 +88,8 @@ class CallNode:
 
 
 def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
-    """Return the best candidate: one with these tool call ids, one that succeeded, the newest one."""
+    """Return the best candidate. Prefer one with these tool call ids, then one that succeeded, then the
+    newest."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         node = candidates[index]
@@ -97,7 +99,7 @@ def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallN
 
 
 def matches_reply(message: Message, reply: Message) -> bool:
-    """Return True if the message of an agent is the reply, possibly with additional arguments."""
+    """Return True if an agent's message is the reply, possibly with additional arguments."""
     received, sent = message.get("tool_calls", ()), reply.get("tool_calls", ())
     return (
         message["content"].strip() == reply["content"].strip()

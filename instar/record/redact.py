@@ -1,7 +1,7 @@
 """Removes secrets from data before it is stored.
 
-Every kind of secret has markers, of which each secret contains at least one. Text without any marker is not
-searched further, so that the search costs almost nothing.
+Each secret pattern lists marker strings, and every match contains at least one of them. Text without a marker
+is not searched with the regular expressions, so the search costs almost nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REASON_PREFIX = "redacted from message "
 
 
 def redaction_reason(message_index: int, reason: str | None) -> str:
-    """Return the reason of a call that is not trainable because a secret was redacted from it."""
+    """Return why a call with a redacted secret is not trainable."""
     return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
 
 
@@ -38,7 +38,7 @@ class SecretPattern:
     markers: tuple[str, ...]
     """Every secret of this kind contains at least one of these texts."""
     rare_character: str
-    """A character that every secret of this kind contains, or an empty string. It is searched first."""
+    """A character that every secret of this kind contains, or an empty string. It is looked up first."""
     pattern: re.Pattern[str]
 
     def replacement(self, match: re.Match[str]) -> str:
@@ -72,7 +72,7 @@ SECRET_PATTERNS: tuple[SecretPattern, ...] = (
     ),
     _secret("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
 )
-"""The secrets that are removed. A private key without an end line extends to the end of the text."""
+"""The patterns of secrets to remove. A private key without an end line extends to the end of the text."""
 
 
 @dataclass(slots=True)

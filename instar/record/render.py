@@ -1,7 +1,8 @@
 """Renderers, which convert messages to prompts.
 
 The `renderers` library has renderers for some model families. For other models, the renderer uses the model's
-own chat template, with our bridge and, if the template has no tools, our tool format.
+own chat template. `TemplateBridge` extends a prompt without rendering the history again. If the template does
+not support tools, the renderer uses our own tool format.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
         from instar.record.family import FamilyRenderer
 
         renderer = FamilyRenderer(tokenizer, family)
-        # A renderer that does not list tools would drop them silently.
-        if renderer.lists_tools() or tokenizer.chat_template is None:
+        # A renderer that does not support tools would drop them silently.
+        if renderer.supports_tools() or tokenizer.chat_template is None:
             return renderer
     if tokenizer.chat_template is None:
         raise ConfigError(
@@ -96,7 +97,7 @@ class CachingEncoder:
         self.cache_size = 0
         self._added_ids: dict[str, int] = {}
         self.splitter = self._create_splitter()
-        """Splits text into pieces. It is None if pieces cannot be encoded separately."""
+        """The pattern that splits text into pieces, or None if pieces cannot be encoded separately."""
 
     def __call__(self, text: str) -> list[int]:
         if self.splitter is None:
@@ -172,8 +173,8 @@ class TemplateRenderer(TokenizerRenderer):
         self._encoder = CachingEncoder(tokenizer)
         # The library's own renderer for templates provides only the stop tokens here.
         library = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
-        self._has_tool_role = self._writes_tool_role()
-        has_tools = self._writes_parseable_calls()
+        self._has_tool_role = self._supports_tool_role()
+        has_tools = self._supports_tool_calls()
         if tool_format == "template" and not has_tools:
             raise ConfigError(
                 "model.tool_format: 'template' requires a chat template that lists tools and writes calls as "
@@ -253,7 +254,7 @@ class TemplateRenderer(TokenizerRenderer):
     def _render_text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         return self._decode(self._render_ids(messages, tools, generation=False))
 
-    def _writes_tool_role(self) -> bool:
+    def _supports_tool_role(self) -> bool:
         question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
         try:
             return "7440-mark" in self._render_text(
@@ -262,8 +263,8 @@ class TemplateRenderer(TokenizerRenderer):
         except RenderError:
             return False
 
-    def _writes_parseable_calls(self) -> bool:
-        """Return True if the template lists tools and writes calls in the format that we parse."""
+    def _supports_tool_calls(self) -> bool:
+        """Return True if the template renders tools, and formats calls in the format that we parse."""
         question = Message(role="user", content="Hi")
         call = ToolCall(id="call-0", name=PROBE_TOOL["name"], arguments='{"q": "x"}')
         try:

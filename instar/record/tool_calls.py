@@ -78,7 +78,8 @@ def format_call(call: ToolCall) -> str:
 
 
 def parse_call(body: str) -> ToolCall | None:
-    """Return the call whose JSON is ``body``, with the arguments as generated, or None if it is not valid."""
+    """Parse the JSON of a call and keep the arguments as generated. Return None if the JSON is not a valid
+    call."""
     try:
         members = _split_members(body.strip())
         name = parse_call_name(members["name"])
@@ -91,7 +92,7 @@ def parse_call(body: str) -> ToolCall | None:
 
 
 def parse_call_name(text: str) -> str | None:
-    """Return the name of a tool from its JSON text, or None if the name is not valid."""
+    """Parse a tool name from its JSON text. Return None if the name is not valid."""
     try:
         name: Any = json.loads(text)
     except ValueError:
@@ -193,7 +194,8 @@ class JsonObjectTracker:
         self._escaped = 0
 
     def feed(self, text: str) -> int:
-        """Return the number of processed characters. The caller passes the others again, with more text."""
+        """Return the number of processed characters. The caller passes the remaining characters again, with
+        more text."""
         at = 0
         while at < len(text) and not (self.is_complete or self.is_broken):
             length = self._read_string(text, at) if self._in_string else self._read_token(text, at)

@@ -49,7 +49,7 @@ class CompletionsReference(PerSequenceReference):
         self._client = HttpClient(headers=headers, secret=key)
 
     async def start(self) -> None:
-        """Find a supported format, and check that the server has the vocabulary of the model."""
+        """Find a supported format, and check that the server uses the model's vocabulary."""
         tokenizer: Any = await asyncio.to_thread(lambda: load_tokenizer(resolve_model(self._model.name)))
         ids = np.asarray(tokenizer.encode(PROBE_TEXT, add_special_tokens=False), np.int32)
         failures: list[str] = []
@@ -106,7 +106,7 @@ class CompletionsReference(PerSequenceReference):
             )
         except (NoResponse, TeacherOverloaded) as error:
             raise EngineUnavailable(
-                f"the teacher at {self._url} did not respond within {seconds:g} s: {error}"
+                f"the teacher at {self._url} is unavailable after {seconds:g} s of retries: {error}"
             ) from error
 
     async def _attempt(self, body: bytes, seconds: float) -> Any:

@@ -21,7 +21,7 @@ RETRY_POLICY = RetryPolicy(first_delay=0.1, max_delay=5.0, jitter=(1.0, 1.0))
 
 
 class BackendReference(Reference):
-    """The base model, whose logprobs the training backend computes."""
+    """The base model as the reference. The training backend computes its logprobs."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -52,8 +52,8 @@ class EngineReference(PerSequenceReference):
 
 
 def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
-    """Return the penalty, or None if the reference's weight is 0. ``teacher`` is the engine of an engine
-    reference."""
+    """Return the penalty, or None if the reference's weight is 0. ``teacher`` is the engine to use for an
+    engine reference."""
     section = config.trainer.reference
     if section.weight == 0:
         return None

@@ -19,7 +19,7 @@ from instar.reference.base import Reference
 from instar.types import Floats, Json, Sample
 
 AUX_KEY = "reference"
-"""The name of the reference's logprobs in a sample's ``aux``."""
+"""The key of the reference's logprobs in a sample's ``aux``."""
 
 
 class ReferencePenalty:

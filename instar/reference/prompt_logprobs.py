@@ -34,8 +34,8 @@ class PromptLogprobsFormat(ABC):
 
     @abstractmethod
     def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        """Return the scored prompt of a response. Raises PromptLogprobsUnsupported if there are no logprobs,
-        and EngineError if the logprobs belong to other tokens."""
+        """Parse a response. Raises PromptLogprobsUnsupported if it has no logprobs, and EngineError if the
+        logprobs are for different tokens."""
 
 
 class VllmFormat(PromptLogprobsFormat):
@@ -134,5 +134,5 @@ def _wrong_token(token: int, position: int, actual: str) -> EngineError:
 
 
 def _logprob(value: Any) -> float:
-    """Return the logprob, or NaN if the value is missing or stands for a probability of 0."""
+    """Return the logprob, or NaN if the value is missing or means a probability of 0."""
     return float(value) if isinstance(value, int | float) and value > ZERO_PROBABILITY else np.nan

@@ -213,7 +213,7 @@ class ChatUsage(msgspec.Struct):
 
 
 class ChatResponse(msgspec.Struct):
-    """A whole response, or one chunk of a stream."""
+    """A complete response, or one chunk of a stream."""
 
     id: Any = None
     choices: list[ChatResponseChoice] | None = None

@@ -49,7 +49,7 @@ async def run_teacher(context: RoleContext) -> None:
     names = teacher_names(context.config)
     engine = create_engine(engine_process_config(config, names.index(context.name)))
     await engine.bring_up(context.folder.log(context.name), logger.info)
-    if not engine.info.scores:
+    if not engine.info.can_score:
         raise ConfigError(
             f"trainer.reference.engine.type: the {engine.info.kind} engine cannot compute the logprobs of a "
             "prompt, which a teacher must do; use local or vllm"

@@ -41,8 +41,8 @@ class ServedPolicy:
 
 
 class CloudEngine(Engine):
-    """An engine that samples from a training service, which returns each reply as one chunk. A subclass
-    implements four methods that call the service's SDK and raise CloudError."""
+    """An engine that samples from a training service. Each reply arrives as one chunk. A subclass implements
+    four methods that call the service's SDK and raise CloudError."""
 
     def __init__(self, model: ModelConfig, section: CloudConfig, config: CloudEngineConfig) -> None:
         folder = resolve_tokenizer(model.name)
@@ -60,13 +60,13 @@ class CloudEngine(Engine):
             artifacts=("base", "remote"),
             streams=False,
             versions_per_token=False,
-            scores=True,
+            can_score=True,
         )
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._policy_lock = asyncio.Lock()
         self._served: ServedPolicy | None = None
         self._path: str | None = None
-        """The path of the policy to serve, which has the version in ``_status``."""
+        """The path of the policy to serve. Its version is in ``_status``."""
         self._status = EngineStatus(version=0)
         self._closed = False
 
@@ -105,7 +105,7 @@ class CloudEngine(Engine):
 
     @asynccontextmanager
     async def _slot(self) -> AsyncGenerator[None]:
-        """Limit concurrent requests to ``max_in_flight``, and raise a CloudError as an EngineError."""
+        """Limit concurrent requests to ``max_in_flight``, and raise each CloudError as an EngineError."""
         self._status.waiting += 1
         try:
             await self._slots.acquire()
@@ -132,7 +132,8 @@ class CloudEngine(Engine):
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Return the ids, finish reason and stop string, because each service stops at different tokens."""
+        """Return the ids, finish reason and stop string. This is needed because each service stops at
+        different tokens."""
         rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)
@@ -152,7 +153,7 @@ class CloudEngine(Engine):
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
     async def _with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
-        """Return the result of ``call(client)`` and the served policy. Reconnects once if necessary."""
+        """Call ``call(client)`` and return its result and the served policy. Reconnects once if necessary."""
         served = await self._current()
         try:
             return await call(served.client), served

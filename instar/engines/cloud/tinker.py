@@ -50,7 +50,7 @@ class TinkerSampler(CloudEngine):
         return CloudReply(ids, logprobs, reason)
 
     def _stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """Return the stop strings or the stop ids, because the SDK does not accept both. Both replace the
+        """Return the stop strings or the stop ids, because the SDK does not accept both. They replace the
         SDK's default, so they include the end-of-sequence ids."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
@@ -70,4 +70,4 @@ class TinkerSampler(CloudEngine):
 
 
 class MintSampler(TinkerSampler):
-    """An engine that samples from MinT, whose SDK has the same interface as Tinker's."""
+    """An engine that samples from MinT. Its SDK has the same interface as Tinker's."""

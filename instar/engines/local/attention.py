@@ -40,14 +40,14 @@ class PrefillPiece:
     stop: int
     row: int
     length: int
-    """The number of keys in the row, including those of the piece."""
+    """The number of keys in the row, including the keys of this piece."""
     mask: Tensor | None
-    """Boolean [piece, length], or None for the first piece of a row, which uses causal attention."""
+    """Boolean [piece, length]. None for the first piece of a row, which uses causal attention."""
 
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """A prefix that several rows share. All of them use the keys of the row ``source``."""
+    """A prefix that several rows share. All of them use the keys in row ``source``."""
 
     rows: Tensor
     source: int
@@ -62,17 +62,18 @@ class StepPlan:
     positions: Tensor
     """[T] the position of every token in its row."""
     decoding: int
-    """The number of decoding rows. The step begins with one token of each."""
+    """The number of decoding rows. The step begins with one token from each."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
-    """The length of the prefixes in ``prefixes``. With prefixes, ``blocks`` is used only for later keys."""
+    """The length of each prefix in ``prefixes``. If there are prefixes, ``blocks`` covers only the later
+    keys."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """A replacement for the plan that records the shape of keys and values in each layer."""
+    """A stand-in for the plan that records the shape of keys and values in each layer."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 

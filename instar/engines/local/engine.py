@@ -31,7 +31,7 @@ ReplyQueue = asyncio.Queue[TokenChunk | EngineError]
 
 
 class LocalEngine(Engine):
-    """An engine that samples with torch. ``weights`` is a model that several engines share. Benchmarks set
+    """An engine that samples with torch. Several engines can share one ``shared_model``. Benchmarks set
     ``stop_at_eos=False``, so that every reply has ``max_tokens`` tokens."""
 
     def __init__(
@@ -41,9 +41,9 @@ class LocalEngine(Engine):
         *,
         tokenizer: Any = None,
         stop_at_eos: bool = True,
-        weights: EngineModel | None = None,
+        shared_model: EngineModel | None = None,
     ) -> None:
-        self._model = weights or EngineModel(model)
+        self._model = shared_model or EngineModel(model)
         self._tokenizer: Any = tokenizer or load_tokenizer(self._model.folder)
         self._eos_ids = self._model.eos_ids(self._tokenizer) if stop_at_eos else set[int]()
         self._threads = config.threads
@@ -65,7 +65,7 @@ class LocalEngine(Engine):
             vocab_size=self._model.vocab_size,
             max_context=context,
             artifacts=("adapter", "weights", "base"),
-            scores=True,
+            can_score=True,
         )
         self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -179,7 +179,8 @@ class LocalEngine(Engine):
             _wake(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the posted commands and return False to stop. Waits for a command if there are no requests."""
+        """Run the posted commands. Wait for a command if there are no requests. Return False if the engine
+        must stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)
@@ -194,7 +195,7 @@ class LocalEngine(Engine):
             self._scheduler.cancel(request)
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Send the sampled tokens to their replies. Each event loop is woken only once in a step."""
+        """Send the sampled tokens to their replies. Each event loop is woken only once per step."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[ReplyQueue, TokenChunk | EngineError]]] = {}
         for request, chunk in emissions:
             loop, chunks = self._queues[request]
@@ -224,7 +225,7 @@ def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenCh
 
 
 def default_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
-    """Return the tokens that fit into a third of the free memory, but at most those of two full batches."""
+    """Return the KV cache size in tokens: a third of the free memory, but at most two full batches."""
     free_bytes = _read_free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
     return min(2 * batch_tokens, free_bytes // 3 // shape.token_bytes)
 

@@ -55,8 +55,8 @@ class LoraPair:
 
 
 class EngineLinear(nn.Linear):
-    """A linear layer with an optional LoRA update. On CPUs, ``packed`` is a second copy of the weight in the
-    layout of the bf16 kernels."""
+    """A linear layer with an optional LoRA update. On CPUs, ``packed`` is a second copy of the weight, in the
+    layout that the bf16 kernels use."""
 
     pair: LoraPair | None
     packed: Tensor | None
@@ -91,15 +91,16 @@ def replace_linears(model: nn.Module) -> None:
 
 
 def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
-    """Replace the adapter with the updates by module name. An empty dict restores the base model."""
+    """Replace the adapter. ``adapter`` maps module names to updates; an empty dict restores the base
+    model."""
     for name, module in model.named_modules():
         if isinstance(module, EngineLinear):
             module.pair = adapter.get(name)
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Convert bf16 weights to the layout of the CPU kernels. A decoding step with few rows then takes 0.4 to
-    0.9 of the time, and the results are the same."""
+    """Convert bf16 weights to the layout that the CPU kernels use. A decoding step with few rows then takes
+    0.4 to 0.9 of the time, with the same results."""
     for module in model.modules():
         if isinstance(module, EngineLinear) and _can_pack(module.weight):
             module.packed = MKLDNN._reorder_linear_weight(module.weight.detach(), 16)
@@ -170,7 +171,7 @@ def _unsupported(folder: Path, problem: str) -> EngineError:
 
 
 def check_update(name: str, matrices: dict[str, Tensor], weight_shape: tuple[int, ...]) -> None:
-    """Raise EngineError unless the product of the matrices B A has the shape of the layer's weight."""
+    """Raise EngineError unless the matrix product B A has the shape of the layer's weight."""
     if matrices.keys() != {"A", "B"}:
         raise EngineError(f"The adapter's update of {name} must consist of lora_A and lora_B.")
     a_shape, b_shape = tuple(matrices["A"].shape), tuple(matrices["B"].shape)

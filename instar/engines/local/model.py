@@ -26,12 +26,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class PolicyUpdate:
-    """The contents of a policy's files, which can be applied between two steps."""
+    """The content of a policy's files. It can be applied between two steps."""
 
     version: int
     adapter: dict[str, LoraPair]
     source: Path
-    """The folder of the full weights under the adapter."""
+    """The folder with the full weights under the adapter."""
     state: dict[str, Tensor] | None
     """The full weights in ``source``, or None if the model already has these weights."""
 
@@ -60,7 +60,8 @@ class EngineModel:
         self.kv_shape = self._probe(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model with its own adapter that shares all weights, including later loaded ones."""
+        """Return a model that has its own adapter and shares all weights, including weights that are loaded
+        later."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
         return shared

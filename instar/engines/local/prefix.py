@@ -41,7 +41,7 @@ class PrefixCache:
 
     def match(self, ids: Ids) -> list[tuple[Tensor, int]]:
         """Return the keys and values of the longest cached prefix of ``ids``, in pieces. Each piece comes
-        with the number of matching tokens at its beginning."""
+        with the number of its leading tokens that match."""
         self._clock += 1
         pieces: list[tuple[Tensor, int]] = []
         for node, count in self._walk(ids):
@@ -54,8 +54,8 @@ class PrefixCache:
         return sum(count for _, count in self._walk(ids))
 
     def insert(self, ids: Ids, row: Tensor) -> None:
-        """Cache the keys and values of ``ids``. Only new ones are copied from ``row``, which has the shape
-        [layers, 2, kv heads, ≥ len(ids), head dim]."""
+        """Cache the keys and values of ``ids``. ``row`` has the shape [layers, 2, kv heads, ≥ len(ids), head
+        dim]; only entries that are not cached yet are copied from it."""
         self._clock += 1
         parent, matched = self._root, 0
         for node, count in self._walk(ids):
@@ -119,8 +119,8 @@ def find_shared_prefixes(
     prompts: Sequence[Ids], weights_epochs: Sequence[int]
 ) -> tuple[int, list[list[int]]] | None:
     """Return the length of the shared prefixes and the rows that share each one, or None if sharing does not
-    pay off. ``weights_epochs`` identifies the weights that computed the prefix of each row. Attention to a
-    shared prefix is one matrix product for all of its rows."""
+    pay off. ``weights_epochs`` identifies the weights with which each row's prefix was computed. Attention to
+    a shared prefix is one matrix product for all of its rows."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for row, (prompt, epoch) in enumerate(zip(prompts, weights_epochs, strict=True)):
         groups.setdefault((epoch, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CAPACITY_STEP = 64
-"""The number of tokens by which the capacity of a row grows."""
+"""The capacity of a row grows by this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class KVRows:
         return self.kv.shape[2] * self.kv.shape[4]
 
     def grown_size(self, rows: int, length: int) -> tuple[int, int]:
-        """Return the size to allocate for ``rows`` rows of ``length`` tokens."""
+        """Return the number of rows and the capacity to allocate for ``rows`` rows with ``length`` tokens."""
         current_rows, capacity = self.kv.shape[2], self.kv.shape[4]
         new_capacity = max(capacity, -(-length // CAPACITY_STEP) * CAPACITY_STEP)
         if rows <= current_rows:
@@ -58,12 +58,12 @@ class KVRows:
         return (doubled if can_double else rows), new_capacity
 
     def can_fit(self, rows: int, length: int) -> bool:
-        """Return True if the memory can grow to these rows. One row always fits."""
+        """Return True if the memory can grow to this size. One row always fits."""
         new_rows, capacity = self.grown_size(rows, length)
         return rows == 1 or new_rows * capacity <= self.max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """Return True if less memory should be allocated for a first row of ``length`` tokens."""
+        """Return True if the memory is too large for a first row with ``length`` tokens."""
         rows, capacity = self.grown_size(1, length)
         return rows * capacity > self.max_tokens or self.tokens > 4 * self._max_rows * length
 

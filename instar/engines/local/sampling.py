@@ -71,7 +71,7 @@ class Sampler:
         ids: Tensor,
         behavior: Tensor,
     ) -> None:
-        """Replace the samples of rows with a temperature, top_k or top_p."""
+        """Resample the rows that use a temperature, top_k or top_p, in place."""
         tempered = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
         truncated = [i for i in tempered if params[i].top_p < 1 or params[i].top_k > 0]
         untruncated = [i for i in tempered if i not in set(truncated)]
@@ -113,8 +113,8 @@ def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
 def _inverse_cdf(
     logits: Tensor, weights: Tensor, uniform: Tensor, *, skip: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest logit, the sum of exp(logit - largest) and the sampled id of each row, all [rows,
-    1]. If ``skip``, all ids are 0. Summing blocks first is faster than one cumulative sum."""
+    """For each row, return the largest logit, the sum of exp(logit - largest) and the sampled id, all [rows,
+    1]. If ``skip`` is True, all ids are 0. Summing blocks first is faster than one cumulative sum."""
     max_logit = logits.amax(-1, keepdim=True)
     torch.sub(logits, max_logit, out=weights).exp_()
     blocks = weights.view(len(weights), -1, BLOCK_SIZE)
@@ -133,13 +133,13 @@ def _inverse_cdf(
 
 
 def _limit_below(target: Tensor, limit: Tensor) -> Tensor:
-    """Return the target, but less than the limit, which rounding may have reached."""
+    """Return the target, reduced to less than the limit if rounding made them equal."""
     return torch.minimum(target, torch.nextafter(limit, torch.zeros_like(limit)))
 
 
 def _sample_truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and logprobs sampled after top_k and then top_p, which keeps the smallest set of the most
-    likely tokens whose share of the probability after top_k is at least top_p."""
+    """Sample ids after top_k and then top_p, and return them with their logprobs. top_p keeps the smallest
+    set of most likely tokens with at least this share of the probability that is left after top_k."""
     width = scaled.shape[1]
     top_k = torch.tensor([[p.top_k or width] for p in params], device=scaled.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=scaled.device)

@@ -26,7 +26,7 @@ from instar.types import Floats, Ids, SamplingParams, TokenChunk
 MIN_SAVED_TOKENS = 16
 """A request waits for the prompt of another request if it can then reuse at least this many more tokens."""
 BLOCK_OVERHEAD = 2048
-"""The number of attention scores (rows × keys) that take as long as starting another block."""
+"""Starting another block takes as long as computing this many attention scores (rows × keys)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,17 +39,17 @@ class SchedulerRequest:
     """The maximum number of tokens in prompt and reply."""
     sampled: list[int] = field(default_factory=list[int])
     computed: int = 0
-    """The number of tokens whose keys and values are in the request's row."""
+    """The number of tokens with keys and values in the request's row."""
     row: int = -1
     admission_order: int = 0
     has_mixed_versions: bool = False
-    """True if the keys and values were computed under several versions, so that they must not be cached."""
+    """True if the keys and values were computed under several versions. Then they must not be cached."""
     weights_epoch: int = 0
     """The number of weight changes before the prompt was computed, or a unique value if versions are
     mixed."""
     finished: bool = False
     scores: Floats | None = None
-    """An array for the logprobs of the prompt, if the request scores a prompt and samples no reply."""
+    """If set, the request samples no reply, and the prompt's logprobs are written to this array."""
 
 
 Emission = tuple[SchedulerRequest, TokenChunk]
@@ -91,7 +91,7 @@ class Scheduler:
         request.finished = True
 
     def apply(self, update: PolicyUpdate) -> None:
-        """Change the weights. Only running requests keep keys and values of the old weights."""
+        """Change the weights. Only running requests keep keys and values that the old weights computed."""
         self._model.apply(update)
         self._status.version = update.version
         self._prefixes.clear()
@@ -151,7 +151,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(deferred))
 
     def _should_wait(self, ids: Ids) -> bool:
-        """Return True if a prompt that is being computed will cache a longer prefix of ``ids``."""
+        """Return True if another prompt that is being computed will cache a longer prefix of ``ids``."""
         cached = self._prefixes.match_length(ids)
         return any(
             not other.has_mixed_versions

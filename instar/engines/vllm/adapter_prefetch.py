@@ -18,17 +18,18 @@ from typing import Any
 import torch
 
 SWITCH_INTERVAL = 0.0002
-"""The seconds after which the thread must release the interpreter. The default would delay tokens."""
+"""The thread must release the interpreter after this many seconds. The default would delay tokens."""
 
 
 class AdapterPrefetcher:
-    """A mixin for vLLM's worker class. Its names must be unique in that class."""
+    """A mixin for vLLM's worker class. Its method and attribute names must be unique in that class."""
 
     device: torch.device
     model_runner: Any
 
     def instar_read_adapter(self, path: str) -> dict[str, Any]:
-        """Start reading the adapter, and return ``done`` in a later call when it has been read."""
+        """Start reading the adapter in the background. Call this repeatedly until the result has ``done``
+        set."""
         if "instar_prefetch" not in self.__dict__:
             self.__dict__["instar_prefetch"] = _AdapterPrefetch(self.model_runner.lora_manager, self.device)
         return self.__dict__["instar_prefetch"].read(path)

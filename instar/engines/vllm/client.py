@@ -15,7 +15,7 @@ from instar.http.plain import PlainResponse
 from instar.types import Json
 
 IDLE_SECONDS = 2.0
-"""The time that an idle connection is reused. By default, vLLM closes idle connections after 5 seconds."""
+"""An idle connection is reused for this long. By default, vLLM closes idle connections after 5 seconds."""
 CALL_TIMEOUT = 600.0
 JSON_HEADERS = {"content-type": "application/json"}
 FOR_ADAPTERS = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -24,7 +24,8 @@ LORA_METRIC = "vllm:lora_requests_info"
 
 
 class WorkerError(EngineError):
-    """A call to vLLM's workers failed. ``weights_changed`` is False if no worker has new weights."""
+    """A call to vLLM's workers failed. ``weights_changed`` is False if all workers still have the old
+    weights."""
 
     def __init__(self, message: str, *, weights_changed: bool) -> None:
         super().__init__(message)
@@ -32,8 +33,8 @@ class WorkerError(EngineError):
 
 
 class VllmClient:
-    """Raises EngineUnavailable if the server cannot be reached or is shutting down, and EngineError if the
-    server rejects a call."""
+    """Makes HTTP calls to one server. Raises EngineUnavailable if the server cannot be reached or is shutting
+    down, and EngineError if the server rejects a call."""
 
     def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
         # Calls are rare, and vLLM closes a connection after an error, so connections are not kept alive.

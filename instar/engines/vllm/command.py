@@ -15,7 +15,7 @@ SERVED_NAME = "instar-base"
 EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
 MIDDLEWARE = "instar.engines.vllm.auth.RequireKeyMiddleware"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks for which vLLM has kernels."""
+"""The LoRA ranks that vLLM's kernels support."""
 MAX_BATCH_ADAPTERS = 4
 MAX_LOADED_ADAPTERS = 16
 """The maximum number of policy versions that are in use at the same time."""
@@ -32,9 +32,9 @@ print(version("vllm"), has_flag)
 """A script that inspects the installation without importing vLLM, because the import takes many seconds."""
 PROBE_TIMEOUT = 60.0
 IDLE_SECONDS = 30.0
-"""The time that an idle connection to a server started by Instar is reused."""
+"""An idle connection to a server that Instar started is reused for this long."""
 PRIVATE_PREFIXES = ("INSTAR_",)
-"""Environment variables that are not passed to vLLM, because they may contain keys."""
+"""Environment variables with these prefixes are not passed to vLLM, because they may contain keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class VllmInstallation:
 
 
 def find_vllm(python: str | None) -> VllmInstallation:
-    """Return the vLLM installation of an interpreter. Raises ConfigError if there is none."""
+    """Find the vLLM installation of a Python interpreter. Raises ConfigError if there is none."""
     interpreter = python or sys.executable
     try:
         probe = subprocess.run(

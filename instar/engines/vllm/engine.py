@@ -32,11 +32,11 @@ from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, To
 BASE = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY = 0.5
-"""The seconds before a failed request is sent again, which suffice to detect that the server exited."""
+"""The seconds before a failed request is sent again. This is long enough to detect that the server exited."""
 
 
 class VllmEngine(Engine):
-    """Samples from one vLLM server. ``check_interval`` applies to servers started by someone else."""
+    """Samples from one vLLM server. ``check_interval`` applies only to servers that someone else started."""
 
     def __init__(
         self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = EXTERNAL_CHECK_INTERVAL
@@ -60,7 +60,7 @@ class VllmEngine(Engine):
         self._has_pending_load = False
         """True if ``_policy`` arrived while the server was down."""
         self._process_start: str | None = None
-        """The start time of the external server's process that has the loaded policy."""
+        """The start time of the external server's process when the policy was loaded."""
         self._load_lock = asyncio.Lock()
         self._ready = asyncio.Event()
         self._down_reason = "it has not started yet"
@@ -118,8 +118,9 @@ class VllmEngine(Engine):
         self._ready.set()
 
     async def _sync_external(self, process_start: str | None) -> None:
-        """Restore the policy of an external server that responds again. The weights of a new process are
-        unknown, so they are replaced in a pause, which separates the versions in replies that continue."""
+        """Restore the policy on an external server that responds again. The weights of a new process are
+        unknown, so they are replaced in a pause. The pause separates the versions within replies that
+        continue."""
         is_same_process = process_start is not None and process_start == self._process_start
         if not is_same_process and not self._serving.switches_mid_reply:
             self._serving.reset()
@@ -164,7 +165,7 @@ class VllmEngine(Engine):
             max_context=self._properties.max_context,
             artifacts=self._serving.artifacts,
             versions_per_token=self._serving.switches_mid_reply,
-            scores=True,
+            can_score=True,
             routes=routes if self._serving.switches_mid_reply else (),
         )
 

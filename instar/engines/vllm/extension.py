@@ -6,7 +6,7 @@ message, and ``weights_changed`` is true if the served weights may have changed.
 unpickled.
 """
 
-# vLLM runs in its own environment, with torch and, for the route `ray`, Ray.
+# vLLM runs in its own environment, with torch and, for the sync route `ray`, Ray.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 
 RAY_GET_TIMEOUT = 60.0
 RAY_RECONNECT_TIMEOUT = 10**6
-"""The seconds after which Ray stops a worker that has lost its cluster. Ray's default is a minute."""
+"""Ray stops a worker that has lost its cluster for this many seconds. Ray's default is a minute."""
 PLAIN_QUANT_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-"""The ``quant_method`` of layers whose parameters have the same layout as in the model's files."""
+"""Layers with these ``quant_method`` classes store parameters in the same layout as the model's files."""
 
 
 class WeightReceiver(AdapterPrefetcher):
-    """A mixin for vLLM's worker class that receives weights. Its names must be unique in that class."""
+    """A mixin for vLLM's worker class that receives weights. Its method and attribute names must be unique in
+    that class."""
 
     device: torch.device
     model_runner: Any
     model_config: Any
 
     def instar_describe(self) -> dict[str, Any]:
-        """Return the properties of the worker that decide which live routes are possible."""
+        """Return the worker properties that determine which weight transfer routes it supports."""
         has_nccl = type(getattr(self, "weight_transfer_engine", None)).__name__.startswith("NCCL")
-        return {"gpu": _gpu(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
+        return {"gpu": _gpu_uuid(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """Receive some weights of a policy. Weights of other policies are dropped."""
+        """Receive some weights of one policy. Staged weights of other policies are dropped."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_staged.receive(body, self.device)
@@ -173,8 +174,8 @@ class _CopyRecorder(TorchDispatchMode):
 def load_in_place(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None
 ) -> CopyPlan | None:
-    """Load the weights and return a plan for later loads from the same buffer. The result is None if copies
-    are not enough, because a weight is converted, split among workers, or not copied to a parameter."""
+    """Load the weights. Return a plan for later loads from the same buffer, or None if copying is not enough.
+    Copying is not enough if a weight is converted, split among workers, or not copied to a parameter."""
     parameter_names = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), _CopyRecorder() as recorder:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
@@ -215,7 +216,7 @@ def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[t
 
 
 def _reset_layers(model: nn.Module) -> None:
-    """Drop partially loaded layers. vLLM would wait for the rest of their weights in the next load."""
+    """Drop partially loaded layers. Otherwise the next load would wait for the rest of their weights."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     for layer in model.modules():
@@ -248,9 +249,9 @@ def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
     """Map the trainer's buffer in GPU memory or main memory, and return it as bytes."""
     if handle["kind"] == "memory":
         return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
-    if handle["gpu"] != _gpu(device):
+    if handle["gpu"] != _gpu_uuid(device):
         raise ValueError(
-            f"The trainer's buffer is on GPU {handle['gpu']}, but this worker uses {_gpu(device)}."
+            f"The trainer's buffer is on GPU {handle['gpu']}, but this worker uses {_gpu_uuid(device)}."
         )
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -272,16 +273,16 @@ def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[
 
 
 def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Check that this worker can read the trainer's memory or can reach the trainer's mailbox."""
+    """Check that this worker can read the trainer's memory or reach the trainer's mailbox."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
-        return {"content": bytes(content.tolist()).hex(), "gpu": _gpu(device)}
+        return {"content": bytes(content.tolist()).hex(), "gpu": _gpu_uuid(device)}
     _mailbox(probe)
     return {}
 
 
 def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return a copy of one chunk, so that the object store can delete the original."""
+    """Copy one chunk, so that the object store can delete the original."""
     import ray
 
     references = ray.get(_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
@@ -294,7 +295,7 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def _mailbox(body: dict[str, Any]) -> Any:
-    """Return the trainer's mailbox actor, after connecting to the trainer's Ray cluster if necessary."""
+    """Connect to the trainer's Ray cluster if necessary, and return the trainer's mailbox actor."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_TIMEOUT))
     if body["auth"]:
@@ -314,7 +315,7 @@ def _mailbox(body: dict[str, Any]) -> Any:
     return ray.get_actor(body["mailbox"], namespace=body["namespace"])
 
 
-def _gpu(device: torch.device) -> str | None:
+def _gpu_uuid(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device.index or 0).uuid)

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SHARED_MEMORY = Path("/dev/shm")
 HEADER_LENGTH_BYTES = 8
-"""The size of the field at the beginning of a safetensors file that contains the length of the header."""
+"""A safetensors file begins with the length of its header, in a field of this size."""
 TIED_WEIGHT = "lm_head.weight"
-"""The name of the output weights. Some files contain them although they are tied to the input embedding."""
+"""The name of the output weights. Some files contain these weights even if they are tied to the input
+embedding."""
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -19,7 +19,7 @@ from instar.types import FinishReason, SamplingParams, TokenChunk
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 USAGE_TIMEOUT = 10.0
-"""The timeout for the events after the last token."""
+"""The timeout for events after the last token."""
 
 
 class VllmReply:
@@ -50,7 +50,7 @@ class VllmReply:
         self._versions: list[int] = []
         self.usage: Usage | None = None
         self.mislabelled_tokens = 0
-        """The number of tokens with a wrong version, according to the report of vLLM 0.27 and later."""
+        """The number of tokens with a wrong version. vLLM 0.27 and later report it."""
 
     @property
     def received_bytes(self) -> int:

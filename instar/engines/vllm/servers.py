@@ -25,18 +25,18 @@ STABLE_SECONDS = 120.0
 HEALTH_CHECK_INTERVAL = 5.0
 HEALTH_CHECK_TIMEOUT = 20.0
 MAX_MISSED_CHECKS = 3
-"""The number of consecutive failed health checks after which the server is restarted."""
+"""The server is restarted after this many consecutive failed health checks."""
 STOP_TIMEOUT = 20.0
 LOG_TAIL_LINES = 20
 EXTERNAL_CHECK_INTERVAL = 2.0
 START_METRIC = "process_start_time_seconds "
-"""The start time, which identifies a process of the server."""
+"""The metric with the process start time, which identifies a server process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCallbacks:
-    """``on_ready`` is awaited each time the server has started. ``on_down`` is called with the reason when
-    the server has stopped. ``report`` writes a log line."""
+    """Callbacks of a server. ``on_ready`` is awaited each time the server has started. ``on_down`` is called
+    with the reason when the server has stopped. ``report`` writes a log line."""
 
     on_ready: Callable[[], Awaitable[None]]
     on_down: Callable[[str], None]
@@ -71,7 +71,7 @@ class VllmProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._restart_task: asyncio.Task[None] | None = None
         self.failure: EngineError | None = None
-        """The reason if the server is no longer restarted, else None."""
+        """Why the server is no longer restarted, or None if it is."""
 
     async def start(self) -> None:
         """Wait until the server is ready. Raises EngineError with the end of the server's log if it exits."""

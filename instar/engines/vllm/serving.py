@@ -48,7 +48,7 @@ class PolicyServing:
         self._version = policy.version
 
     def set_policy(self, policy: Policy) -> None:
-        """Record that a live route has loaded the weights of this policy."""
+        """Record that a live weight transfer has loaded this policy's weights."""
 
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
@@ -57,7 +57,7 @@ class PolicyServing:
         yield PolicyLease(None, lambda: version)
 
     def reset(self) -> None:
-        """Record that the server has just started and serves the base model."""
+        """Record that the server was started again and serves the base model."""
         self._version = 0
 
     async def close(self) -> None:
@@ -75,9 +75,9 @@ class _LoadedAdapter:
 
 
 class AdapterServing(PolicyServing):
-    """Serves each version as an adapter with a unique name, by which vLLM separates its caches. A request
-    finishes under its adapter, which is unloaded after the last request. ``max_rank`` is the largest rank
-    that the server accepts, or None if it is unknown."""
+    """Serves each version as an adapter with a unique name, which keeps vLLM's caches for the versions
+    separate. A request finishes under its adapter. The adapter is unloaded after its last request.
+    ``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
 
     artifacts = ("adapter", "base")
 
@@ -175,9 +175,9 @@ class MergedServing(PolicyServing):
     """The path of the base model on the server."""
     dtype: str
     is_remote: bool
-    """True if the server runs on another machine and can read only the folders of policies."""
+    """True if the server runs on another machine and can read only policy folders."""
     has_extension: bool
-    """True if the server has our worker extension, which updates tied output layers on CPUs."""
+    """True if the server has our worker extension. On CPUs, the extension updates tied output layers."""
     on_cpu: bool
 
     switches_mid_reply = True
@@ -234,7 +234,7 @@ class MergedServing(PolicyServing):
             change.finish(version)
 
     async def _restore(self) -> None:
-        """Load the previous policy from its files. If they cannot be read, no policy is served."""
+        """Load the previous policy from its files. If the files cannot be read, no policy is served."""
         with contextlib.suppress(EngineError):
             if self._policy is None:
                 await self._reload(self.served_base, 0)

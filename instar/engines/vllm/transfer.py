@@ -19,7 +19,8 @@ POLL_INTERVAL = 0.01
 
 
 async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
-    """Return the live routes of the server, which has none if it does not have our worker extension."""
+    """Return the live weight transfer routes that the server supports. There are none without our worker
+    extension."""
     try:
         workers: list[Json] = await client.rpc("instar_describe")
     except EngineError:
@@ -48,7 +49,7 @@ async def prefetch_adapter(client: VllmClient, folder: str) -> None:
 
 
 class TransferReceiver:
-    """Stages and commits weights on one server. The shapes must match those of the model in ``base``."""
+    """Stages and commits weights on one server. Their shapes must match the model in ``base``."""
 
     def __init__(self, weights: ServerWeights, base: Path) -> None:
         self._weights = weights
@@ -56,7 +57,7 @@ class TransferReceiver:
         self._base = base
         self._shapes: Shapes | None = None
         self._missing: set[str] = set()
-        """The names of the weights of policy ``_key`` that have not arrived yet."""
+        """The names of the weights that have not arrived yet, for policy ``_key``."""
         self._key = ""
         self._nccl_update: Json | None = None
         """The description of the weights that will arrive over NCCL during the next commit."""

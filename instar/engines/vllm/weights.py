@@ -21,9 +21,9 @@ NO_VERSION = -1
 @dataclass(frozen=True, slots=True)
 class PauseTiming:
     quiet_seconds: float = 0.005
-    """The time without new data after which all sampled tokens have arrived."""
+    """If no data arrives for this time, all sampled tokens have arrived."""
     settle_timeout: float = 10.0
-    """The time after which replies that still receive data are aborted."""
+    """Replies that still receive data after this time are aborted."""
     resume_delays: tuple[float, ...] = (0.1, 0.5, 2.0)
     """The seconds before each further attempt to resume the server."""
 
@@ -64,9 +64,12 @@ class ServerWeights:
 
     @asynccontextmanager
     async def paused(self) -> AsyncGenerator[WeightChange]:
-        """Pause sampling while the block changes the weights. Requests in flight then compute their keys and
-        values again and continue under the new version, or under the old version if the change did not start.
-        They are aborted if the change started but did not finish."""
+        """Pause sampling while the block changes the weights.
+
+        Afterwards, requests in flight compute their keys and values again. They continue under the new
+        version, or under the old version if the change did not start. They are aborted if the change started
+        but did not finish.
+        """
         async with self._lock:
             change = WeightChange()
             settle_task: asyncio.Task[None] | None = None
@@ -105,8 +108,8 @@ class ServerWeights:
         return sum(reply.received_bytes for reply in self.replies)
 
     async def _settle(self) -> None:
-        """Wait until every token that was sampled before the pause has arrived. Replies that continue to
-        receive data are aborted, because the versions of their tokens would be unknown."""
+        """Wait until every token that was sampled before the pause has arrived. Replies that still receive
+        data are aborted, because the versions of their tokens would be unknown."""
         previous = self._received_bytes()
         try:
             async with asyncio.timeout(self._timing.settle_timeout):

@@ -91,8 +91,8 @@ def encode_generate_request(
 
 
 def encode_score_request(ids: Ids, model: str | None) -> bytes:
-    """Return a request for the logprobs of ``ids``. The last id is not in the prompt but the only one that
-    can be sampled, so that ``ids`` may fill the context."""
+    """Return a request for the logprobs of ``ids``. The last id is not part of the prompt; it is the only
+    token that can be sampled. This lets ``ids`` fill the whole context."""
     sampling: Json = {
         "max_tokens": 1,
         "temperature": 0.0,

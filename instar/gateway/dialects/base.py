@@ -21,7 +21,7 @@ from instar.types import FinishReason, Floats, Ids, Json, Message, TokenChunk, T
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """A request in any dialect. None means that the agent left the field out."""
+    """A request in any dialect. A field that the agent left out is None."""
 
     model: str
     messages: tuple[Message, ...]
@@ -29,10 +29,10 @@ class ModelRequest:
     prompt: str | tuple[int, ...] | None = None
     """A prompt to continue, as text or token ids, instead of messages."""
     previous_response_id: str | None = None
-    """The id of the response whose messages and reply precede ``messages``."""
+    """The id of a previous response. Its messages and reply precede ``messages``."""
     instruction_count: int = 0
-    """The number of leading messages that are instructions of this request only. They precede the messages of
-    ``previous_response_id``, and later requests do not inherit them."""
+    """The number of leading messages that are instructions for this request only. They come before the
+    messages from ``previous_response_id``, and later requests do not inherit them."""
     session_hints: tuple[str, ...] = ()
     """Ids in the body that may identify the agent's session, the most specific first."""
     n: int = 1
@@ -48,14 +48,14 @@ class ModelRequest:
     include_usage: bool = False
     logprobs: bool = False
     score_prompt: bool = False
-    """True to return the logprobs of the prompt's own tokens and sample nothing."""
+    """True if the client requests the logprobs of the prompt's own tokens. Nothing is sampled."""
     unsupported_error: ApiError | None = None
-    """The error with which our engines respond, or None if they can honour the request."""
+    """The error for a request that our engines cannot honour, or None."""
     parsed_body: Any = None
     """The decoded body, for dialects that repeat parts of it in the response."""
 
     def sampling_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of the agent and of ``overrides`` that are not None."""
+        """Merge the agent's settings with ``overrides``, and leave out settings that are None."""
         names = ("temperature", "top_p", "top_k", "max_tokens")
         settings = {name: getattr(self, name) for name in names} | dict(overrides)
         return {name: value for name, value in settings.items() if value is not None}
@@ -124,7 +124,7 @@ class StreamWriter(ABC):
 
     @abstractmethod
     def finish(self, choices: ReplyChoices) -> bytes:
-        """Return the end of the stream, including everything that tells the client that the replies ended."""
+        """Return the end of the stream. Only this part may tell the client that the replies ended."""
 
     @abstractmethod
     def write_error(self, error: ApiError) -> bytes:
@@ -138,9 +138,9 @@ class Dialect(ABC):
     id_prefix: str
     """The prefix of response ids."""
     messages_param: str = "messages"
-    """The name of the messages in a request body."""
+    """The name of the field that contains the messages in a request body."""
     prompt_param: str = "prompt"
-    """The name of a prompt of token ids in a request body."""
+    """The name of the field that contains a prompt of token ids in a request body."""
     stream_writer_class: type[StreamWriter]
     stream_content_type: str = "text/event-stream"
     is_token_level: bool = False
@@ -149,7 +149,7 @@ class Dialect(ABC):
     count_path: str | None = None
     """The route that counts the tokens of a prompt, if the API has one."""
     parses_messages_independently: bool = False
-    """True if each item of the body's ``messages`` becomes one message, independently of the other items."""
+    """True if each item in the body's ``messages`` becomes one message, independently of the other items."""
 
     @abstractmethod
     def parse_request(self, body: bytes) -> ModelRequest:

@@ -55,7 +55,7 @@ def missing_parameter(path: str) -> ApiError:
 
 
 def find_unsupported_values(body: object, supported: Mapping[str, Sequence[Any]]) -> list[ApiError]:
-    """Return an error for each field whose value is neither None nor among its supported values."""
+    """Return an error for each field with an unsupported value. None is always supported."""
     errors: list[ApiError] = []
     for name, values in supported.items():
         value = getattr(body, name)
@@ -118,8 +118,8 @@ def format_placeholder(value: msgspec.Struct, kind: str) -> str:
 
 
 def format_usage(choices: ReplyChoices) -> Json:
-    """Return the ``usage`` object of a response, in which the prompt is counted once for all choices. The
-    number of reasoning tokens is included only if no reply has reasoning, because otherwise it is unknown."""
+    """Return the ``usage`` object. The prompt is counted once for all choices. The number of reasoning tokens
+    is known, and included, only if no reply has reasoning."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
     usage: Json = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if choices[0].cached_tokens is not None:
@@ -155,7 +155,7 @@ def format_named_event(value: Json, data: bytes) -> bytes:
 
 
 def format_response_head(kind: str, request_id: str, request: ModelRequest) -> Json:
-    """Return the fields that every chunk of a response has. ``kind`` is the value of ``object``."""
+    """Return the fields that every chunk of a response has. ``kind`` is the value of the field ``object``."""
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
@@ -166,7 +166,7 @@ def format_finish_reason(choice: ReplyChoice) -> str:
 
 
 class CompletionStreamWriter(StreamWriter):
-    """Formats the streams of chat completions and completions, in which every chunk has one choice."""
+    """Formats the streams of chat completions and completions. Every chunk has one choice."""
 
     object_name: str
     empty_content: ClassVar[Json]

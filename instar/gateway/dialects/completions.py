@@ -84,32 +84,34 @@ class CompletionsDialect(Dialect):
     stream_writer_class = CompletionsStreamWriter
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        wire = common.decode_body(_decoder, body)
-        scores_prompt = bool(wire.echo) and wire.max_tokens == 0 and wire.logprobs == 0 and not wire.stream
+        parsed = common.decode_body(_decoder, body)
+        scores_prompt = (
+            bool(parsed.echo) and parsed.max_tokens == 0 and parsed.logprobs == 0 and not parsed.stream
+        )
         checked = [name for name in common.RANGES if not (scores_prompt and name == "max_tokens")]
-        common.check_ranges(wire, {name: common.RANGES[name] for name in checked})
-        errors = common.find_unsupported_values(wire, _SUPPORTED_VALUES)
-        if wire.echo and not scores_prompt:
+        common.check_ranges(parsed, {name: common.RANGES[name] for name in checked})
+        errors = common.find_unsupported_values(parsed, _SUPPORTED_VALUES)
+        if parsed.echo and not scores_prompt:
             message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."
             errors.append(common.unsupported_value(message, "echo"))
-        if wire.best_of not in (None, 1, wire.n):
-            message = f"'best_of' is {wire.best_of}; it must equal 'n' ({wire.n or 1})."
+        if parsed.best_of not in (None, 1, parsed.n):
+            message = f"'best_of' is {parsed.best_of}; it must equal 'n' ({parsed.n or 1})."
             errors.append(common.unsupported_value(message, "best_of"))
         return ModelRequest(
-            model=wire.model,
+            model=parsed.model,
             messages=(),
-            prompt=_parse_prompt(wire.prompt),
-            session_hints=(f"user:{wire.user}",) if wire.user else (),
-            n=wire.n or 1,
-            max_tokens=wire.max_tokens or _DEFAULT_MAX_TOKENS,
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            top_k=wire.top_k,
-            seed=wire.seed,
-            stop=common.parse_stop(wire.stop),
-            stream=bool(wire.stream),
-            include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
-            logprobs=wire.logprobs is not None,
+            prompt=_parse_prompt(parsed.prompt),
+            session_hints=(f"user:{parsed.user}",) if parsed.user else (),
+            n=parsed.n or 1,
+            max_tokens=parsed.max_tokens or _DEFAULT_MAX_TOKENS,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            seed=parsed.seed,
+            stop=common.parse_stop(parsed.stop),
+            stream=bool(parsed.stream),
+            include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
+            logprobs=parsed.logprobs is not None,
             score_prompt=scores_prompt,
             unsupported_error=errors[0] if errors else None,
         )

@@ -24,7 +24,7 @@ from instar.types import Json
 from instar.wire.anthropic import MessagesRequestBody
 
 SIGNATURE = "instar"
-"""The signature of thinking blocks, which clients require and the gateway never verifies."""
+"""The signature of thinking blocks. Clients require a signature; the gateway never verifies it."""
 
 ThinkingDisplay = Literal["full", "omitted", "none"]
 BlockType = Literal["text", "thinking", "tool_use"]
@@ -61,7 +61,8 @@ def _thinking_display(request: ModelRequest) -> ThinkingDisplay:
 def _format_message(
     request_id: str, request: ModelRequest, content: list[Json], choice: ReplyChoice | None
 ) -> Json:
-    """Return a message. ``choice`` is None at the start of a stream, when its end is not known."""
+    """Return a message. ``choice`` is None at the start of a stream, because the finish reason is not known
+    yet."""
     has_calls = any(block["type"] == "tool_use" for block in content)
     stop: Json = {"stop_reason": None, "stop_sequence": None}
     return {
@@ -115,7 +116,7 @@ def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
 
 
 def _format_usage(choice: ReplyChoice | None) -> Json:
-    """Return the ``usage`` object of a response, in which ``input_tokens`` excludes cached tokens."""
+    """Return the ``usage`` object. ``input_tokens`` excludes cached tokens."""
     cached = choice.cached_tokens or 0 if choice else 0
     return {
         "input_tokens": choice.prompt_tokens - cached if choice else 0,

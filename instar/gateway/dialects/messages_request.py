@@ -49,11 +49,11 @@ from instar.wire.anthropic import (
 
 BLOCK_SEPARATOR = "\n\n"
 BILLING_LINE = "x-anthropic-billing-header:"
-"""The beginning of a line that Claude Code puts before its system prompt. The line is removed, because it is
-different in each request: with it, no request would continue an earlier one."""
+"""The beginning of a line that Claude Code puts before its system prompt. The line differs in each request,
+so it is removed. Otherwise no request would continue an earlier one."""
 IGNORED_TOOL_TYPES = ("tool_search_tool_",)
-"""The prefixes of tool types that are ignored. A tool search is not needed, because the model is offered all
-tools that the search could find."""
+"""The prefixes of ignored tool types. The model is offered all tools that a tool search could find, so it
+does not need the search."""
 
 _decoder = msgspec.json.Decoder(MessagesRequestBody)
 _encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # Models also write spaces after , and :
@@ -140,7 +140,7 @@ def _find_unsupported(body: MessagesRequestBody) -> list[ApiError]:
 
 
 def _find_unanswerable(body: MessagesRequestBody) -> list[ApiError]:
-    """Return the errors of a request whose tokens can be counted but which cannot be answered."""
+    """Return the errors that prevent a reply. They do not prevent counting the tokens."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
         message = "'max_tokens' is 0; it must be at least 1, because there is no cache to fill."

@@ -90,7 +90,7 @@ def _find_unsupported(body: ResponsesRequestBody) -> list[ApiError]:
 
 
 def _format_head(request_id: str, request: ModelRequest) -> Json:
-    """Return the response before its output is known."""
+    """Return the response fields that are known before the output."""
     parsed: ParsedResponsesRequest = request.parsed_body
     body = parsed.body
     reasoning = body.reasoning or ResponsesReasoning()
@@ -131,7 +131,7 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
 
 
 def _finish_response(head: Json, output: ResponseOutput, choice: ReplyChoice) -> tuple[Json, list[Json]]:
-    """End the output; return the finished response and the last events of the output."""
+    """End the output. Return the finished response and the last output events."""
     is_truncated = choice.finish_reason == "length"
     status = "incomplete" if is_truncated else "completed"
     events = output.close(status)

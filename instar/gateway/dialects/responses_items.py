@@ -27,27 +27,27 @@ IGNORED_TOOLS = {
     "image_generation": "OpenAI runs it. Codex lists it if it may create images.",
     "tool_search": "It finds tools that are not in the request. Codex lists it if it has many tools.",
 }
-"""Tools that agents list by default and that are not offered to the model. The model then never calls them,
-and the agent needs no change. Other hosted tools are rejected."""
+"""Tools that agents list by default and that we do not offer to the model. The model never calls them, so the
+agent works unchanged. Other hosted tools are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool under the name that the client uses."""
+    """A tool under the client's own name."""
 
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """True if the tool takes text. The model is offered a function with one string, ``input``."""
+    """True if the tool takes text. The model sees it as a function with one string parameter, ``input``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTools:
     offered: tuple[Tool, ...]
     by_name: dict[str, ClientTool]
-    """The client's tools by the name that the model sees."""
+    """Maps the tool name that the model sees to the client's tool."""
     echo: list[Json]
-    """The offered tools as the response lists them."""
+    """The offered tools in the form in which the response lists them."""
 
 
 def parse_tools(specs: Sequence[ResponsesTool], errors: list[ApiError]) -> RequestTools:
@@ -79,7 +79,7 @@ def model_tool_name(name: str, namespace: str | None) -> str:
 def _parse_tool(
     spec: ResponsesTool, namespace: str | None, path: str, by_name: dict[str, ClientTool]
 ) -> Tool:
-    """Return the tool as the model is offered it, and add the client's tool to ``by_name``."""
+    """Return the tool in the form that the model sees, and add the client's tool to ``by_name``."""
     if spec.type not in _CALLABLE_TOOLS:
         raise _unsupported("tool", spec.type, _CALLABLE_TOOLS, f"{path}.type")
     client = ClientTool(_require(spec.name, f"{path}.name"), namespace, spec.type == "custom")
@@ -139,9 +139,10 @@ class _ItemParser:
         self.messages: list[Message] = []
         self._errors = errors
         self._turn: Message | None = None
-        """The model's turn to which the next items may belong."""
+        """The model's turn to which the next items may be added."""
         self._response_id = ""
-        """The id of our response that contained the turn; empty if the ids of the items do not contain it."""
+        """The id of our response that contained the turn, or an empty string if the item ids do not contain
+        it."""
         self._previous_type = ""
 
     def parse(self, item: ResponsesInputItem, path: str) -> None:

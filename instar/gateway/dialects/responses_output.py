@@ -79,7 +79,7 @@ class ResponseOutput:
         return self._open_item is not None and self._open_item.item["type"] == kind
 
     def _begin_text(self, kind: str) -> tuple[_TextItem, Events]:
-        """Return the open item of this kind, and the events that begin the item if it was not open."""
+        """Return the open item of this kind. If there is none, begin one and also return its first events."""
         events: Events = []
         if not self._is_open(kind):
             events = self._begin(_TextItem(self._request_id, self._next_index(), kind))
@@ -200,10 +200,10 @@ class _CallItem(_OutputItem):
 
 
 class _CustomCallItem(_CallItem):
-    """A call of a custom tool, whose input is the string in the arguments ``{"input": "..."}``.
+    """A call of a custom tool. Its input is the string in the arguments ``{"input": "..."}``.
 
-    Other arguments become a function call and are not changed, so that the agent sends back the text that the
-    model wrote. If a part of the input was already sent, the call stays a custom call.
+    Other arguments are returned as a function call, so that the agent sends back exactly the text that the
+    model wrote. If part of the input was already sent, the call stays a custom call.
     """
 
     def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
@@ -266,8 +266,8 @@ class JsonStringReader:
         self._has_ended = False
 
     def feed(self, piece: str) -> str:
-        """Return the decoded text up to the closing quote. An incomplete escape sequence at the end of a
-        piece is decoded together with the next piece."""
+        """Return the decoded text up to the closing quote. An incomplete escape sequence is held back until
+        the next piece."""
         if self._has_ended:
             return ""
         self._rest += piece
@@ -285,7 +285,8 @@ class JsonStringReader:
 
 
 def _select_text_logprobs(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the logprobs of the tokens of ``text``, or all logprobs if no tokens contain ``text``."""
+    """Return the logprobs for the tokens that form ``text``, or all logprobs if no tokens contain
+    ``text``."""
     start = "".join(token.text for token in logprobs).find(text)
     if start < 0:
         return logprobs

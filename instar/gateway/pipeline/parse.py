@@ -30,10 +30,10 @@ SESSION_HEADERS = {
     "x-litellm-session-id": "session",
     "helicone-session-id": "session",
 }
-"""The headers in which known agents send their session id, with the kind of the id. Of several headers in a
-request, the first in this table is used."""
+"""The headers in which known agents send their session id, and the kind of each id. If a request has several,
+the first in this table is used."""
 MAX_EXTERNAL_ID_LENGTH = 512
-"""The length above which an agent's session id is replaced with a prefix and a digest."""
+"""A longer session id from an agent is replaced with a prefix and a digest."""
 
 
 class RequestReader:
@@ -123,7 +123,7 @@ class RequestParser:
 
 
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
-    """Return the agent's own id of its session from a known header, or else the first id in the body."""
+    """Return the agent's own session id, from a known header or else from the body."""
     if not SESSION_HEADERS.keys().isdisjoint(headers):
         for name, kind in SESSION_HEADERS.items():
             if value := headers.get(name):
@@ -140,7 +140,7 @@ def _shorten_id(external_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetryEvidence:
-    """Headers which show that a client retries an earlier request."""
+    """The headers that identify a retry of an earlier request."""
 
     client_key: str | None = None
     """The idempotency key. A request with a different key is never a retry."""

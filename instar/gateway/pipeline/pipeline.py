@@ -153,7 +153,7 @@ class CallPipeline:
         pending: PendingRequest,
         responder: Responder,
     ) -> None:
-        """Sample, record and send the replies. If the call fails, record the tokens that were sampled."""
+        """Sample, record and send the replies. If the call fails, record the tokens sampled so far."""
         sampling_run = call.source.start(call, graph, placement)
         is_committing = False
 

@@ -15,8 +15,8 @@ from instar.types import Call
 
 
 def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Return the call's placement, which determines the prompt's tokens, and set the call's number. The
-    caller must release the placement."""
+    """Return the call's placement with the prompt's tokens, and set the call's number. The caller must
+    release the placement."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
     # The number is taken without an await before the placement, so that concurrent requests never share a
     # number or a seed.
@@ -31,12 +31,13 @@ def place(call: ModelCall, graph: MessageGraph) -> Placement:
 
 
 class ReplayLookup:
-    """Finds the recorded calls that one request repeats, and makes later retries of this request wait."""
+    """Finds the recorded calls that a request repeats. Later retries of the request wait for the original."""
 
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
     ) -> None:
-        """``key`` is the key of the placement. ``timeout`` limits the wait for the original request."""
+        """Create a lookup. ``key`` is the placement's key. ``timeout`` limits the wait for the original
+        request."""
         self._store = store
         self._pending = call.state.pending
         self._retry = call.retry

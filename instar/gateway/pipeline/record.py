@@ -34,7 +34,7 @@ from instar.types import (
 
 _MAX_CACHED_TOOLS = 256
 _REDACTION_OVERLAP_TOKENS = 128
-"""The number of tokens before a prompt's new tokens in which a secret may start."""
+"""A secret may start this many tokens before the new tokens of a prompt."""
 MODEL_UNTRAINABLE = "training on this model is disabled by its route (trainable: false)"
 _NO_IDS: Ids = np.empty(0, np.int32)
 
@@ -54,7 +54,7 @@ class SampledReply:
     first_token_at: float | None = None
     ended_at: float = 0.0
     untrainable: str | None = None
-    """The reason if the model must not be trained on the reply, except missing logprobs."""
+    """Why the model must not be trained on the reply, if so. Missing logprobs are not reported here."""
 
     def append(self, chunk: TokenChunk) -> None:
         if chunk.token_ids and self.first_token_at is None:
@@ -110,7 +110,7 @@ class RequestMeta:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedReply:
-    """A call with the values that the message graph needs and the store does not."""
+    """A call, and values that the message graph needs but the store does not."""
 
     call: Call
     chain: HashChain | None
@@ -131,7 +131,8 @@ class Recorder:
     def __init__(
         self, context: GatewayContext, resolver: SessionResolver, renderer: Renderer | None = None
     ) -> None:
-        """``renderer`` decodes prompts of token ids to find secrets."""
+        """Create a recorder. It uses ``renderer`` to decode prompts of token ids when it searches them for
+        secrets."""
         self._store = context.store
         self._hasher = context.hasher
         self._redactor = context.redactor
@@ -150,8 +151,8 @@ class Recorder:
         *,
         aborted: str | None = None,
     ) -> list[str]:
-        """Record the replies, and return the ids of their calls when the calls are durable. A cancellation
-        does not stop the commit. ``aborted`` is the reason if the replies are incomplete."""
+        """Record the replies. Return their call ids once the calls are durable. A cancellation does not stop
+        the commit. ``aborted`` says why the replies are incomplete, if they are."""
         rows: list[_RecordedReply] = []
         for reply in replies:
             rows.append(self._build_row(state, meta, placement, reply, rows[0] if rows else None, aborted))
@@ -162,7 +163,7 @@ class Recorder:
         return [row.call.call_id for row in rows]
 
     async def drain(self) -> None:
-        """Wait for all commits in progress. Their errors are raised by `record`."""
+        """Wait for all commits in progress. `record` raises their errors."""
         await asyncio.gather(*self._commits, return_exceptions=True)
 
     async def _commit(
@@ -286,7 +287,7 @@ class Recorder:
         return self._hasher.pack_prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
 
     def _has_secret_prompt_ids(self, meta: RequestMeta, placement: Placement) -> bool:
-        """Return True if the prompt has token ids, and the new token ids contain a secret."""
+        """Return True if the prompt was sent as token ids and its new tokens contain a secret."""
         prompt = meta.request.prompt
         if prompt is None or isinstance(prompt, str) or self._renderer is None:
             return False

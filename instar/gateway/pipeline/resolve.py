@@ -23,9 +23,9 @@ _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
 _MAX_SEARCHED_CHARACTERS = 4096
 """The number of characters of a message that are searched for tool call ids."""
 _MAX_TEXT_LENGTHS = 64
-"""The number of different lengths of an agent's recorded texts that are compared with a prompt."""
+"""A prompt is compared with an agent's recorded texts of at most this many different lengths."""
 _MAX_STORE_LOOKUPS = 64
-"""The number of prefixes of the messages, longest first, that are looked up in the store."""
+"""At most this many message prefixes are looked up in the store, longest first."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -33,14 +33,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class SessionHints:
-    """The parts of a request, other than its key and messages, that may identify its session."""
+    """The values in a request, besides its key and messages, that may identify its session."""
 
     url: str | None = None
     header: str | None = None
     external_id: str | None = None
     """The agent's own id of the session."""
     previous: str | None = None
-    """The session of the response that the request continues."""
+    """The session that contains the previous response."""
     retry: RetryEvidence | None = None
     prompt: str | None = None
     """The text prompt of a request without messages."""
@@ -63,8 +63,9 @@ class SessionResolver:
     async def resolve(
         self, caller: Caller, hints: SessionHints, chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState:
-        """Return the session of a request: the session that the URL, key, header or previous response names,
-        the session with the agent's own id, a session with matching content, or else a new session."""
+        """Return the request's session. In this order: the session that the URL, key, header or previous
+        response names; the session with the agent's own id; a session with matching content; a new
+        session."""
         agent_id = caller.agent_id or self._identity.agent_id
         sources = (hints.url, caller.session_id, hints.header, hints.previous)
         session_ids = {session_id for session_id in sources if session_id}
@@ -90,11 +91,11 @@ class SessionResolver:
     async def expand_previous(
         self, caller: Caller, request: ModelRequest, chain: HashChain, *, allow_unknown: bool
     ) -> tuple[ModelRequest, HashChain, str | None]:
-        """Put the messages of the previous response before those of the request. Return the request, the hash
-        chain of all its messages, and the session id of the previous response.
+        """Put the previous response's messages before the request's own messages.
 
-        A request is returned unchanged if ``allow_unknown`` is true and the previous response is not
-        recorded, because the provider may know the response.
+        Return the request, the hash chain of all its messages, and the previous response's session id. If
+        ``allow_unknown`` is True, a request with an unrecorded previous response is returned unchanged,
+        because the provider may know the response.
         """
         response_id = request.previous_response_id
         if response_id is None:
@@ -197,7 +198,7 @@ class SessionIndex:
     """Finds an agent's live sessions by the content of their calls."""
 
     def __init__(self, hasher: MessageHasher, limit: int) -> None:
-        """``limit`` is the maximum number of entries of each table."""
+        """Create an index with at most ``limit`` entries in each table."""
         self._hasher = hasher
         self._limit = limit
         self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
@@ -235,8 +236,8 @@ class SessionIndex:
             put_bounded(self._replies, (agent_id, key), entry, self._limit)
 
     def find_by_replies(self, agent_id: str, chain: HashChain, messages: Sequence[Message]) -> Iterator[str]:
-        """Yield the sessions with a reply that follows the same messages and with which one of the messages
-        starts. Some agents append text to a reply before they send it back."""
+        """Yield sessions that have a reply to the same messages, if one of the messages starts with that
+        reply. Some agents append text to a reply before they send it back."""
         for count in range(len(messages) - 1, 0, -1):
             entry = self._replies.get((agent_id, chain.canonical[count]))
             if entry is None or messages[count]["role"] != "assistant":
@@ -254,7 +255,7 @@ class SessionIndex:
         put_bounded(lengths, len(text), None, _MAX_TEXT_LENGTHS)
 
     def find_by_text(self, agent_id: str, prompt: str) -> Iterator[str]:
-        """Yield the sessions with whose prompt and reply ``prompt`` starts, the longest text first."""
+        """Yield sessions whose recorded prompt and reply are a prefix of ``prompt``, the longest first."""
         for length in sorted(self._text_lengths.get(agent_id, ()), reverse=True):
             if length <= len(prompt):
                 key = (agent_id, length, self._hasher.hash_text(prompt[:length]))

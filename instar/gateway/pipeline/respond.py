@@ -61,14 +61,13 @@ def error_response(dialect: Dialect, failure: Exception) -> Response:
 class Responder:
     """Sends the response of one call, and cancels the call when the client disconnects.
 
-    The headers of a stream are sent together with its first part, so that an earlier failure has its own
-    status.
+    The headers of a stream are sent with its first part, so that an earlier failure can still set the status.
     """
 
     def __init__(
         self, call: ModelCall, scope: Scope, receive: Receive, send: Send, *, read_timeout: float
     ) -> None:
-        """``read_timeout`` is the time in seconds within which the client must read the end of a stream."""
+        """Create a responder. The client must read the end of a stream within ``read_timeout`` seconds."""
         self._call = call
         self._scope = scope
         self._receive = receive
@@ -84,7 +83,7 @@ class Responder:
             await execute(self._call, self)
         except asyncio.CancelledError:
             # Only a cancellation by the server is passed on; after a disconnect nobody reads an error.
-            if not watcher.has_cancelled():
+            if not watcher.consume_cancellation():
                 raise
         except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
             await self._send_failure(error)
@@ -92,7 +91,7 @@ class Responder:
             await watcher.close()
 
     async def finish(self, result: SampledResult) -> None:
-        """Send the rest of the response. The call must already be recorded."""
+        """Send the rest of the response. The caller must record the call first."""
         call = self._call
         if not call.request.stream:
             body = result.raw or call.dialect.format_response(
@@ -202,8 +201,8 @@ class DisconnectWatcher:
         else:
             self._connection.on_disconnect = self._cancel
 
-    def has_cancelled(self) -> bool:
-        """Return True, and undo the cancellation, if nothing but the disconnect cancelled the task."""
+    def consume_cancellation(self) -> bool:
+        """Undo the watcher's cancellation. Return False if something else also cancelled the task."""
         return self._is_disconnected and self._task.uncancel() == 0
 
     async def close(self) -> None:

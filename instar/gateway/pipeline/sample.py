@@ -49,7 +49,7 @@ class SampledResult:
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
     """The deltas that were not streamed."""
     raw: bytes = b""
-    """The bytes of a provider's response that were not streamed."""
+    """The part of a provider's response that was not streamed."""
     content_type: str | None = None
 
 
@@ -57,7 +57,8 @@ class SamplingRun(ABC):
     """Samples the replies of one call."""
 
     placement: Placement
-    """The call's placement. It has the prompt's tokens only after the run if the source tokenizes prompts."""
+    """The call's placement. If the source tokenizes prompts, it has the prompt's tokens only after the
+    run."""
 
     @abstractmethod
     async def run(self, stream: Responder | None) -> SampledResult:
@@ -90,13 +91,13 @@ class Source(ABC):
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
     ) -> list[ReplyChoice]:
-        """Return the replies of recorded calls, to be sent again."""
+        """Convert recorded calls to replies, which are then sent again."""
 
     @abstractmethod
     async def count_tokens(
         self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
     ) -> bytes:
-        """Return the dialect's response with the number of tokens of a prompt."""
+        """Return the dialect's response with the number of prompt tokens."""
 
 
 class Deadline:

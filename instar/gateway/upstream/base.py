@@ -19,13 +19,13 @@ class UpstreamChunk:
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
     """Pairs of choice index and delta; empty if the provider speaks the agent's dialect."""
     choices: ReplyChoices | None = None
-    """The complete replies, which only the last chunk has. The call is recorded before ``raw`` of the last
-    chunk is passed on, so only the last chunk tells the agent that the response has ended."""
+    """The complete replies. Only the last chunk has them, and only its ``raw`` tells the agent that the
+    response has ended. The call is recorded before this ``raw`` is passed on."""
     content_type: str | None = None
-    """The content type of ``raw``, which only the first chunk has."""
+    """The content type of ``raw``. Only the first chunk has it."""
     response_id: str | None = None
-    """The provider's id of the response, which only the last chunk has, and only if the agent sees the id.
-    The agent may continue the response by its id, and people may give feedback on it."""
+    """The provider's response id. Only the last chunk has it, and only if the agent sees the id. The agent
+    may continue the response by this id, and people may give feedback on it."""
 
 
 @dataclass(eq=False)

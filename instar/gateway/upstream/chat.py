@@ -77,7 +77,7 @@ class ChatReader(ReplyReader):
 
     def feed(self, data: bytes) -> None:
         if data.startswith(b"[DONE]"):
-            self.has_ended = self.is_done = True
+            self.has_seen_end = self.is_exhausted = True
             return
         chunk = self._decode(data)
         if chunk.error:
@@ -108,12 +108,12 @@ class ChatReader(ReplyReader):
         if choice.finish_reason is not None and draft.finish_reason is None:
             draft.finish_reason = "length" if choice.finish_reason in _LENGTH_REASONS else "stop"
             self._open_choices -= 1
-            self.has_ended = self.has_ended or self._open_choices <= 0
+            self.has_seen_end = self.has_seen_end or self._open_choices <= 0
 
     @property
-    def is_complete(self) -> bool:
+    def can_end(self) -> bool:
         drafts = self._by_index.values()
-        return bool(drafts) and (self.has_ended or all(draft.finish_reason for draft in drafts))
+        return bool(drafts) and (self.has_seen_end or all(draft.finish_reason for draft in drafts))
 
     @property
     def drafts(self) -> list[ReplyDraft]:
@@ -124,7 +124,8 @@ class ChatReader(ReplyReader):
 
 
 def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
-    """Return a chat completions body. ``limit_name`` is the provider's name of ``max_tokens``."""
+    """Return a chat completions body. ``limit_name`` is the field that the provider uses for
+    ``max_tokens``."""
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]

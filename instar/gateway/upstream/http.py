@@ -59,7 +59,7 @@ _MAX_BYTES_BODY = 1 << 20  # aiohttp warns if a larger body is passed as bytes.
 
 class HttpUpstream:
     def __init__(self, config: UpstreamEngineConfig, path: str = "engine") -> None:
-        """``path`` is the path of the configuration section, for error messages."""
+        """Create an upstream. Error messages name ``path``, the path of its configuration section."""
         self._config = config
         self._dialects = (config.dialect, *config.also)
         self._key = _load_api_key(config, path)
@@ -83,9 +83,9 @@ class HttpUpstream:
     ) -> HttpUpstreamResponse:
         """Send one call and return its response.
 
-        ``body`` and ``headers`` are the agent's, with header names in lower case and without the gateway's
-        keys. The messages of ``request`` include those of ``previous_response_id``. ``sampling_overrides``
-        replace the agent's settings; their keys are those in `SAMPLING_KEYS`.
+        ``body`` and ``headers`` come from the agent; header names are in lower case, and the gateway's keys
+        are removed. The messages of ``request`` already include the previous response. ``sampling_overrides``
+        replace the agent's settings; the keys are those in `SAMPLING_KEYS`.
         """
         target = self._choose_dialect(dialect)
         is_translated = target != dialect
@@ -108,7 +108,8 @@ class HttpUpstream:
         )
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Forward a request to the provider's token counter. Raise ApiError (404) if there is none."""
+        """Forward a request to the provider's token counter. Raise ApiError (404) if the provider has
+        none."""
         if "messages" not in self._dialects:
             raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
         if self._config.model is not None:

@@ -110,8 +110,8 @@ class HttpUpstreamResponse:
         return UpstreamChunk(raw, (), reader.choices(), content_type, reader.response_id)
 
     def _read_events(self, events: Iterable[ServerSentEvent]) -> bytes:
-        """Read the events and return the bytes that may be sent on. The first event that announces the end
-        of the response, and all later events, are held until the call is recorded."""
+        """Read the events and return the bytes that may be sent on. The first event that announces the end of
+        the response and all later events are held back until the call is recorded."""
         forwarded: list[bytes] = []
         try:
             for event in events:
@@ -122,7 +122,7 @@ class HttpUpstreamResponse:
                     if self._added_fields and event.data.startswith(b"{"):
                         stripped = rewrite.strip_added_fields(event.data, self._added_fields)
                         raw = b"data: " + stripped + b"\n\n"
-                    (self._held_events if self._reader.has_ended else forwarded).append(raw)
+                    (self._held_events if self._reader.has_seen_end else forwarded).append(raw)
         except UpstreamError as error:
             self._failure = error
         except _DECODE_ERRORS as error:
@@ -135,7 +135,7 @@ class HttpUpstreamResponse:
             self._held_events.append(self._read_events([rest]))
         if self._failure is not None:
             raise self._failure
-        if not reader.is_complete:
+        if not reader.can_end:
             raise EngineUnavailable("the provider closed the connection before the end of its response")
         raw, deltas = b"".join(self._held_events), reader.take_deltas()
         response_id = None if self._is_translated else reader.response_id
@@ -151,15 +151,15 @@ def _create_reader(dialect: str, n: int, *, emit_deltas: bool, has_token_ids: bo
 
 
 async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
-    """Return the bytes that have arrived, or no bytes at the end of the stream. The wait after the last event
-    is short, because some providers keep the connection open."""
+    """Return the bytes that have arrived, or no bytes at the end of the stream. After the last event, wait
+    only briefly, because some providers keep the connection open."""
     try:
-        if not reader.is_done:
+        if not reader.is_exhausted:
             return await response.content.readany()
         async with asyncio.timeout(_STREAM_END_TIMEOUT_SECONDS):
             return await response.content.readany()
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-        if not reader.is_complete:
+        if not reader.can_end:
             message = f"the connection to the provider failed before the end of its response: {error}"
             raise EngineUnavailable(message) from error
         return b""

@@ -21,7 +21,7 @@ from instar.wire.anthropic import (
 )
 
 DEFAULT_MAX_TOKENS = 8192
-"""The token limit of a reply if the agent did not set one, because the API requires a limit."""
+"""The API requires a token limit. This one is sent if the agent did not set a limit."""
 
 _LENGTH_REASONS = ("max_tokens", "model_context_window_exceeded")
 _decode = msgspec.json.Decoder(MessagesResponse).decode
@@ -72,14 +72,14 @@ class MessagesReader(ReplyReader):
         elif event.type == "content_block_stop" and event.index in self._calls:
             self._close_call(self._calls[event.index])
         elif event.type == "message_stop":
-            self.is_done = True
+            self.is_exhausted = True
         elif event.type == "message_delta":
             _add_usage(self.usage, event.usage)
             if event.delta and event.delta.stop_reason:
                 self._end(event.delta.stop_reason, event.delta.stop_sequence)
 
     def _end(self, reason: str | None, sequence: str | None) -> None:
-        self.has_ended = True
+        self.has_seen_end = True
         self._draft.finish_reason = "length" if reason in _LENGTH_REASONS else "stop"
         self._draft.stop_string = sequence
 
@@ -110,7 +110,7 @@ class MessagesReader(ReplyReader):
 
 
 def build_messages_request(request: ModelRequest, model: str) -> Json:
-    """Return a Messages API body for a request of a different dialect."""
+    """Translate a request from another dialect to a Messages API body."""
     for name, is_set in {"n": request.n > 1, "seed": request.seed is not None}.items():
         if is_set:
             message = f"Anthropic's Messages API, which serves this model, has no '{name}'; leave it out."

@@ -65,7 +65,8 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. Their logprobs are missing unless there is one for each token."""
+        """Add sampled tokens. If the number of logprobs differs from the number of tokens, all their logprobs
+        count as missing."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids
@@ -90,7 +91,7 @@ class ReplyDraft:
 class TokenUsage:
     prompt: int = 0
     sampled: int = 0
-    """The number of sampled tokens of all replies together, because providers do not count each reply."""
+    """The number of sampled tokens, summed over all replies. Providers do not report it per reply."""
     cached: int | None = None
 
 
@@ -127,20 +128,21 @@ def build_choices(
 class ReplyReader(ABC):
     """Reads one response: ``read`` reads a complete response, and ``feed`` reads one event of a stream.
 
-    Both methods raise UpstreamError for an error of the provider, and msgspec.DecodeError for invalid JSON.
+    Both methods raise UpstreamError if the provider reports an error, and msgspec.DecodeError for invalid
+    JSON.
     """
 
     def __init__(self, *, emit_deltas: bool) -> None:
         self.deltas: IndexedDeltas | None = [] if emit_deltas else None
         self.usage = TokenUsage()
-        self.has_ended = False
-        """True once an event has announced the end of the response."""
-        self.is_done = False
-        """True once the last event was read."""
+        self.has_seen_end = False
+        """True after an event announced the end of the response. More events may follow."""
+        self.is_exhausted = False
+        """True after the last event was read."""
         self.response_id: str | None = None
 
     def set_response_id(self, response_id: Any) -> None:
-        """Store the provider's id of the response if it is a string of an acceptable length."""
+        """Store the provider's response id if it is a string of acceptable length."""
         if isinstance(response_id, str) and 0 < len(response_id) <= MAX_RESPONSE_ID_LENGTH:
             self.response_id = response_id
 
@@ -151,9 +153,9 @@ class ReplyReader(ABC):
     def feed(self, data: bytes) -> None: ...
 
     @property
-    def is_complete(self) -> bool:
-        """True if the stream may end at this point."""
-        return self.has_ended
+    def can_end(self) -> bool:
+        """True if the provider may close the stream now without an error."""
+        return self.has_seen_end
 
     @property
     @abstractmethod
@@ -163,7 +165,7 @@ class ReplyReader(ABC):
         return build_choices(self.drafts, self.usage)
 
     def take_deltas(self) -> IndexedDeltas:
-        """Return the deltas that were added since the previous call of this method."""
+        """Return the deltas that were added since the last call."""
         if not self.deltas:
             return []
         deltas = self.deltas.copy()
@@ -192,8 +194,8 @@ _STATUS_BY_TYPE = {
 def parse_error(
     raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
 ) -> UpstreamError:
-    """Return the error in the body of a provider's response. ``status`` is None if the response began with a
-    success status."""
+    """Parse the error in a provider's response body. ``status`` is None if the response began with a success
+    status."""
     try:
         body: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -98,7 +98,7 @@ class ResponsesReader(ReplyReader):
             self._end(response)
 
     def _end(self, response: ResponsesResponse) -> None:
-        self.has_ended = self.is_done = True
+        self.has_seen_end = self.is_exhausted = True
         self.set_response_id(response.id)
         self.usage = _parse_usage(response.usage)
         self._final = _build_draft(response, response.output or self._finished_items)

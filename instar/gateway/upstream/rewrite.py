@@ -22,7 +22,7 @@ _FULL_SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "re
 
 @dataclass(frozen=True, slots=True)
 class AddedFields:
-    """The response fields that the agent did not request, and that must be removed from the response."""
+    """Response fields that we requested but the agent did not. They are removed from the response."""
 
     token_ids: bool
     logprobs: bool
@@ -39,7 +39,7 @@ def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
 
 
 def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
-    """Return the body with the sampling settings replaced. ``dialect`` determines their names."""
+    """Replace the sampling settings in the body. The dialect determines the names of the settings."""
     changes = dict(settings)
     if (limit := changes.pop("max_tokens", None)) is not None:
         name = "max_output_tokens" if dialect == "responses" else "max_tokens"
@@ -50,7 +50,7 @@ def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) ->
 
 
 def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
-    """Return the body with a request for vLLM's token ids and logprobs, and the fields that were added."""
+    """Add a request for vLLM's token ids and logprobs to the body. Return the body and the added fields."""
     fields = _decode(body)
     agent_fields = {name for name, value in fields.items() if bytes(value) != b"null"}
     has_logprobs = "logprobs" in agent_fields and bytes(fields["logprobs"]) != b"false"
@@ -68,7 +68,7 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
 
 
 def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
-    """Return a response, or one event of it, without the fields that the agent did not request."""
+    """Remove the fields that the agent did not request from a response, or from one of its events."""
     fields = _decode(body)
     if added.token_ids:
         fields.pop("prompt_token_ids", None)

@@ -11,8 +11,8 @@ from instar.errors import ConfigError
 
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 
-# Instructions (BPF_LD, BPF_JEQ, BPF_JGE, BPF_JSET, BPF_RET), results, and offsets in struct seccomp_data.
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# Instructions, results, and offsets in struct seccomp_data.
+_BPF_LD, _BPF_JEQ, _BPF_JGE, _BPF_JSET, _BPF_RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _DENY = _ERRNO | errno.EPERM
 _NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET, _SECOND_ARGUMENT_OFFSET = 0, 4, 16, 24
@@ -83,8 +83,10 @@ def is_supported() -> bool:
 
 def check_supported() -> None:
     if not is_supported():
-        known = " and ".join(_AUDIT_ARCHES)
-        raise ConfigError(f"seccomp filters exist for {known}, but this machine is {platform.machine()}")
+        supported = " and ".join(_AUDIT_ARCHES)
+        raise ConfigError(
+            f"this machine is {platform.machine()}, but sandboxes run only on {supported}; use such a machine"
+        )
 
 
 def build_filter(
@@ -115,14 +117,14 @@ def build_filter(
         denied += _SIGNAL_CALLS
         conditional["fcntl"] = _match_values(_SECOND_ARGUMENT_OFFSET, _SIGNAL_OWNER_COMMANDS, _DENY, _ALLOW)
     program = [
-        _instruction(_LOAD, _ARCH_OFFSET),
-        _instruction(_EQUAL, _AUDIT_ARCHES[machine], 1, 0),
-        _instruction(_RETURN, _KILL),
-        _instruction(_LOAD, _NUMBER_OFFSET),
-        _instruction(_AT_LEAST, _X32_SYSCALL_BIT, 0, 1),
-        _instruction(_RETURN, _DENY),
-        _instruction(_AT_LEAST, _FIRST_UNKNOWN_NUMBER, 0, 1),
-        _instruction(_RETURN, _ERRNO | errno.ENOSYS),
+        _instruction(_BPF_LD, _ARCH_OFFSET),
+        _instruction(_BPF_JEQ, _AUDIT_ARCHES[machine], 1, 0),
+        _instruction(_BPF_RET, _KILL),
+        _instruction(_BPF_LD, _NUMBER_OFFSET),
+        _instruction(_BPF_JGE, _X32_SYSCALL_BIT, 0, 1),
+        _instruction(_BPF_RET, _DENY),
+        _instruction(_BPF_JGE, _FIRST_UNKNOWN_NUMBER, 0, 1),
+        _instruction(_BPF_RET, _ERRNO | errno.ENOSYS),
         # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
         *_return_if_equal(_CLONE3_NUMBER, _ERRNO | errno.ENOSYS),
     ]
@@ -130,27 +132,27 @@ def build_filter(
         if name in number:
             program += _return_if_equal(number[name], _DENY)
     for name, rule in conditional.items():
-        program += [_instruction(_EQUAL, number[name], 0, len(rule)), *rule]
-    return b"".join([*program, _instruction(_RETURN, _ALLOW)])
+        program += [_instruction(_BPF_JEQ, number[name], 0, len(rule)), *rule]
+    return b"".join([*program, _instruction(_BPF_RET, _ALLOW)])
 
 
 def _match_values(offset: int, values: Iterable[int], if_equal: int, otherwise: int) -> list[bytes]:
     matches = [instruction for value in values for instruction in _return_if_equal(value, if_equal)]
-    return [_instruction(_LOAD, offset), *matches, _instruction(_RETURN, otherwise)]
+    return [_instruction(_BPF_LD, offset), *matches, _instruction(_BPF_RET, otherwise)]
 
 
 def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
     """Return instructions that return ``if_set`` if the first argument of a call has any of the bits."""
     return [
-        _instruction(_LOAD, _FIRST_ARGUMENT_OFFSET),
-        _instruction(_ANY_BIT, mask, 0, 1),
-        _instruction(_RETURN, if_set),
-        _instruction(_RETURN, if_clear),
+        _instruction(_BPF_LD, _FIRST_ARGUMENT_OFFSET),
+        _instruction(_BPF_JSET, mask, 0, 1),
+        _instruction(_BPF_RET, if_set),
+        _instruction(_BPF_RET, if_clear),
     ]
 
 
 def _return_if_equal(value: int, verdict: int) -> list[bytes]:
-    return [_instruction(_EQUAL, value, 0, 1), _instruction(_RETURN, verdict)]
+    return [_instruction(_BPF_JEQ, value, 0, 1), _instruction(_BPF_RET, verdict)]
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -185,7 +185,7 @@ class EngineConformance:
         assert len(ids_of(chunks)) == 3
 
     async def test_logprobs_scores_prompt_tokens(self, engine: Engine, prompt: list[int]) -> None:
-        if not engine.info.scores:
+        if not engine.info.can_score:
             with pytest.raises(EngineError, match="logprobs of given tokens"):
                 await engine.logprobs(prompt)
             return
@@ -204,7 +204,7 @@ class EngineConformance:
         await wait_until_idle(engine)
 
     async def test_logprobs_rejects_invalid_prompts(self, engine: Engine, prompt: list[int]) -> None:
-        if engine.info.scores:
+        if engine.info.can_score:
             with pytest.raises(PromptTooLong):
                 await engine.logprobs((prompt * engine.info.max_context)[: engine.info.max_context + 1])
             for invalid_ids in ([], [-1], [engine.info.vocab_size]):
