@@ -1,4 +1,4 @@
-"""Runs coroutines together, and user code that may neither return nor react to cancellation."""
+"""Helpers to run coroutines concurrently, and to run user code that may hang or ignore cancellation."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 InstarError
 ├── ConfigError        a setting is invalid; the message has its path and the allowed values
 ├── StoreError         the database rejected an operation
-│   ├── StoreNewer         a newer version of Instar wrote the database
+│   ├── StoreTooNew        a newer version of Instar wrote the database
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          the disk is full
 │   ├── LeaseLost          another process has taken over this process's role in the run
@@ -39,7 +39,7 @@ class StoreError(InstarError):
     pass
 
 
-class StoreNewer(StoreError):
+class StoreTooNew(StoreError):
     pass
 
 

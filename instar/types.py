@@ -182,7 +182,7 @@ class Call:
     status: CallStatus = CallStatus.OK
     trainable: bool = True
     reason: str | None = None
-    """The reason for which the call is not trainable or was aborted."""
+    """Why the call is not trainable or was aborted."""
     dialect: str = "chat"
     model: str = ""
     """The model name that the agent requested."""

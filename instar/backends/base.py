@@ -47,6 +47,7 @@ class BackendCapabilities:
     """The supported optimizer settings. All other settings must have their neutral value."""
     reference: bool = False
     live: bool = False
+    """True if ``tensors`` is supported, so that weights can be sent to running engines."""
     grad_norm: bool = True
     """True if ``optim_step`` returns the gradient norm. Otherwise the norm is NaN."""
 

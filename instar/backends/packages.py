@@ -114,7 +114,8 @@ def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPack
 
 
 def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
-    """Yield the requirements of the backend itself, of Instar's extra and, for MinT, of its own package."""
+    """Yield the version requirements from our table, from Instar's extra and, for MinT, from the metadata of
+    its package."""
     from packaging.requirements import Requirement
 
     yield Requirement(requirement.package + requirement.versions)

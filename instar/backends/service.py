@@ -97,7 +97,7 @@ class ServiceBackend(Backend):
 @dataclass
 class GradientCounter:
     calls: int = 0
-    """The number of calls since the last step that added to the service's gradient."""
+    """The number of calls that have accumulated gradient since the last optimizer step."""
 
     def require_gradient(self) -> None:
         # Without a gradient, a service would still apply the weight decay.

@@ -53,9 +53,9 @@ def _iterate_saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Lora
             continue
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             adapters[path] = module
-        own = cast(nn.Module, module)
-        for name, tensor in {**own._parameters, **own._buffers}.items():
-            if tensor is None or name in own._non_persistent_buffers_set or id(tensor) in seen_ids:
+        typed = cast(nn.Module, module)
+        for name, tensor in {**typed._parameters, **typed._buffers}.items():
+            if tensor is None or name in typed._non_persistent_buffers_set or id(tensor) in seen_ids:
                 continue
             seen_ids.add(id(tensor))
             layer = adapters.get(path.removesuffix(BASE_LAYER_SUFFIX)) if name == "weight" else None

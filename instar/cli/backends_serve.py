@@ -23,7 +23,7 @@ from instar.models import is_cached, resolve_model
 from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
-KEYS = "INSTAR_PROTOCOL_KEYS"
+KEYS_ENV = "INSTAR_PROTOCOL_KEYS"
 """The environment variable with the accepted keys, separated by commas."""
 
 
@@ -101,23 +101,23 @@ def serve(
 def read_configured_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
     """Return the keys in the environment. Raise ConfigError if a key is too short or if no client could send
     the key. The message does not contain the key."""
-    keys = [key.strip() for key in environment.get(KEYS, "").split(",") if key.strip()]
+    keys = [key.strip() for key in environment.get(KEYS_ENV, "").split(",") if key.strip()]
     min_length = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
     prefixes = CONVENTIONS[protocol].accepted_prefixes
     for number, key in enumerate(keys, 1):
         if len(key) < min_length:
             raise ConfigError(
-                f"{KEYS}: key {number} has {len(key)} characters, too few for a server on {host}; use a "
+                f"{KEYS_ENV}: key {number} has {len(key)} characters, too few for a server on {host}; use a "
                 f"random key of at least {min_length} characters."
             )
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise ConfigError(
-                f"{KEYS}: key {number} has characters that an HTTP header cannot contain; use printable "
+                f"{KEYS_ENV}: key {number} has characters that an HTTP header cannot contain; use printable "
                 "ASCII characters without spaces."
             )
         if prefixes and not key.startswith(prefixes):
             raise ConfigError(
-                f"{KEYS}: key {number} must begin with {' or '.join(prefixes)} for {protocol}'s clients."
+                f"{KEYS_ENV}: key {number} must begin with {' or '.join(prefixes)} for {protocol}'s clients."
             )
     return keys
 
@@ -125,10 +125,12 @@ def read_configured_keys(environment: Mapping[str, str], protocol: str, host: st
 def _instructions(
     convention: ClientConvention, url: str, model: str, folder: Path, new_key: str | None
 ) -> Sequence[str]:
-    key = new_key or f"<a key from {KEYS}>"
+    key = new_key or f"<a key from {KEYS_ENV}>"
     lines = [f"Serving {model} at {url}. Connect a client with:\n"]
     lines += [f"  export {name}_BASE_URL={url} {name}_API_KEY={key}" for name in convention.variable_prefixes]
     lines.append(f"\nCheckpoints are saved in {folder}. Press Ctrl-C to stop.")
     if new_key:
-        lines.append(f"Checkpoints belong to this key. Set {KEYS} to the key to use them after a restart.")
+        lines.append(
+            f"Checkpoints belong to this key. Set {KEYS_ENV} to the key to use them after a restart."
+        )
     return lines

@@ -78,7 +78,8 @@ async def export_sessions(
         _check_name(name)
         if format not in IMPORTABLE_FORMATS:
             raise ConfigError(
-                f"--as: {format} data cannot be trained on; use {', '.join(IMPORTABLE_FORMATS)}."
+                f"--as: Instar cannot import {format} data; use --format {' or '.join(IMPORTABLE_FORMATS)}, "
+                "or write the data to a folder with --to."
             )
     if to is not None:
         check_target(to)

@@ -40,7 +40,7 @@ class Display:
         self.events: list[str] = []
         self._run: LiveRun | None = None
         self._task: asyncio.Task[None] | None = None
-        self._tokens: tuple[float, int] | None = None
+        self._last_token_sample: tuple[float, int] | None = None
         self._rate = 0.0
 
     def log_event(self, text: str) -> None:
@@ -111,10 +111,12 @@ class Display:
         status = await engine_status(run)
         if status is not None:
             now = time.monotonic()
-            if self._tokens is not None and now > self._tokens[0]:
-                rate = (status.generated_tokens - self._tokens[1]) / (now - self._tokens[0])
+            if self._last_token_sample is not None and now > self._last_token_sample[0]:
+                rate = (status.generated_tokens - self._last_token_sample[1]) / (
+                    now - self._last_token_sample[0]
+                )
                 self._rate = 0.7 * self._rate + 0.3 * max(0.0, rate)
-            self._tokens = (now, status.generated_tokens)
+            self._last_token_sample = (now, status.generated_tokens)
         return status
 
     async def _print_lines(self) -> None:
@@ -154,7 +156,8 @@ def format_record(record: Json) -> str:
     return (
         f"step {record['step']:>3}  reward {'–' if reward is None else f'{reward:.3f}'}  "
         f"version {record['version']}  staleness {record.get('staleness_mean', 0):.1f}  "
-        f"{record['step_seconds']:.1f} s (waited {record['wait_seconds']:.1f} s)  {record['elapsed']:.0f} s"
+        f"{record['step_seconds']:.1f} s (waited {record['wait_seconds']:.1f} s)  "
+        f"elapsed {record['elapsed']:.0f} s"
     )
 
 

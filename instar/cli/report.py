@@ -237,7 +237,7 @@ def _staleness_section(steps: list[Json]) -> list[str]:
 
 
 def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
-    """Return the table of docs/judge.md: the agreement of each judge with itself and with rules."""
+    """Return a table with the agreement of each judge with itself and with rules (see docs/judge.md)."""
     rows = [
         {
             "judge": judge.judge,
@@ -245,10 +245,10 @@ def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
             "mean": f"{judge.mean:.3f}",
             "dollars": f"{judge.dollars:.2f}",
             "votes": _cell(judge.votes),
-            "orders": _cell(judge.orders),
+            "order agreement": _cell(judge.orders),
             "sessions with a rule": f"{judge.rule_sessions:,}",
-            "same side": _cell(judge.rule_same_side),
-            "r": _cell(judge.rule_correlation),
+            "agrees with rule": _cell(judge.rule_same_side),
+            "correlation": _cell(judge.rule_correlation),
         }
         for judge in judges
     ]
@@ -275,7 +275,8 @@ def _cell(value: Any) -> str:
 
 
 def render_example(example: ReportExample) -> str:
-    """Return the conversation from the last question of the first prompt on, without few-shot examples."""
+    """Return the conversation as HTML, starting at the last user message of the first prompt. This skips
+    few-shot examples."""
     label, calls, reward = example
     first, last = calls[0].messages, calls[-1].messages
     opening = first if last[: len(first)] == first else last

@@ -79,8 +79,8 @@ def simulate(
             recommendation = recommend(
                 simulated_workload,
                 cluster,
-                most_engines=max(settings.most_engines, cluster.engines),
-                most_staleness=max(settings.most_staleness, cluster.max_staleness),
+                max_engines=max(settings.max_engines, cluster.engines),
+                max_staleness=max(settings.max_staleness, cluster.max_staleness),
                 sync=config.trainer.mode == "sync",
                 seed=seed,
                 on_trial=status.update,
@@ -182,7 +182,7 @@ async def load_workload(
             result,
             pause=settings.pause,
             crashes_per_hour=settings.crashes_per_hour,
-            restart=settings.restart,
+            restart=settings.restart_seconds,
         )
     else:
         sessions = [] if path else draw_sessions(settings, random.Random(seed), DRAWN_SESSIONS)

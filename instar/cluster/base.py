@@ -119,7 +119,7 @@ class Cluster(ABC):
         self._watchers[role.name].add_done_callback(check)
 
     @abstractmethod
-    def signal(self, name: str, number: int = signal.SIGTERM) -> None:
+    def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
         """Send a role a signal to exit. The role is not restarted, even if it has just died."""
 
     @abstractmethod

@@ -69,11 +69,11 @@ async def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> i
     run_role: Callable[[RoleContext], Awaitable[None]] = load_object(ROLES[role])
     context = RoleContext(role, folder, arguments)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, context.stop.set)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, context.stop.set)
     loop.add_signal_handler(DRAIN_SIGNAL, context.drain.set)
     await run_role(context)
-    # The supervisor knows if the run itself sent the signal.
+    # Return EXIT_STOPPED after any signal; the supervisor can tell whether it sent the signal itself.
     return EXIT_STOPPED if context.stop.is_set() or context.drain.is_set() else 0
 
 

@@ -76,13 +76,13 @@ class ChildProcess(RoleHandle):
     is_restarting: bool = False
     stop_signal: int = signal.SIGTERM
 
-    def request_stop(self, number: int) -> None:
+    def request_stop(self, signum: int) -> None:
         """Mark the role as stopping. A process that is being started gets the signal as soon as it runs."""
-        self.is_stopping, self.is_restarting, self.stop_signal = True, False, number
+        self.is_stopping, self.is_restarting, self.stop_signal = True, False, signum
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         if self.process and self.process.returncode is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signum)
 
     def kill(self) -> None:
         if self.process and self.process.returncode is None:
@@ -99,7 +99,7 @@ class Supervisor(Cluster):
         self._children: dict[str, ChildProcess] = {}
         # Nothing is ever written to this pipe. Only this process has the write end, so a role that reads
         # end-of-file knows that this process has exited.
-        self._lifeline, self._alive = os.pipe()
+        self._lifeline_read, self._lifeline_write = os.pipe()
 
     @property
     def roles(self) -> Mapping[str, ChildProcess]:
@@ -108,7 +108,7 @@ class Supervisor(Cluster):
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> ChildProcess:
         name = options.get("name") or role
         log = log_location(self._host, self.folder.log(name))
-        child = ChildProcess(role, name, log=log, fds=[self._lifeline])
+        child = ChildProcess(role, name, log=log, fds=[self._lifeline_read])
         argv = [
             options.get("python") or sys.executable,
             "-m",
@@ -116,7 +116,7 @@ class Supervisor(Cluster):
             role,
             str(self.folder.path),
             f"--name={name}",
-            f"--lifeline={self._lifeline}",
+            f"--lifeline={self._lifeline_read}",
             *arguments,
         ]
         own_env: dict[str, str] = {}
@@ -125,7 +125,7 @@ class Supervisor(Cluster):
             child.server = previous.server if previous and previous.server else open_listener(*address)
             child.url = own_env[ROLE_URL_ENV] = listener_url(child.server, self._host)
             argv.append(f"--fd={child.server.fileno()}")
-            child.fds = [self._lifeline, child.server.fileno()]
+            child.fds = [self._lifeline_read, child.server.fileno()]
         inherited = {k: v for k, v in os.environ.items() if k not in options.get("exclude_env", ())}
         child.argv, child.env = argv, {**inherited, **options.get("env", {}), **own_env}
         self._children[name] = child
@@ -194,10 +194,10 @@ class Supervisor(Cluster):
             cause = f"{child.name}: {symptom}\n(log: {child.log})\n{await self.tail(child.name)}"
         self.fail(InstarError(cause))
 
-    def signal(self, name: str, number: int = signal.SIGTERM) -> None:
+    def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
         if child := self._children.get(name):
-            child.request_stop(number)
-            child.send(number)
+            child.request_stop(signum)
+            child.send(signum)
 
     def kill(self, name: str) -> None:
         if child := self._children.get(name):
@@ -230,11 +230,11 @@ class Supervisor(Cluster):
         for child in self._children.values():
             if child.server is not None:
                 child.server.close()
-        os.close(self._alive)
-        os.close(self._lifeline)
+        os.close(self._lifeline_write)
+        os.close(self._lifeline_read)
 
 
 def _normalize_exit_code(code: int) -> int:
-    """Return 0 if a role that was told to exit was killed by that signal. Roles handle the signals while they
-    work, so the signal can only kill a role before or after its work."""
+    """Return 0 if a stopping role exited normally or was killed by the stop signal. Roles handle stop signals
+    while they work, so such a signal can only kill a role before or after its work."""
     return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

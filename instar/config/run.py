@@ -70,8 +70,11 @@ class RunConfig(Section):
     def _references_are_valid(self) -> Self:
         for name, route in self.models.items():
             if route.upstream is not None and route.upstream not in self.upstreams:
-                known = ", ".join(self.upstreams) or "none"
-                raise ValueError(f"models.{name}.upstream: given {route.upstream!r}; upstreams: {known}")
+                defined = ", ".join(self.upstreams) or "none"
+                raise ValueError(
+                    f"models.{name}.upstream: there is no upstream {route.upstream!r}; defined upstreams: "
+                    f"{defined}"
+                )
         check_data_sources(self.data)
         deadline = self.scoring.deadline
         for index, section in enumerate(self.reward):

@@ -9,8 +9,30 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from instar.config.base import NonNegative, NonNegativeFloat, Positive, Section, Unit
 
+RENAMED_SETTINGS = {
+    "most": "max",
+    "tool": "tool_seconds",
+    "start": "start_seconds",
+    "crowding": "latency_growth_per_call",
+    "publish": "publish_seconds",
+    "restart": "restart_seconds",
+    "most_engines": "max_engines",
+    "most_staleness": "max_staleness",
+}
 
-class DistributionConfig(Section):
+
+class SimulateSection(Section):
+    """A section that rejects settings with an outdated name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_renamed_settings(cls, value: Any) -> Any:
+        for old in RENAMED_SETTINGS.keys() & (value if isinstance(value, dict) else {}):
+            raise ValueError(f"the setting {old!r} was renamed; use {RENAMED_SETTINGS[old]!r}")
+        return value
+
+
+class DistributionConfig(SimulateSection):
     """The distribution of a quantity: a constant (a bare number), lognormal, or drawn from a list."""
 
     value: NonNegativeFloat | None = None
@@ -19,8 +41,8 @@ class DistributionConfig(Section):
     """Median of a lognormal distribution."""
     sigma: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm. At 1, one value in a hundred exceeds ten times the median."""
-    most: Annotated[float, Field(gt=0)] | None = None
-    """Maximum of a lognormal value. Default: no maximum."""
+    max: Annotated[float, Field(gt=0)] | None = None
+    """Maximum of a lognormal distribution; larger values are reduced to it. Default: no maximum."""
     values: Annotated[list[NonNegativeFloat], Field(min_length=1)] | None = None
     """Values to draw from, all equally likely."""
 
@@ -43,10 +65,10 @@ def _expand_shorthand(value: Any) -> Any:
 Distribution = Annotated[DistributionConfig, BeforeValidator(_expand_shorthand)]
 
 
-class SimulateConfig(Section):
-    """The assumptions of `instar simulate`. A run measured with `--from` replaces the assumptions that it can
-    measure, and a workload file replaces the sessions. The defaults describe a small model, with one GPU for
-    the engine and one for the trainer."""
+class SimulateConfig(SimulateSection):
+    """The assumptions of `instar simulate`. With `--from RUN_DIR`, values measured in that run replace these
+    assumptions where available. A workload file replaces the sessions. The defaults describe a small model,
+    with one GPU for the engine and one for the trainer."""
 
     workload: Path | None = None
     """File of sessions to replay, one JSON object per line: `{"turns": [[prompt tokens, generated tokens,
@@ -54,16 +76,16 @@ class SimulateConfig(Section):
     turns: Distribution = DistributionConfig(value=4)
     """Number of model calls in a session."""
     prompt: Distribution = DistributionConfig(value=200)
-    """Number of tokens that the prompt of a call adds to the session."""
-    generated: Distribution = DistributionConfig(median=200, sigma=1.0, most=4096)
+    """Number of new prompt tokens in each call."""
+    generated: Distribution = DistributionConfig(median=200, sigma=1.0, max=4096)
     """Number of tokens in a reply."""
-    tool: Distribution = DistributionConfig(median=0.5, sigma=1.5, most=300)
+    tool_seconds: Distribution = DistributionConfig(median=0.5, sigma=1.5, max=300)
     """Seconds between a reply and the next call or the end of the session."""
-    start: Distribution = DistributionConfig(value=0.05)
+    start_seconds: Distribution = DistributionConfig(value=0.05)
     """Seconds from the start of a session to its first call."""
     latency: Distribution = DistributionConfig(value=0.05)
     """Seconds from a call to its first token, if the engine is otherwise idle."""
-    crowding: NonNegativeFloat = 0.0
+    latency_growth_per_call: NonNegativeFloat = 0.0
     """Relative increase of the latency for every additional call in progress on the engine."""
     speed: Annotated[dict[Positive, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
         1: 250.0,
@@ -76,19 +98,19 @@ class SimulateConfig(Section):
     """Seconds of a training step that do not depend on the number of tokens."""
     train_per_token: NonNegativeFloat = 2e-5
     """Additional seconds of a training step per token, including prompts."""
-    publish: Distribution = DistributionConfig(value=0.3)
+    publish_seconds: Distribution = DistributionConfig(value=0.3)
     """Seconds from an update until all engines serve the new policy."""
     pause: NonNegativeFloat = 0.0
-    """Seconds of `publish` during which the engines are paused."""
+    """Seconds of `publish_seconds` during which the engines are paused."""
     failures: Unit = 0.0
     """Share of sessions that fail."""
     zero_signal: Unit = 0.0
     """Share of groups without a training signal, because all rewards are equal."""
     crashes_per_hour: NonNegativeFloat = 0.0
     """Number of crashes of one engine per hour."""
-    restart: NonNegativeFloat = 60.0
+    restart_seconds: NonNegativeFloat = 60.0
     """Seconds until a crashed engine answers again."""
-    most_engines: Positive = 64
-    """Maximum number of engines that the search for a better number considers."""
-    most_staleness: NonNegative = 8
-    """Maximum `trainer.max_staleness` that the search considers."""
+    max_engines: Positive = 64
+    """Maximum number of engines that the search tries."""
+    max_staleness: NonNegative = 8
+    """Maximum `trainer.max_staleness` that the search tries."""

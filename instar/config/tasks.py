@@ -58,8 +58,8 @@ class Gsm8kTasksConfig(Section):
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
         if (self.path is None) == (self.synthetic is None):
-            count = "neither" if self.path is None else "both"
-            raise ValueError(f"path: given {count} of path and synthetic; set exactly one of them")
+            count = "neither is" if self.path is None else "both are"
+            raise ValueError(f"path and synthetic: {count} set; set exactly one of them")
         return self
 
 
@@ -95,8 +95,8 @@ class ReasoningGymTasksConfig(Section):
     @model_validator(mode="after")
     def _has_one_dataset_setting(self) -> Self:
         if (self.dataset is None) == (not self.parts):
-            count = "neither" if self.dataset is None else "both"
-            raise ValueError(f"dataset: given {count} of dataset and parts; set exactly one of them")
+            count = "neither is" if self.dataset is None else "both are"
+            raise ValueError(f"dataset and parts: {count} set; set exactly one of them")
         if self.args and self.parts:
             raise ValueError("args: cannot be combined with parts; set args in each part")
         return self
@@ -144,8 +144,9 @@ class HumanEvalTasksConfig(Section):
 
 
 class BfclTasksConfig(Section):
-    """Function calls of the Berkeley leaderboard, from the package `bfcl-eval`. The leaderboard's own checker
-    scores them with `reward: {type: rule, function: "instar.rollout.tasksets.bfcl:score"}`."""
+    """Tasks from the Berkeley Function-Calling Leaderboard (BFCL), from the package `bfcl-eval`. The
+    leaderboard's own checker scores them with
+    `reward: {type: rule, function: "instar.rollout.tasksets.bfcl:score"}`."""
 
     type: Literal["bfcl"]
     category: Literal[

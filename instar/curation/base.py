@@ -42,11 +42,11 @@ class CurationLimits:
     """The thresholds at which the checks report a finding."""
 
     similarity: float = 0.9
-    """The share of word triples that two near-duplicates have in common."""
+    """The minimum share of common word trigrams at which two sessions count as near-duplicates."""
     drift: float = 2.0
-    """The ratio of the output length or repetition of the latest versions to that of the first versions."""
+    """The factor by which output length or repetition changed from the first versions to the latest."""
     repetition: float = 0.3
-    """The share of an output's word triples that already occurred earlier in the output."""
+    """The share of an output's word trigrams that already occurred earlier in the output."""
     disagreement: float = 0.5
     """The difference between the reward of a rule and the reward of a judge."""
     identical: float = 0.5

@@ -42,10 +42,12 @@ def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[i
     values = _minhash(shingles)
     duplicates: dict[int, list[int]] = defaultdict(list)
     leaders: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-    for index, own in enumerate(shingles):
+    for index, shingle_set in enumerate(shingles):
         keys = [(band, part.tobytes()) for band, part in enumerate(values[index].reshape(BANDS, -1))]
         candidates = sorted({leader for key in keys for leader in leaders[key]})
-        similar = (leader for leader in candidates if jaccard_similarity(shingles[leader], own) >= similarity)
+        similar = (
+            leader for leader in candidates if jaccard_similarity(shingles[leader], shingle_set) >= similarity
+        )
         if (match := next(similar, None)) is not None:
             duplicates[match].append(index)
             continue
@@ -65,6 +67,6 @@ def _minhash(shingles: Sequence[Shingles]) -> NDArray[np.uint64]:
     factors = rng.integers(1, 1 << 31, HASHES, dtype=np.uint64)
     offsets = rng.integers(0, 1 << 60, HASHES, dtype=np.uint64)
     values = np.empty((len(shingles), HASHES), np.uint64)
-    for index, own in enumerate(shingles):
-        values[index] = ((own[:, None] * factors + offsets) % _PRIME).min(axis=0)
+    for index, shingle_set in enumerate(shingles):
+        values[index] = ((shingle_set[:, None] * factors + offsets) % _PRIME).min(axis=0)
     return values

@@ -63,7 +63,7 @@ def decouple(
             )
         )
     count = sum(sample.trained_tokens for sample in samples)
-    return corrected, weighted, {"truncated": truncated / max(1, count), "left_out_tokens": dropped}
+    return corrected, weighted, {"truncated": truncated / max(1, count), "dropped_tokens": dropped}
 
 
 def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:

@@ -58,8 +58,8 @@ def read_manifest(folder: Path) -> DatasetManifest:
         raise DataError(f"{path} is not the manifest of an Instar export")
     if content.get("format_version") != VERSION:
         raise DataError(
-            f"{path} has format version {content.get('format_version')}, but this Instar reads version "
-            f"{VERSION}; export the data again with this Instar"
+            f"{path} has format version {content.get('format_version')}, but this version of Instar reads "
+            f"version {VERSION}; export the data again with this version"
         )
     try:
         return DatasetManifest(**content)

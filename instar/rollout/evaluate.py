@@ -30,7 +30,7 @@ ReportProgress = Callable[[int, int], None]
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
 POLL_SECONDS = 0.1
 SCORING_GRACE_SECONDS = 60.0
-"""Time that is added to the longest duration of a scorer, before tasks without a score count as failed."""
+"""Grace period after the longest scorer timeout, after which unscored tasks count as failed."""
 
 
 class Evaluator:

@@ -66,7 +66,8 @@ def jsonl_tasks(config: JsonlTasksConfig) -> TaskSet:
 
 
 def python_tasks(config: PythonTasksConfig) -> TaskSet:
-    """Return one task for each dict of the function. A task's id is the field ``task_id``, or its index."""
+    """Return one task for each dict that the function returns. A task's id is its field ``task_id``, or its
+    index."""
     result: object = registry.load_object(config.function)(**config.args)
     if not isinstance(result, Iterable):
         raise ConfigError(
@@ -114,21 +115,21 @@ def to_json(record: Json) -> Json:
     return msgspec.json.decode(msgspec.json.encode(record, enc_hook=str))
 
 
-def import_package(module: str, tasks: str, install: str = INSTALL_COMMAND) -> Any:
+def import_package(module: str, task_type: str, install: str = INSTALL_COMMAND) -> Any:
     """Return the module. Raises ConfigError with the command ``install`` if a package is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise _missing_package(error.name or module, tasks, install) from error
+        raise _missing_package(error.name or module, task_type, install) from error
 
 
-def find_package_folder(module: str, tasks: str, install: str = INSTALL_COMMAND) -> Path:
+def find_package_folder(module: str, task_type: str, install: str = INSTALL_COMMAND) -> Path:
     """Return the folder of a package without importing the package."""
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise _missing_package(module, tasks, install)
+        raise _missing_package(module, task_type, install)
     return Path(spec.submodule_search_locations[0])
 
 
-def _missing_package(module: str, tasks: str, install: str) -> ConfigError:
-    return ConfigError(f"tasks.type: {tasks} requires the package {module}; install it with: {install}")
+def _missing_package(module: str, task_type: str, install: str) -> ConfigError:
+    return ConfigError(f"tasks.type: {task_type} requires the package {module}; install it with: {install}")

@@ -48,17 +48,17 @@ class Workload:
     speed: EngineSpeed
     train_base: float
     train_per_token: float
-    publish: DistributionConfig
-    crowding: float = 0.0
+    publish_seconds: DistributionConfig
+    latency_growth_per_call: float = 0.0
     """Relative increase of the latency for every other call in progress on the engine."""
     pause: float = 0.0
     failures: float = 0.0
     zero_signal: float = 0.0
     crashes_per_hour: float = 0.0
-    restart: float = 60.0
+    restart_seconds: float = 60.0
 
     def latency_factor(self, calls: float) -> float:
-        return 1 + self.crowding * max(0.0, calls - 1)
+        return 1 + self.latency_growth_per_call * max(0.0, calls - 1)
 
 
 @dataclass(frozen=True, slots=True)

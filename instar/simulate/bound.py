@@ -65,7 +65,7 @@ def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
     samples = with_signal * (slot.samples * live_slots + data_samples)
     tokens = with_signal * (slot.tokens * live_slots + data_tokens)
     train_seconds = workload.train_base + workload.train_per_token * tokens / cluster.steps
-    step_seconds = train_seconds + distribution_mean(workload.publish)
+    step_seconds = train_seconds + distribution_mean(workload.publish_seconds)
     rollout_seconds = live_slots / _slots_per_second(workload, cluster, slot.cost)
     return ThroughputBound(
         rollout=3600 * samples / (rollout_seconds + step_seconds),

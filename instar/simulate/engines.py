@@ -108,7 +108,7 @@ class SimulatedPool:
             self.update(engine)
             heapq.heapify(remaining)
             engine.running = remaining
-            self._remove(engine)
+            self._release_slot(engine)
 
     def pause(self, seconds: float) -> None:
         for engine in self.engines:
@@ -176,10 +176,10 @@ class SimulatedPool:
             return
         self.update(engine)
         _, _, request = heapq.heappop(engine.running)
-        self._remove(engine)
+        self._release_slot(engine)
         request.on_done()
 
-    def _remove(self, engine: SimulatedEngine) -> None:
+    def _release_slot(self, engine: SimulatedEngine) -> None:
         engine.active -= 1
         self._change_load(engine, -1)
         while engine.waiting and engine.active < self.max_batch:

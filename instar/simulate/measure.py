@@ -54,17 +54,17 @@ async def measure(
         )
     failed = sum(session.status is SessionStatus.FAILED for session in ended)
     base, per_token = fit_training(records)
-    latency, crowding = fit_latency(timings, engines)
+    latency, growth = fit_latency(timings, engines)
     publish_seconds = [record["step_seconds"] - record["train_seconds"] for record in _skip_warm_up(records)]
     groups = sum(record.get("groups", 0) for record in records)
     return Workload(
         sessions=sessions,
         latency=latency,
-        crowding=crowding,
+        latency_growth_per_call=growth,
         speed=fit_speed(timings, engines, max_batch),
         train_base=base,
         train_per_token=per_token,
-        publish=_to_distribution(publish_seconds),
+        publish_seconds=_to_distribution(publish_seconds),
         failures=failed / len(ended),
         zero_signal=sum(record.get("zero_signal", 0) for record in records) / max(1, groups),
     )
@@ -138,13 +138,13 @@ def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[Distribution
     waits = np.array([(call.sent, call.first_token) for call in calls])
     spans = np.array([(call.sent, call.ended) for call in calls])
     others = np.maximum(0.0, _mean_concurrency(spans, waits) / engines - 1)
-    crowding = 0.0
+    growth = 0.0
     if others.std() > 0:
         increase = float(np.cov(others, seconds)[0, 1] / others.var(ddof=1))
         alone = max(float(seconds.mean() - increase * others.mean()), float(seconds.min()))
         if increase > 0 and alone > 0:
-            crowding = increase / alone
-    return _to_distribution((seconds / (1 + crowding * others)).tolist()), crowding
+            growth = increase / alone
+    return _to_distribution((seconds / (1 + growth * others)).tolist()), growth
 
 
 def _mean_concurrency(spans: np.ndarray, ranges: np.ndarray) -> np.ndarray:

@@ -68,7 +68,7 @@ class PipelineSimulation:
         self.clock = VirtualClock()
         self.pool = SimulatedPool(self.clock, cluster.engines, cluster.max_batch, workload.speed)
         self.draw_latency = make_draw(workload.latency, self.rng)
-        self.draw_publish_seconds = make_draw(workload.publish, self.rng)
+        self.draw_publish_seconds = make_draw(workload.publish_seconds, self.rng)
         self.result = SimulationResult()
         self.claimed_steps = self.served_steps = 0
         """The number of steps that have begun, and the number of steps whose policy is served."""
@@ -341,7 +341,7 @@ class PipelineSimulation:
 
     def _crash(self, engine: SimulatedEngine) -> None:
         self.result.crashes += 1
-        self.pool.crash(engine, self.workload.restart)
+        self.pool.crash(engine, self.workload.restart_seconds)
         self._schedule_crash(engine)
 
     def _count_sessions(self, change: int) -> None:

@@ -36,8 +36,8 @@ def recommend(
     workload: Workload,
     cluster: ClusterSpec,
     *,
-    most_engines: int,
-    most_staleness: int,
+    max_engines: int,
+    max_staleness: int,
     sync: bool = False,
     seed: int = 0,
     on_trial: Callable[[str], None] = lambda _: None,
@@ -45,7 +45,7 @@ def recommend(
     """Return the recommended number of engines and staleness, or None if no trial trains on any sample. The
     search chooses the staleness for the most engines, then the number of engines for that staleness, and
     finally the staleness for that number of engines. The staleness is 0 in ``sync`` mode."""
-    steps = min(cluster.steps, max(STEPS_PER_TRIAL, 3 * (most_staleness + 1)))
+    steps = min(cluster.steps, max(STEPS_PER_TRIAL, 3 * (max_staleness + 1)))
     trials: dict[tuple[int, int], SimulationTrial] = {}
 
     def run_trial(engines: int, staleness: int) -> SimulationTrial:
@@ -58,10 +58,10 @@ def recommend(
         return trial
 
     def choose_staleness(engines: int) -> SimulationTrial:
-        candidates = [0] if sync else _doubling(0, most_staleness)
+        candidates = [0] if sync else _doubling(0, max_staleness)
         return _choose_smallest([run_trial(engines, value) for value in candidates], "max_staleness")
 
-    counts = sorted({*_doubling(1, most_engines), cluster.engines})
+    counts = sorted({*_doubling(1, max_engines), cluster.engines})
     staleness = choose_staleness(counts[-1]).max_staleness
     engines = _choose_smallest([run_trial(count, staleness) for count in counts], "engines").engines
     chosen = choose_staleness(engines)

@@ -58,8 +58,8 @@ def make_draw(config: DistributionConfig, rng: random.Random) -> DrawValue:
         values = config.values
         return lambda: rng.choice(values)
     assert config.median is not None
-    mu, sigma, most = math.log(config.median), config.sigma, config.most or math.inf
-    return lambda: min(most, rng.lognormvariate(mu, sigma))
+    mu, sigma, maximum = math.log(config.median), config.sigma, config.max or math.inf
+    return lambda: min(maximum, rng.lognormvariate(mu, sigma))
 
 
 def distribution_mean(config: DistributionConfig) -> float:
@@ -68,21 +68,27 @@ def distribution_mean(config: DistributionConfig) -> float:
     if config.values is not None:
         return sum(config.values) / len(config.values)
     assert config.median is not None
-    mu, sigma, most = math.log(config.median), config.sigma, config.most or math.inf
+    mu, sigma, maximum = math.log(config.median), config.sigma, config.max or math.inf
     if sigma == 0:
-        return min(config.median, most)
+        return min(config.median, maximum)
     mean = config.median * math.exp(sigma**2 / 2)
-    if most == math.inf:
+    if maximum == math.inf:
         return mean
     cdf = NormalDist(mu, sigma).cdf
     # The mean of the values below the maximum, plus the maximum for all values above it.
-    return mean * cdf(math.log(most) - sigma**2) + most * (1 - cdf(math.log(most)))
+    return mean * cdf(math.log(maximum) - sigma**2) + maximum * (1 - cdf(math.log(maximum)))
 
 
 def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[SimulatedSession]:
     turns, prompt, generated, tool, start = (
         make_draw(distribution, rng)
-        for distribution in (config.turns, config.prompt, config.generated, config.tool, config.start)
+        for distribution in (
+            config.turns,
+            config.prompt,
+            config.generated,
+            config.tool_seconds,
+            config.start_seconds,
+        )
     )
     return [
         SimulatedSession(

@@ -42,8 +42,8 @@ def _select_by_session(
     by_session: dict[str, list[T]] = {session_id: [] for session_id in session_ids}
     for start in range(0, len(session_ids), SESSIONS_PER_QUERY):
         page = session_ids[start : start + SESSIONS_PER_QUERY]
-        marks = ", ".join("?" * len(page))
-        sql = f"SELECT * FROM {table} WHERE session_id IN ({marks}) ORDER BY {order}"
+        placeholders = ", ".join("?" * len(page))
+        sql = f"SELECT * FROM {table} WHERE session_id IN ({placeholders}) ORDER BY {order}"
         for annotation in mapping.select(db, sql, page):
             by_session[annotation.session_id].append(annotation)
     return by_session

@@ -141,7 +141,7 @@ def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str])
     if not session_ids:
         return
     rows = db.execute(
-        f"SELECT session_id FROM sessions WHERE session_id IN ({db.json_texts.format('?')}) "
+        f"SELECT session_id FROM sessions WHERE session_id IN ({db.json_array_sql.format('?')}) "
         f"ORDER BY session_id{db.for_update}",
         (json.dumps(session_ids),),
     )
@@ -164,7 +164,7 @@ def _check_bases(db: Database, calls: Sequence[EncodedCall], cache: BaseCallCach
 def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
     # All in one row: fetching a row releases the interpreter lock, which a busy event loop gives back late.
     columns = db.json_rows.format(", ".join(("call_id", *BaseCallSummary._fields)))
-    sql = f"SELECT {columns} AS summaries FROM calls WHERE call_id IN ({db.json_texts.format('?')})"
+    sql = f"SELECT {columns} AS summaries FROM calls WHERE call_id IN ({db.json_array_sql.format('?')})"
     rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["summaries"])
     return {call_id: BaseCallSummary._make(summary) for call_id, *summary in rows}
 

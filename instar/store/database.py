@@ -38,8 +38,8 @@ class Database(Protocol):
     """The suffix of a SELECT that locks its rows until this transaction ends."""
     json_rows: ClassVar[str]
     """An aggregate that returns all rows as one JSON array of arrays. ``{}`` stands for the columns."""
-    json_texts: ClassVar[str]
-    """A query for the elements of a JSON array of texts. ``{}`` stands for the array."""
+    json_array_sql: ClassVar[str]
+    """A query that expands a JSON array of texts into rows. ``{}`` stands for the array."""
 
     def execute(self, sql: str, values: Values = (), /) -> Cursor: ...
 

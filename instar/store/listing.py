@@ -62,7 +62,7 @@ def get_sessions(
 def get_sessions_by_group(db: Database, group_ids: Sequence[str]) -> dict[str, list[Session]]:
     """Return the sessions of each group, oldest first; the list is empty for a group without sessions."""
     by_group: dict[str, list[Session]] = {group_id: [] for group_id in group_ids}
-    sql = f"SELECT * FROM sessions WHERE group_id IN ({db.json_texts.format('?')}) ORDER BY seq"
+    sql = f"SELECT * FROM sessions WHERE group_id IN ({db.json_array_sql.format('?')}) ORDER BY seq"
     for session in SESSION_ROWS.select(db, sql, (json.dumps(list(by_group)),)):
         if session.group_id is not None:
             by_group[session.group_id].append(session)

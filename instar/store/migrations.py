@@ -1,8 +1,8 @@
 """Creation of a store file from `schema`, and migration of an older file to the current version.
 
-``MIGRATIONS[n]`` turns a file of version n into one of version n + 1. New columns, tables and indexes are
-taken from `schema`, so their declarations do not change after a release. tests/unit/store/fixtures has a
-file of every released version to test the migrations on.
+``MIGRATIONS[n]`` migrates a file from version n to version n + 1. New columns, tables and indexes are taken
+from `schema`, so never edit the declaration of a column, table or index that was released.
+tests/unit/store/fixtures has a file of every released version to test the migrations on.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from instar.errors import StoreError, StoreNewer
+from instar.errors import StoreError, StoreTooNew
 from instar.store.schema import APPLICATION_ID, TABLES, VERSION
 from instar.store.schema_indexes import INDEXES, INDEXES_BY_VERSION, TRIGGERS
 from instar.store.sqlite_database import BUSY_TIMEOUT_SECONDS, SqliteDatabase, corrupt_file_error, is_busy
 
 
 def _migrate_to(version: int, *statements: str) -> tuple[str, ...]:
-    """Return the statements for the columns and tables added in this version, then ``statements``, then those
-    for the indexes."""
+    """Return the statements that add this version's columns and tables, then ``statements``, then the
+    statements that add its indexes."""
     changes = [statement for table in TABLES for statement in table.migrate_sql(version)]
     return (*changes, *statements, *INDEXES_BY_VERSION.get(version, ()))
 
@@ -52,7 +52,7 @@ def create_or_migrate(
     """Create the store in the file or migrate it to ``version``, in one transaction. Several processes may
     call this at the same time.
 
-    A file of a different program or of a newer Instar is not changed.
+    A file from a different program or from a newer version of Instar is not changed.
     """
     _read_version(connection, path, version)
     _enable_wal(connection, path)
@@ -86,23 +86,23 @@ def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERS
 def require_migrated(name: str, current: int, version: int) -> None:
     if current < version:
         raise StoreError(
-            f"{name} has schema version {current}, this Instar reads {version}: migrate the store by opening "
-            "it for writing, with `instar serve` or `instar train --resume`"
+            f"{name} has schema version {current}, but this version of Instar requires {version}; migrate "
+            "the store by opening it for writing, with `instar serve` or `instar train --resume`"
         )
 
 
 def require_not_newer(name: str, current: int, version: int, setting: str) -> None:
-    """Raise StoreNewer if the store has a newer version. ``setting`` selects a different store."""
+    """Raise StoreTooNew if the store has a newer version. ``setting`` selects a different store."""
     if current > version:
-        raise StoreNewer(
-            f"{name} was written by a newer Instar (schema version {current}, this one reads up to "
-            f"{version}): upgrade Instar, or change {setting}. The store was not changed"
+        raise StoreTooNew(
+            f"{name} was written by a newer version of Instar: it has schema version {current}, and this "
+            f"version reads up to {version}; upgrade Instar, or change {setting}. The store was not changed"
         )
 
 
 def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
     """Return the file's schema version, or 0 if the file is empty. Raise StoreError if the file is not a
-    store, or was written by a newer Instar."""
+    store, or was written by a newer version of Instar."""
     current = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application_id = int(connection.execute("PRAGMA application_id").fetchone()[0])
     is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None

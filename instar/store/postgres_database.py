@@ -40,7 +40,7 @@ class PostgresDatabase:
     errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error,)
     for_update: ClassVar[str] = " FOR NO KEY UPDATE"
     json_rows: ClassVar[str] = "COALESCE(json_agg(json_build_array({})), '[]')::text"
-    json_texts: ClassVar[str] = "SELECT json_array_elements_text({}::json)"
+    json_array_sql: ClassVar[str] = "SELECT json_array_elements_text({}::json)"
 
     def __init__(self, server: PostgresServer, connection: PostgresConnection) -> None:
         self._server = server

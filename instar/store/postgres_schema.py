@@ -44,8 +44,8 @@ def to_postgres_ddl(ddl: str) -> str:
 
 
 def _append_seq_column(ddl: str) -> str:
-    """Return the index with the row number as its last column, as in every SQLite index. The index then finds
-    the newest row."""
+    """Append `seq` to the DDL of an index. SQLite indexes end with the rowid implicitly, and queries for the
+    newest row rely on it."""
     match = _PLAIN_INDEX.match(ddl)
     if match is None or not any(table.name == match[2] and "seq" in table.columns for table in TABLES):
         return ddl
@@ -64,7 +64,7 @@ def create_or_migrate(
     """Create the store in the schema or migrate it to ``version``, in one transaction. Several processes may
     call this at the same time.
 
-    A schema of a different program or of a newer Instar is not changed.
+    A schema from a different program or from a newer version of Instar is not changed.
     """
     _check_server(connection, server)
     if _read_version(connection, server, version) != version:
@@ -122,7 +122,7 @@ def _check_server(connection: PostgresConnection, server: PostgresServer) -> Non
 
 def _read_version(connection: PostgresConnection, server: PostgresServer, version: int) -> int:
     """Return the version of the store, or 0 if the schema is empty or missing. Raise StoreError if the schema
-    is not a store, or was written by a newer Instar."""
+    is not a store, or was written by a newer version of Instar."""
     tables = _table_names(connection, server)
     if not tables:
         return 0

@@ -47,8 +47,8 @@ class ReaderPool:
         self._connections.clear()
 
     def read_snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """Return the result of a read whose statements all see the same snapshot. Call this in a thread of
-        `submit`."""
+        """Return the result of a read. All its statements see the same snapshot. Must be called from a
+        function passed to `submit`."""
 
         def fetch_in_transaction(db: Database) -> T:
             db.begin_read()
@@ -60,7 +60,8 @@ class ReaderPool:
         return self.read(fetch_in_transaction)
 
     def read(self, fetch: Callable[[Database], T]) -> T:
-        """Return the result of a read with a single statement. Call this in a thread of `submit`."""
+        """Return the result of a read with a single statement. Must be called from a function passed to
+        `submit`."""
         deadline: float | None = None
         while True:
             db = self._get_connection()

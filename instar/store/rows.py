@@ -160,9 +160,9 @@ def encode_claim(claim: types.Claim, step: int | None) -> dict[str, Any]:
     row = CLAIM_ROWS.encode(claim)
     row["step"] = step
     # NumPy scalars are accepted, but the database drivers cannot store them.
-    for name, number in (("reward", float), ("advantage", float), ("staleness", int)):
+    for name, convert in (("reward", float), ("advantage", float), ("staleness", int)):
         if (value := row[name]) is not None:
             if not math.isfinite(value):
                 raise StoreError(f"The claim of {claim.sample_key} has {name} {value}; it must be finite.")
-            row[name] = number(value)
+            row[name] = convert(value)
     return row

@@ -32,8 +32,8 @@ def get_keys(db: Database) -> list[KeyRow]:
 
 
 def revoke_key(db: Database, prefix_or_name: str) -> int:
-    """Revoke the keys with this name, and those with a hash that begins with these eight or more digits.
-    Return the number of keys that were valid before."""
+    """Revoke keys by name, or by a hash prefix of at least 8 hex digits. Return the number of keys
+    revoked."""
     where = "name = :text AND name != ''"
     if len(prefix_or_name) >= MIN_PREFIX_LENGTH:
         where = f"({where} OR substr(key_hash, 1, length(:text)) = :text)"

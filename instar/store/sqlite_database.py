@@ -29,7 +29,7 @@ class SqliteDatabase(sqlite3.Connection):
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
     for_update: ClassVar[str] = ""
     json_rows: ClassVar[str] = "json_group_array(json_array({}))"
-    json_texts: ClassVar[str] = "SELECT value FROM json_each({})"
+    json_array_sql: ClassVar[str] = "SELECT value FROM json_each({})"
     path: Path
     busy_timeout = BUSY_TIMEOUT_SECONDS
 

@@ -21,9 +21,9 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 
 
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
-    """Insert a step in state ``claimed`` and its claims, or nothing. The claims cover the samples that the
-    step trains on, and samples that are dropped because their group has no signal. Raises ConflictError if a
-    sample is already claimed in the same run and epoch."""
+    """Atomically insert a step in state ``claimed`` together with its claims. The claims cover the samples
+    that the step trains on, and samples that are dropped because their group has no signal. Raises
+    ConflictError if a sample is already claimed in the same run and epoch."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(
@@ -61,7 +61,7 @@ def _add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
 def _check_unclaimed(db: Database, run_id: str, epoch: int, sample_keys: Sequence[str]) -> None:
     row = db.execute(
         "SELECT sample_key, outcome, step FROM claims WHERE run_id = ? AND epoch = ? "
-        f"AND sample_key IN ({db.json_texts.format('?')}) ORDER BY seq LIMIT 1",
+        f"AND sample_key IN ({db.json_array_sql.format('?')}) ORDER BY seq LIMIT 1",
         (run_id, epoch, json.dumps(sample_keys)),
     ).fetchone()
     if row is not None:
@@ -81,8 +81,8 @@ def advance_step(
     version: int | None = None,
     metrics: Json | None = None,
 ) -> None:
-    """Move a step to a later state, or update it within its current state: a commit whose outcome was unknown
-    is retried. Raises StoreError if ``state`` is earlier than the current state."""
+    """Move a step to a later state. Repeating the current state is allowed, because a commit with an unknown
+    outcome is retried. Raises StoreError if ``state`` is earlier than the current state."""
     current = _lock_step(db, run_id, step)
     if current is None or current.state is StepState.RELEASED:
         raise StoreError(f"Step {step} of run {run_id} is not claimed.")
@@ -153,14 +153,13 @@ def get_claims(
     return CLAIM_ROWS.select(db, sql + " ORDER BY seq", values)
 
 
-def get_recent_claims(db: Database, run_id: str, epoch: int, groups: int) -> list[Claim]:
-    """Return the claims in this epoch of the last ``groups`` groups of the train channel that have claims,
-    oldest first."""
+def get_recent_claims(db: Database, run_id: str, epoch: int, limit: int) -> list[Claim]:
+    """Return this epoch's claims for the ``limit`` most recently claimed train groups, oldest first."""
     return CLAIM_ROWS.select(
         db,
         "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "
         "WHERE run_id = ? AND channel = ? AND claimed_epoch >= ? ORDER BY idx DESC LIMIT ?) ORDER BY seq",
-        (run_id, epoch, run_id, Channel.TRAIN.value, epoch, groups),
+        (run_id, epoch, run_id, Channel.TRAIN.value, epoch, limit),
     )
 
 
@@ -172,7 +171,7 @@ def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
     are ignored.
     """
     ids = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
-    is_listed = f"group_id IN ({db.json_texts.format(':groups')})"
+    is_listed = f"group_id IN ({db.json_array_sql.format(':groups')})"
     if db.for_update:
         # An UPDATE that waits for a lock would read the claims as they were before the wait, so lock first.
         db.execute(

@@ -1,4 +1,4 @@
-"""The interface of routes, which load a published policy into the engines."""
+"""The interface of routes: methods of weight transfer that load a published policy into the engines."""
 
 from __future__ import annotations
 

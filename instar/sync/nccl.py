@@ -1,4 +1,5 @@
-"""The route `nccl`: vLLM's weight-transfer API, over NCCL, between the GPUs of the trainer and the engines.
+"""The weight transfer route `nccl`: the trainer's GPU sends weights to the engines' GPUs over NCCL, with
+vLLM's weight-transfer API.
 
 The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight once. vLLM loads
 the weights while it receives them, so there is no separate staging. An engine that fails during the broadcast

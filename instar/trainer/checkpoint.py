@@ -72,6 +72,6 @@ def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Pa
 
 
 def prune_folder(folder: Path, count: int, exclude: frozenset[Path]) -> None:
-    """Remove outdated entries, except the newest ``count``, and incomplete entries from a folder."""
+    """Remove incomplete entries, and all entries except the newest ``count`` and those in ``exclude``."""
     for path in [*folder.glob(".*"), *find_outdated(folder, count, exclude)]:
         shutil.rmtree(path, ignore_errors=True)

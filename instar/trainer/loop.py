@@ -34,7 +34,7 @@ from instar.trainer.checkpoint import (
 )
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher
-from instar.trainer.update import apply_off_policy, apply_update, scale_loss, schedule_adam
+from instar.trainer.update import apply_update, correct_off_policy, scale_loss, schedule_adam
 from instar.types import Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class Trainer:
     async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
         """Return the batch with off-policy correction and reference penalty in its advantages, and
         metrics."""
-        batch, metrics = await apply_off_policy(batch, self.backend, self.config.trainer.off_policy)
+        batch, metrics = await correct_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(
                 "step %s: every token is beyond trainer.off_policy.drop_above, so nothing was trained", step

@@ -19,17 +19,19 @@ CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The results of one step. ``samples`` and ``corrections`` are None if the step had none."""
+    """The results of one step. ``corrections`` is for users' corrected replies, which the policy imitates.
+    ``samples`` and ``corrections`` are None if the step had none."""
 
     samples: ForwardBackwardResult | None
     corrections: ForwardBackwardResult | None
     optimizer: OptimStepResult
 
 
-async def apply_off_policy(
+async def correct_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """Return the corrected batch and metrics. Samples without trained tokens are removed from the batch."""
+    """Apply the off-policy correction. Return the new batch, without samples that have no trained tokens, and
+    metrics."""
     if config.proximal == "behavior":
         return batch, {}
     started = time.monotonic()

@@ -327,11 +327,11 @@ class RayCluster(Cluster):
         except errors.RayError as error:
             raise ActorLostError(str(error).strip().splitlines()[0]) from error
 
-    def signal(self, name: str, number: int = signal.SIGTERM) -> None:
+    def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
         if (actor := self._actors.get(name)) is not None:
             actor.is_stopping = True
             if actor.handle is not None:
-                actor.handle.signal.remote(number)
+                actor.handle.signal.remote(signum)
 
     def kill(self, name: str) -> None:
         if (actor := self._actors.get(name)) is not None:

@@ -153,9 +153,9 @@ class RoleHost:
             file.seek(offset)
             return file.read()
 
-    async def signal(self, number: int) -> None:
+    async def signal(self, signum: int) -> None:
         assert self._supervisor is not None
-        self._supervisor.signal(self._name, number)
+        self._supervisor.signal(self._name, signum)
 
     async def kill(self) -> None:
         assert self._supervisor is not None

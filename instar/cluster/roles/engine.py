@@ -70,7 +70,7 @@ async def _serve_engine(
     status = await engine.status()
     unavailable = ""
 
-    def doing() -> str:
+    def describe_status() -> str:
         if unavailable:
             return f"not ready: {unavailable}"
         busy = f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
@@ -78,7 +78,7 @@ async def _serve_engine(
 
     async def drain() -> None:
         await context.drain.wait()
-        await context.announce(store, doing())
+        await context.announce(store, describe_status())
         # Clients that have not read the announcement yet may still connect, and must be answered.
         await asyncio.sleep(HEARTBEAT_SECONDS)
         gate.close()
@@ -102,16 +102,16 @@ async def _serve_engine(
         wait_forever() if is_only_process else drain(),
         refresh(),
         share_cores(context.config, store, other_role, engine.use_cores, process_count=process_count),
-        context.heartbeat(store, doing),
+        context.heartbeat(store, describe_status),
     )
     await engine.close()
     await store.close()
 
 
 def _is_loadable(policy: Policy) -> bool:
-    """Return True if an engine can load the policy itself when it starts. Otherwise the trainer sends the
-    policy: only the trainer has the weights, this machine cannot see the folder, or a cloud sampler has
-    expired."""
+    """Return True if an engine can load the policy itself when it starts. It cannot if only the trainer has
+    the weights, if the folder is not visible here, or if a cloud sampler has expired. The trainer then sends
+    the policy."""
     artifact = policy.artifact
     if artifact.kind in ("adapter", "weights"):
         return Path(artifact.path).is_dir()

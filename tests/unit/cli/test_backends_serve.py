@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from instar.cli.backends_serve import KEYS, read_configured_keys
+from instar.cli.backends_serve import KEYS_ENV, read_configured_keys
 from instar.errors import ConfigError
 
 VALID_KEY = "tml-0123456789abcdef"
@@ -10,11 +10,11 @@ VALID_KEY = "tml-0123456789abcdef"
 
 def test_configured_keys_are_read_from_the_environment() -> None:
     assert read_configured_keys({}, "tinker", "127.0.0.1") == []
-    assert read_configured_keys({KEYS: f"{VALID_KEY}, sk-{VALID_KEY},"}, "tinker", "127.0.0.1") == [
+    assert read_configured_keys({KEYS_ENV: f"{VALID_KEY}, sk-{VALID_KEY},"}, "tinker", "127.0.0.1") == [
         VALID_KEY,
         f"sk-{VALID_KEY}",
     ]
-    assert read_configured_keys({KEYS: "any-other-form-of-key"}, "weaver", "localhost") == [
+    assert read_configured_keys({KEYS_ENV: "any-other-form-of-key"}, "weaver", "localhost") == [
         "any-other-form-of-key"
     ]
 
@@ -30,5 +30,5 @@ def test_configured_keys_are_read_from_the_environment() -> None:
 )
 def test_bad_key_is_rejected_without_being_quoted(keys: str, host: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        read_configured_keys({KEYS: keys}, "tinker", host)
+        read_configured_keys({KEYS_ENV: keys}, "tinker", host)
     assert "0123456789" not in str(raised.value)

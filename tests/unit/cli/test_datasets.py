@@ -212,7 +212,7 @@ def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Pat
     ("arguments", "expected"),
     [
         (("--format", "jsonl"), "Specify the folder to write"),
-        (("--as", "x", "--format", "sft"), "--as: sft data cannot be trained on"),
+        (("--as", "x", "--format", "sft"), "--as: Instar cannot import sft data"),
         (("--as", "a b"), "is not a valid name; use letters"),
         (("--to", "out", "--task", "none"), "nothing to export"),
     ],

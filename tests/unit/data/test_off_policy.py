@@ -73,7 +73,7 @@ def test_decouple_matches_computation_in_python_floats(
                 weight * float(sample.advantages[i]), rel=1e-6
             )
             assert weights[i] == pytest.approx(weight * float(scale[i]), rel=1e-6)
-    assert metrics == {"truncated": pytest.approx(truncated_count / count), "left_out_tokens": dropped_count}
+    assert metrics == {"truncated": pytest.approx(truncated_count / count), "dropped_tokens": dropped_count}
     assert truncated_count > 0
     assert (dropped_count > 0) == (drop_above is not None)
 
@@ -84,7 +84,7 @@ def test_decouple_on_policy_changes_nothing() -> None:
     for name in ("mask", "logprobs", "advantages"):
         np.testing.assert_array_equal(getattr(unchanged, name), getattr(sample, name))
     np.testing.assert_array_equal(weights, scale)
-    assert metrics == {"truncated": 0.0, "left_out_tokens": 0}
+    assert metrics == {"truncated": 0.0, "dropped_tokens": 0}
 
 
 def test_compute_importance_matches_computation_in_python_floats() -> None:

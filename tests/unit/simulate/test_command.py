@@ -40,7 +40,7 @@ def simulate(path: Path, *options: str) -> dict[str, Any]:
 
 
 def test_simulate_json_prints_one_line(tmp_path: Path) -> None:
-    path = write_config(tmp_path, simulate={"tool": 1.0, "turns": [1, 2, 8]})
+    path = write_config(tmp_path, simulate={"tool_seconds": 1.0, "turns": [1, 2, 8]})
     output = simulate(path)
     assert (output["engines"], output["max_staleness"], output["steps"], output["samples"]) == (2, 1, 6, 48)
     assert 0 < output["samples_per_hour"] <= 1.02 * output["bound"]
@@ -69,7 +69,7 @@ def test_simulate_prints_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"zero_signal": 1.0}, {"failures": 1.0}])
 def test_simulate_reports_that_nothing_is_trained(tmp_path: Path, settings: dict[str, Any]) -> None:
-    path = write_config(tmp_path, simulate={**settings, "most_engines": 2, "most_staleness": 1})
+    path = write_config(tmp_path, simulate={**settings, "max_engines": 2, "max_staleness": 1})
     output = simulate(path)
     assert (output["samples"], output["bound"], output["of_bound"]) == (0, 0, None)
     assert "recommended" not in output
@@ -119,7 +119,9 @@ def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], expected
         ({}, [], "The simulation needs timings"),
         ({"simulate": {}, "rollout": None}, [], "rollout: required for a simulation"),
         ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),
-        ({"simulate": {"tool": {"value": 1, "median": 2}}}, [], "one of value, median and values"),
+        ({"simulate": {"tool_seconds": {"value": 1, "median": 2}}}, [], "one of value, median and values"),
+        ({"simulate": {"crowding": 0.5}}, [], "'crowding' was renamed; use 'latency_growth_per_call'"),
+        ({"simulate": {"turns": {"median": 2, "most": 9}}}, [], "'most' was renamed; use 'max'"),
     ],
 )
 def test_simulate_rejects_invalid_settings(

@@ -32,15 +32,15 @@ def test_fit_speed_recovers_the_speed_of_shared_engines() -> None:
     assert fit_speed(calls, engines=4, max_batch=64)(1) < 1.1 * speed(1)
 
 
-def test_fit_latency_separates_base_latency_and_crowding() -> None:
+def test_fit_latency_separates_base_latency_and_growth() -> None:
     """Waves of 1, 4 and 16 calls that all begin and end together."""
     calls: list[CallTiming] = []
     for wave in range(60):
         batch, at = (1, 4, 16)[wave % 3], 10.0 * wave
         first_token = at + 0.02 * (1 + 0.25 * (batch - 1))
         calls += [CallTiming(at, first_token, first_token + 1.0, 20)] * batch
-    latency, crowding = fit_latency(calls, engines=1)
-    assert crowding == pytest.approx(0.25)
+    latency, growth = fit_latency(calls, engines=1)
+    assert growth == pytest.approx(0.25)
     assert latency.values == pytest.approx([0.02] * len(calls))
     same = [CallTiming(at, at + 0.3, at + 1.0, 20) for at in range(0, 50, 2)]
     assert fit_latency(same, engines=1)[1] == 0

@@ -35,7 +35,7 @@ def make_workload(
         "speed": EngineSpeed(speed or UNSHARED_SPEED),
         "train_base": 4.0,
         "train_per_token": 0.0,
-        "publish": DistributionConfig(value=1.0),
+        "publish_seconds": DistributionConfig(value=1.0),
         **more,
     }
     return Workload(sessions, **settings)
@@ -120,7 +120,9 @@ def test_first_token_arrives_after_the_latency() -> None:
 
 def test_latency_grows_with_the_calls_at_an_engine() -> None:
     """Four sessions begin their calls at the same time, so the calls see zero to three other calls."""
-    crowded = make_workload([make_session(0, turns=20)], latency=DistributionConfig(value=0.1), crowding=0.5)
+    crowded = make_workload(
+        [make_session(0, turns=20)], latency=DistributionConfig(value=0.1), latency_growth_per_call=0.5
+    )
     alone = make_cluster(steps=1, group_size=1, groups_per_step=1)
     assert simulate(crowded, alone).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
     assert simulate(crowded, make_cluster(steps=1)).seconds == pytest.approx(20 * 0.1 * 2.5 + 5, rel=0.05)
@@ -165,7 +167,7 @@ def test_failed_sessions_follow_the_group_policy(policy: Any) -> None:
 
 def test_crashed_engine_loses_running_replies_and_restarts() -> None:
     result = simulate(
-        make_workload([make_session(100)], crashes_per_hour=60.0, restart=20.0),
+        make_workload([make_session(100)], crashes_per_hour=60.0, restart_seconds=20.0),
         make_cluster(engines=2, steps=50, retries=20),
     )
     assert result.finished
@@ -201,7 +203,7 @@ def test_run_stops_if_all_sessions_fail(policy: Any) -> None:
 
 def test_recommend_returns_none_if_nothing_is_trained() -> None:
     nothing = make_workload([make_session(10)], zero_signal=1.0)
-    assert recommend(nothing, make_cluster(), most_engines=2, most_staleness=1) is None
+    assert recommend(nothing, make_cluster(), max_engines=2, max_staleness=1) is None
     assert upper_bound(nothing, make_cluster()).samples_per_hour == 0
     assert (
         upper_bound(
@@ -218,7 +220,7 @@ def test_failed_session_is_trained_up_to_its_failure() -> None:
         failures=1.0,
         train_per_token=0.1,
         train_base=0.0,
-        publish=DistributionConfig(value=0),
+        publish_seconds=DistributionConfig(value=0),
     )
     result = simulate(workload, make_cluster(trains_on_failed=True, steps=40, max_staleness=8))
     assert (1 - result.trainer_idle) * result.seconds == pytest.approx(160 * 1.5 * 50 * 0.1, rel=0.1)
@@ -298,8 +300,8 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
     workload = make_workload(
         sessions,
         speed=speed,
-        latency=DistributionConfig(median=0.3, sigma=1.0, most=5),
-        crowding=rng.choice([0.0, 0.1, 0.5]),
+        latency=DistributionConfig(median=0.3, sigma=1.0, max=5),
+        latency_growth_per_call=rng.choice([0.0, 0.1, 0.5]),
         train_base=rng.uniform(0.1, 20),
         train_per_token=1e-5,
     )
@@ -322,12 +324,12 @@ def test_throughput_with_failures_stays_below_the_bound(
     policy: Any, trains_on_failed: bool, limit: str
 ) -> None:
     """The bound is also tight. The throughput is random, so the mean over several seeds is compared."""
-    truncated = DistributionConfig(median=1.0, sigma=1.5, most=1.5)
+    truncated = DistributionConfig(median=1.0, sigma=1.5, max=1.5)
     workload = make_workload(
         [make_session(20, turns=6, tool=0.5), make_session(60), make_session(5, turns=3)],
         failures=0.3,
         latency=truncated,
-        publish=truncated,
+        publish_seconds=truncated,
         train_base=30.0 if limit == "trainer" else 0.1,
         train_per_token=1e-3,
     )
@@ -341,12 +343,12 @@ def test_throughput_with_failures_stays_below_the_bound(
 
 
 @pytest.mark.parametrize(
-    ("sigma", "most"), [(0.0, None), (0.0, 1.0), (0.0, 5.0), (1.5, None), (1.5, 3.0), (1.5, 0.5)]
+    ("sigma", "maximum"), [(0.0, None), (0.0, 1.0), (0.0, 5.0), (1.5, None), (1.5, 3.0), (1.5, 0.5)]
 )
-def test_distribution_mean_matches_the_draws(sigma: float, most: float | None) -> None:
-    config = DistributionConfig(median=2.0, sigma=sigma, most=most)
+def test_distribution_mean_matches_the_draws(sigma: float, maximum: float | None) -> None:
+    config = DistributionConfig(median=2.0, sigma=sigma, max=maximum)
     draw = make_draw(config, random.Random(0))
-    tolerance = 0.05 if most is None else 0.01
+    tolerance = 0.05 if maximum is None else 0.01
     assert statistics.mean(draw() for _ in range(20_000)) == pytest.approx(
         distribution_mean(config), rel=tolerance
     )
@@ -376,7 +378,7 @@ def test_seed_makes_a_simulation_reproducible() -> None:
 def test_recommendation_stops_where_more_engines_do_not_help() -> None:
     workload = make_workload(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
     recommendation = recommend(
-        workload, make_cluster(steps=60, concurrency=16), most_engines=32, most_staleness=16
+        workload, make_cluster(steps=60, concurrency=16), max_engines=32, max_staleness=16
     )
     assert recommendation is not None
     rates = {
@@ -385,7 +387,7 @@ def test_recommendation_stops_where_more_engines_do_not_help() -> None:
     assert 1 < recommendation.engines < 32
     assert recommendation.max_staleness > 0
     assert rates[recommendation.engines, recommendation.max_staleness] > 2 * rates[1, 0]
-    sync = recommend(workload, make_cluster(steps=20), most_engines=4, most_staleness=8, sync=True)
+    sync = recommend(workload, make_cluster(steps=20), max_engines=4, max_staleness=8, sync=True)
     assert sync is not None
     assert sync.max_staleness == 0
     assert "of the best throughput" in recommendation.reason

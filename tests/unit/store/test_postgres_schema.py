@@ -13,7 +13,7 @@ import pytest
 from instar.cli.config_file import validate
 from instar.cluster.layout import public_settings
 from instar.config import PostgresStoreConfig, RunConfig
-from instar.errors import ConfigError, StoreCorrupt, StoreError, StoreNewer
+from instar.errors import ConfigError, StoreCorrupt, StoreError, StoreTooNew
 from instar.store.base import Run
 from instar.store.factory import open_store
 from instar.store.postgres import PostgresStore
@@ -52,7 +52,7 @@ async def test_open_store_of_a_newer_version_raises(
 ) -> None:
     await fill_store(server)
     postgres.query("UPDATE instar_store SET version = %s", VERSION + 6, schema=server.schema)
-    assert_open_fails(server, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
+    assert_open_fails(server, StoreTooNew, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
 
 
 def test_open_schema_of_another_program_raises(postgres: PostgresTestServer, server: PostgresServer) -> None:
@@ -91,7 +91,9 @@ async def test_postgres_runs_sqlite_migrations(postgres: PostgresTestServer, ser
     connection = server.connect("test")
     with pytest.raises(psycopg.errors.UndefinedTable):
         create_or_migrate(connection, server, version=VERSION + 1, migrations=FAILING_MIGRATION)
-    with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
+    with pytest.raises(
+        StoreError, match=rf"version {VERSION}, but this version of Instar requires {VERSION + 1}"
+    ):
         check_version(connection, server, version=VERSION + 1)
     create_or_migrate(connection, server, version=VERSION + 1, migrations=NEXT_MIGRATION)
     check_version(connection, server, version=VERSION + 1)

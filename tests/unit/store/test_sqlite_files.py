@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.errors import StoreCorrupt, StoreError, StoreNewer
+from instar.errors import StoreCorrupt, StoreError, StoreTooNew
 from instar.store import migrations
 from instar.store.schema import APPLICATION_ID, CALLS, TABLES, VERSION
 from instar.store.sqlite import SqliteStore
@@ -68,7 +68,7 @@ async def test_open_store_of_a_newer_version_raises(path: Path) -> None:
     database.execute(f"PRAGMA user_version = {VERSION + 6}")
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     database.close()
-    assert_open_fails(path, StoreNewer, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
+    assert_open_fails(path, StoreTooNew, f"version {VERSION + 6}", f"up to {VERSION}", "upgrade Instar")
 
 
 def test_open_file_of_another_program_raises(path: Path) -> None:
@@ -147,7 +147,9 @@ async def test_read_only_store_does_not_change_a_closed_file(path: Path) -> None
 async def test_check_version_does_not_migrate(path: Path) -> None:
     await fill_store(path)
     connection = connect(path, read_only=True)
-    with pytest.raises(StoreError, match=rf"version {VERSION}, this Instar reads {VERSION + 1}"):
+    with pytest.raises(
+        StoreError, match=rf"version {VERSION}, but this version of Instar requires {VERSION + 1}"
+    ):
         migrations.check_version(connection, path, version=VERSION + 1)
     connection.close()
     assert read_version(path) == VERSION

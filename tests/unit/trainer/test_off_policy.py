@@ -17,7 +17,7 @@ from instar.reference.base import Reference
 from instar.reference.penalty import ReferencePenalty
 from instar.store.sqlite import SqliteStore
 from instar.trainer.monitor import read_steps
-from instar.trainer.update import apply_off_policy
+from instar.trainer.update import correct_off_policy
 from instar.types import Floats, GroupStatus, Reward, RewardSource, SessionStatus
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, add_group, add_session, make_call, make_session
@@ -94,7 +94,9 @@ async def test_reply_sampled_across_update_weighs_only_old_tokens(model: Path, t
         mixed_samples.append(replace(sample, logprobs=logprobs, versions=versions))
         old_indices.append(trained[0])
     batch = replace(batch, samples=mixed_samples)
-    corrected, _ = await apply_off_policy(batch, backend, OffPolicyConfig(proximal="recompute", truncate=1e9))
+    corrected, _ = await correct_off_policy(
+        batch, backend, OffPolicyConfig(proximal="recompute", truncate=1e9)
+    )
     await backend.close()
     largest_change = 0.0
     for sample, adjusted, old_index, first, second in zip(
@@ -126,7 +128,7 @@ async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Pat
     batch = await first_batch(config)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
-    corrected, _ = await apply_off_policy(batch, backend, config.trainer.off_policy)
+    corrected, _ = await correct_off_policy(batch, backend, config.trainer.off_policy)
     await backend.close()
     adjusted, metrics = await ReferencePenalty(ConstantReference(-2.0), 0.5).apply(
         corrected.samples, corrected.scales
@@ -161,7 +163,7 @@ async def test_truncated_softmax_sampling_is_weighed_once(model: Path, tmp_path:
     np.testing.assert_allclose(batch.scales[1], [0, 0, 1, 1])
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
-    corrected, _ = await apply_off_policy(batch, backend, config.trainer.off_policy)
+    corrected, _ = await correct_off_policy(batch, backend, config.trainer.off_policy)
     await backend.close()
     expected = [0.0, 0.0, *(min(math.exp(proximal[1][i + 2] - behavior[i]), 1.5) for i in range(2))]
     np.testing.assert_allclose(corrected.samples[1].advantages, expected, rtol=1e-4)
@@ -179,7 +181,7 @@ async def test_step_with_every_token_dropped_trains_nothing_and_continues(
         assert any("trainer.off_policy.drop_above" in line for line in harness.log)
         assert harness.trainer.step == 2
     first, _ = read_steps(config.run_dir)
-    assert first["left_out_tokens"] == first["tokens"] > 0
+    assert first["dropped_tokens"] == first["tokens"] > 0
 
 
 async def test_behavior_logprobs_take_importance_metrics_from_update(model: Path, tmp_path: Path) -> None:
