@@ -1,4 +1,4 @@
-"""The types that both wire protocols share, and the conversion of errors to those that clients receive."""
+"""Types that both wire protocols share, and the conversion of exceptions to client errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProtocolError(InstarError):
 
 
 def to_protocol_error(error: Exception) -> ProtocolError:
-    """Return the error to report to the client. An unexpected exception is logged, and the client receives
+    """Convert an exception to the error to report. An unexpected exception is logged, and the client receives
     only its type, because its text may contain internals."""
     if isinstance(error, ProtocolError):
         return error
@@ -54,26 +54,26 @@ def convert_errors() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """The limits of a server. Requests that exceed them are rejected."""
+    """The limits of a server. Requests above a limit are rejected."""
 
     max_body: int = 256 * 1024 * 1024
-    """The largest size of a request body, in bytes."""
+    """The maximum size of a request body, in bytes."""
     max_models: int = 8
-    """The number of models that can be in training at the same time, over all sessions."""
+    """The maximum number of models in training at the same time, across all sessions."""
     max_samplers: int = 8
-    """The number of sampling policies in memory. The least recently used policy is evicted first."""
+    """The maximum number of sampling policies in memory. The least recently used policy is evicted first."""
     max_operations: int = 1024
-    """The number of operations that can be waiting or running at the same time."""
+    """The maximum number of operations that wait or run at the same time."""
     max_rank: int = 256
     session_ttl: float = 600.0
-    """The number of seconds without a heartbeat after which a session ends and its models are freed."""
+    """A session ends, and its models are freed, after this many seconds without a heartbeat."""
     idle_before_eviction: float = 90.0
-    """The number of seconds without a heartbeat after which other sessions may take the memory of a session.
-    Clients send a heartbeat every 10 or 30 seconds."""
+    """After this many seconds without a heartbeat, other sessions may take a session's memory. Clients send a
+    heartbeat every 10 or 30 seconds."""
     result_ttl: float = 3600.0
-    """The number of seconds that the result of a finished operation is kept."""
+    """The result of a finished operation is kept for this many seconds."""
     sequence_gap_timeout: float = 120.0
-    """The number of seconds to wait for a missing sequence id before later operations fail."""
+    """If a sequence id is missing for this many seconds, later operations fail."""
 
 
 TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")

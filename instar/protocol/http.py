@@ -94,7 +94,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json(body: bytes | memoryview | msgspec.Raw, message_type: type[T]) -> T:
-    """Return the JSON decoded into ``message_type``. Raises ProtocolError, naming the invalid field."""
+    """Decode JSON into ``message_type``. Raises ProtocolError with the name of an invalid field."""
     try:
         return msgspec.json.decode(body, type=message_type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

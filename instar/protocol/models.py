@@ -23,7 +23,7 @@ from instar.protocol.checkpoints import ADAPTER, STATE, CheckpointStore
 from instar.types import Floats, Sample, new_id
 
 LORA_ALPHA = 32.0
-"""The alpha of every adapter. The services use the same value for every rank."""
+"""The alpha of every adapter. The services use this value for every rank."""
 
 
 class ServedLocalBackend(LocalBackend):
@@ -98,7 +98,7 @@ class CoreSharing:
 
 
 class TrainingModel:
-    """An adapter in training. Calls take effect in the order in which they are made."""
+    """An adapter in training. Calls take effect in the order of submission."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class TrainingModel:
         self._has_ended = False
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprob of every token of each sample (NaN at index 0)."""
+        """Return the logprob for every token of each sample (NaN at index 0)."""
         with self._compute(samples):
             return await self._backend.forward(samples)
 
@@ -170,7 +170,7 @@ class TrainingModel:
             raise ProtocolError(text, error.status, error.category) from error
 
     async def end(self) -> None:
-        """End the model after all calls that were already made."""
+        """End the model after all earlier calls."""
         self._has_ended = True
         await self._backend.close()
 

@@ -13,7 +13,7 @@ from instar.types import new_id
 
 SWEEP_INTERVAL_SECONDS = 5.0
 DELIVERED_RESULT_TTL_SECONDS = 300.0
-"""The time that a result is kept after its delivery, for a client that did not receive the response."""
+"""A delivered result is kept for this long, in case the client did not receive the response."""
 
 OperationFunction = Callable[[], Awaitable[Any]]
 
@@ -32,7 +32,7 @@ class _Operation:
     kind: str
     owner: str
     function: OperationFunction | None
-    """None after the operation is done, so that the objects that the function refers to are freed."""
+    """Set to None when the operation is done, so that objects which the function refers to are freed."""
     result: asyncio.Future[OperationResult]
     queue: _SequenceQueue | None
     seq: int | None
@@ -46,7 +46,7 @@ class _SequenceQueue:
     next_seq: int = 1
     is_running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
-    """The operations by sequence id, including finished operations whose result is still kept."""
+    """The operations by sequence id, including finished operations with a kept result."""
     gap_timer: asyncio.TimerHandle | None = None
 
     def cancel_gap_timer(self) -> None:
@@ -168,7 +168,7 @@ class OperationScheduler:
     # --- running ---
 
     def _advance(self, queue: _SequenceQueue) -> None:
-        """Start the next operation of a queue, or the gap timer if its sequence id has not arrived."""
+        """Start the next operation in a queue. If its sequence id has not arrived, start the gap timer."""
         if queue.is_running or self._closed:
             return
         while (operation := queue.operations.get(queue.next_seq)) is not None and operation.result.done():

@@ -25,7 +25,7 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
 ENGINE_WAIT_SECONDS = 600.0
-"""The time to wait for an engine while all engines sample from other policies."""
+"""The maximum wait for an engine while all engines sample from other policies."""
 BASE_MODEL_KEY = ""
 
 
@@ -113,7 +113,7 @@ class SamplerPool:
 
     @asynccontextmanager
     async def _borrow_engine(self, key: str, adapter: Path | None) -> AsyncGenerator[LocalEngine]:
-        """Provide an engine with this policy. No other policy is loaded into the engine during the block."""
+        """Yield an engine with this policy. No other policy is loaded into the engine during the block."""
         pooled = await self._acquire(key, adapter)
         try:
             yield pooled.engine

@@ -20,7 +20,7 @@ APPS: dict[ProtocolName, str] = {
     "weaver": "instar.protocol.weaver.app:create_app",
 }
 GRACE_SECONDS = 2.0
-"""The time that requests in flight have to finish after the last operation has stopped."""
+"""After the last operation has stopped, requests in flight have this many seconds to finish."""
 
 
 async def serve_protocol(

@@ -178,7 +178,7 @@ class TrainingService:
             return await self._samplers.logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """Return the key and the adapter folder of a sampler, or those of the base model."""
+        """Return the policy key and the adapter folder for a sampler, or for the base model."""
         if sampler is None:
             return BASE_MODEL_KEY, None
         info = self.checkpoints.find(sampler, owner)

@@ -16,7 +16,7 @@ from instar.protocol.base import AdapterSpec, ProtocolError
 from instar.types import Floats, SamplingParams
 
 LOSS_OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
-"""The option names in `loss_fn_config`, with the names of the fields of `LossConfig`."""
+"""Maps option names in `loss_fn_config` to fields of `LossConfig`."""
 _REQUEST_NAMES = {field: option for option, field in LOSS_OPTIONS.items()} | {"lr": "learning_rate"}
 
 
@@ -60,7 +60,7 @@ class SamplingFields(Struct, kw_only=True):
     def to_params(
         self, *, max_tokens: int, seed: int | None, stop: Iterable[str], stop_token_ids: Iterable[int]
     ) -> SamplingParams:
-        """Return the sampling parameters, with ``max_tokens`` as the default of the request."""
+        """Convert the fields to sampling parameters. ``max_tokens`` applies if the request has no limit."""
         return SamplingParams(
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             temperature=self.temperature,
@@ -73,7 +73,7 @@ class SamplingFields(Struct, kw_only=True):
 
 
 def build_loss_config(loss: str, options: Mapping[str, Any]) -> LossConfig:
-    """Return the settings of a loss. The keys of ``options`` are keys of `LOSS_OPTIONS`."""
+    """Build the settings of a loss. The keys of ``options`` are those of `LOSS_OPTIONS`."""
     fields = {LOSS_OPTIONS[name]: value for name, value in options.items()}
     try:
         return LossConfig.model_validate({"name": loss, **fields})
@@ -88,7 +88,7 @@ def _invalid_value(section: str, error: ValidationError) -> ProtocolError:
 
 
 def align_with_tokens(target_values: NDArray[Any], token_count: int, *, first: float) -> Floats:
-    """Return the values of the targets shifted by one, so that index i describes token i of the sample."""
+    """Shift the targets' values by one, so that index i describes token i of the sample."""
     aligned = np.empty(token_count, np.float32)
     aligned[:1] = first
     aligned[1:] = target_values[: max(token_count - 1, 0)]

@@ -14,7 +14,7 @@ from instar.types import Call, Json, Message, Reward, Score, Task
 NO_TASK = Task("", {})
 """The task of a session without a task, such as a live session."""
 JUDGE_AGENT = "instar-judge"
-"""The agent id of the sessions in which a judge asks the run's own model. These sessions are never scored."""
+"""The agent id of sessions in which the run's own model is a judge. These sessions are never scored."""
 MAX_REASON_CHARS = 1000
 
 
@@ -23,7 +23,7 @@ class Transcript:
     session_id: str
     calls: Sequence[Call]
     returned: float | None
-    """The reward that the agent itself returned, or None if it returned nothing."""
+    """The reward that the agent itself returned, or None if it returned no reward."""
 
     @property
     def final(self) -> Message | None:
@@ -39,7 +39,7 @@ class ScoringContext:
     run_id: str
     store: Store
     base_url: str = ""
-    """The base URL of the run's gateway, for a judge that is the run's own model."""
+    """The base URL of the run's gateway. A judge that is the run's own model uses it."""
     api_key: str = ""
 
     def set_gateway_url(self, url: str) -> None:
@@ -48,7 +48,8 @@ class ScoringContext:
 
 
 class WorkerTextScorer(ABC):
-    """The scorer of a task set that evaluates text from the model and therefore runs in a worker process."""
+    """A task set's scorer that evaluates text from the model. Such text is untrusted, so the scorer runs in a
+    worker process."""
 
     check_name: str
     """The name of the check in ``rules/check_worker.py``."""
@@ -68,13 +69,13 @@ class Scorer(ABC):
     """Gives rewards to sessions. Calls of ``score`` may be concurrent."""
 
     name: str = ""
-    """The name that rewards, weights and vetoes refer to: ``returned``, ``math``, ``judge:outcome``."""
+    """The name that rewards, weights and vetoes use, such as ``returned``, ``math`` or ``judge:outcome``."""
     version: str = ""
     """A text that changes whenever the same session may get a different score."""
     background: bool = False
     """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
     concurrency_limit: asyncio.Semaphore | None = None
-    """Limits concurrent attempts. The deadline of an attempt begins when the semaphore is acquired."""
+    """Limits concurrent attempts. The deadline of an attempt begins when it acquires the semaphore."""
 
     @property
     def key(self) -> str:
@@ -106,30 +107,30 @@ class GroupScorer(Scorer):
 
 @dataclass(frozen=True, slots=True)
 class ScoringResult:
-    """Scores and rewards that are recorded in one transaction."""
+    """Scores and rewards to record in one transaction."""
 
     scores: tuple[Score, ...] = ()
     rewards: tuple[Reward, ...] = ()
 
     @property
     def failure_reason(self) -> str | None:
-        """The reason of the first scorer that failed, or None if no scorer failed."""
+        """Why the first failed scorer failed, or None if no scorer failed."""
         return next((score.reason for score in self.scores if score.reason is not None), None)
 
 
 class RolloutScoring(ABC):
-    """Scores a session before the rollout ends the session."""
+    """Scores a session before its rollout ends."""
 
     has_background_scorers: bool = False
     """True if a group must wait for scorers in the background before it is trained on."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> ScoringResult:
-        """Return the scores and rewards of the session. An error of a scorer becomes part of its score."""
+        """Return the scores and rewards for the session. If a scorer fails, its score contains the error."""
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the text that is recorded as the reason of a failure."""
+    """Return the text that is recorded as the reason for a failure."""
     # The messages of Instar's own errors are clear without the name of the class.
     text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
     return text.strip()[:MAX_REASON_CHARS]

@@ -54,7 +54,8 @@ class BackgroundScorers:
     live: list[Scorer]
 
     def are_needed(self, *, live: bool) -> bool:
-        """Return True if any session is scored in the background. ``live``: the run serves live sessions."""
+        """Return True if any session is scored in the background. ``live`` is True if the run serves live
+        sessions."""
         return any(scorer.background for scorer in self.scorers) or (live and bool(self.live))
 
 
@@ -72,7 +73,7 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
 
 
 class _MissingTextScorer:
-    """Replaces the task set for a rule that uses the task set's scorer. Such a rule does not run here."""
+    """Stands in for the task set's scorer. A rule that needs this scorer does not run in this process."""
 
     def scorer(self, task: Task, text: str) -> float:
         raise ScoreError("the scorer of the task set is not available in this process")

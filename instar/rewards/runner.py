@@ -19,7 +19,7 @@ from instar.types import Channel, Group, GroupStatus, ScoreState, Session, Sessi
 POLL_SECONDS = 0.2
 FULL_SCAN_SECONDS = 30.0
 PENDING_PER_SLOT = 8
-"""The number of pending sessions per concurrent attempt. Most of them wait for a slot or for a retry."""
+"""The number of pending sessions per concurrent attempt. Most of them wait for a slot or a retry."""
 ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
 IDLE_STATUS = "idle"
 
@@ -60,7 +60,7 @@ class ScoringRunner:
             scorer.key: (asyncio.Semaphore(2 * config.concurrency), asyncio.Semaphore(config.concurrency))
             for scorer in scorers
         }
-        """The limits of sessions in memory and of attempts, by scorer."""
+        """For each scorer, the limit of sessions in memory and the limit of attempts."""
         session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
         background = [scorer for scorer in session_scorers if scorer.background]
         group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
@@ -125,7 +125,7 @@ class _ScorerQueue:
         self.channels = channels
         self._max_pending = PENDING_PER_SLOT * runner.config.concurrency
         self._pending: dict[str, int] = {}
-        """The ``seq`` of each session that is being scored or waits to be scored."""
+        """The ``seq`` of each session that waits or is being scored."""
         self._session_done = asyncio.Event()
         self._after = 0
         """The next query returns sessions with a higher ``seq``."""
@@ -142,7 +142,7 @@ class _ScorerQueue:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _start_sessions(self, tasks: asyncio.TaskGroup) -> bool:
-        """Start to score as many sessions as allowed. Return False if there are no more sessions."""
+        """Start scoring as many sessions as allowed. Return False if there are no more sessions."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled is None:
             self._settled = await store.last_ended_seq(run_id, self.channels)
@@ -197,8 +197,8 @@ class _PendingGroup:
 
 
 class _GroupQueue:
-    """The queue of groups whose sessions are all finished. A group becomes ready for training when every
-    session has all its scores."""
+    """The queue of groups with only finished sessions. A group becomes ready for training when every session
+    has all its scores."""
 
     def __init__(
         self, runner: ScoringRunner, session_scorers: Sequence[Scorer], group_scorers: Sequence[GroupScorer]

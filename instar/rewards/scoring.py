@@ -34,7 +34,7 @@ MAX_REQUESTED_DELAY_SECONDS = 300.0
 CANCEL_GRACE_SECONDS = 2.0
 
 LoadTranscripts = Callable[[], Awaitable[Sequence[Transcript]]]
-"""Loads the sessions. Each attempt loads them again, so that they are not in memory between attempts."""
+"""Loads the sessions. Each attempt loads them again, so that they do not stay in memory between attempts."""
 AsyncSlot = AbstractAsyncContextManager[Any]
 
 
@@ -48,9 +48,11 @@ async def score_sessions(
     memory_slot: AsyncSlot | None = None,
     attempt_slot: AsyncSlot | None = None,
 ) -> ScoringResult:
-    """Score the sessions and return the result, which is a fallback if all attempts fail. Raises StoreError,
-    but never an error of the scorer. ``memory_slot`` is acquired while the sessions are in memory, and
-    ``attempt_slot`` during an attempt."""
+    """Score the sessions and return the result, or a fallback if all attempts fail.
+
+    Raises StoreError, but never an error from the scorer. ``memory_slot`` is acquired while the sessions are
+    in memory, and ``attempt_slot`` during an attempt.
+    """
     for attempt in range(1, config.retries + 2):
         try:
             async with memory_slot or nullcontext():
@@ -100,7 +102,7 @@ async def _score_before_deadline(
 def _check_rewards(
     scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
 ) -> tuple[Reward, ...]:
-    """Return the rewards with their scorer and with ids by which the store ignores a repeated reward. Raises
+    """Add the scorer and an id to each reward. The store uses the id to ignore repeated rewards. Raises
     ScoreError for an invalid reward."""
     checked: list[Reward] = []
     key_counts: Counter[str] = Counter()

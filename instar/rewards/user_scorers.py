@@ -19,11 +19,11 @@ from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
 WORKER_SECONDS = 10.0
-"""The time limit of a check in a worker, in seconds. An answer that takes longer scores 0."""
+"""The time limit for a check in a worker, in seconds. An answer that takes longer scores 0."""
 
 
 class AgentReward(Scorer):
-    """Uses the reward that the agent function returned. The gateway records the rewards that agents send."""
+    """Uses the reward that the agent function returned. The gateway records rewards that agents send."""
 
     name = "returned"
 
@@ -41,7 +41,7 @@ class AgentReward(Scorer):
 
 
 class RuleReward(Scorer):
-    """Scores with the configured function, or else with ``text_scorer``, the scorer of the task set."""
+    """Scores with the configured function, or else with ``text_scorer``, which comes from the task set."""
 
     def __init__(
         self, config: RuleRewardConfig, text_scorer: Callable[[Task, str], float] | None = None

@@ -29,7 +29,7 @@ from instar.types import Json
 
 _CHECKPOINT_TYPES = {"state": "training", "sampler": "sampler"}
 HOLD_SECONDS = 30.0
-"""The time that a request for a result is held open. Clients give up after 45 s."""
+"""A request for a result is held open for this long. Clients give up after 45 s."""
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
@@ -208,7 +208,7 @@ def _checkpoint_fields(info: CheckpointInfo) -> Json:
 
 
 def _run_fields(run_id: str, checkpoints: Sequence[CheckpointInfo]) -> Json:
-    """Return the fields of a training run from its checkpoints, which are ordered from new to old."""
+    """Build the fields of a training run from its checkpoints, which must be ordered from new to old."""
     newest = checkpoints[0]
     fields = _base_run_fields(run_id, newest.base_model, newest.rank, _to_datetime(newest.created_at))
     for name, kind in (("last_checkpoint", "state"), ("last_sampler_checkpoint", "sampler")):

@@ -43,7 +43,7 @@ class TinkerDatum:
 
 
 def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
-    """Return one sample for each datum. Raises ProtocolError, naming the invalid datum."""
+    """Return one sample for each datum. Raises ProtocolError with the index of an invalid datum."""
     if loss not in LOSSES:
         raise ProtocolError(f"loss_fn: received {loss!r}; supported: {', '.join(LOSSES)}")
     if not datums:

@@ -30,7 +30,7 @@ from instar.types import Json
 BODY_TIMEOUT_SECONDS = 60.0
 KEY_HEADER = "X-API-Key"
 KEY_PREFIX = "tml-"
-"""The prefix that Tinker's own clients require of a key."""
+"""Tinker's own clients accept only keys with this prefix."""
 TOKEN_TTL_SECONDS = 3600.0
 _JWT_PREFIX = "eyJ"
 T = TypeVar("T")
@@ -125,7 +125,8 @@ class TinkerKeyStore(KeyStore):
 
 
 def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """Return True if Tinker's clients send the request's key or token without exchanging it first."""
+    """Return True if the request's key or token is one that Tinker's clients send without exchanging it
+    first."""
     return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
 
 

@@ -40,8 +40,8 @@ class TinkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class TinkerPass:
-    """A request for a pass. An error in the data is raised when the pass runs, because later requests wait
-    for its sequence id."""
+    """A request for a pass. Later requests wait for its sequence id, so an error in the data is raised only
+    when the pass runs."""
 
     model_id: str
     seq: int | None

@@ -22,16 +22,16 @@ _REDUCTIONS = {
     "micro_batches": "sum",
     "ratio_max": "max",
 }
-"""The function with which clients combine a metric over the parts of a batch. The default is the mean."""
+"""Clients combine each metric over the parts of a batch with this function. The default is the mean."""
 _OUTPUT_TYPE = "ArrayRecord"
 
 
 @dataclass(frozen=True, slots=True)
 class TinkerPassResult:
     logprobs: Sequence[Floats]
-    """One array for each datum with the logprobs of its targets. The logprob of a masked target is NaN."""
+    """The logprobs of the targets, one array per datum. Masked targets have NaN."""
     metrics: Mapping[str, float]
-    """The metrics by a name with the reduction over the parts of a batch, such as ``loss:sum``."""
+    """The metrics. Each name includes the reduction over the parts of a batch, such as ``loss:sum``."""
 
     @classmethod
     def from_logprobs(
@@ -70,7 +70,7 @@ class TinkerPassResult:
 class TinkerSampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
-    """The logprobs of the prompt. A logprob that was not requested is NaN."""
+    """The prompt's logprobs. A logprob that was not requested is NaN."""
 
     def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()
@@ -102,5 +102,5 @@ class TinkerSampleResult:
 
 
 def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics. JSON has no NaN and no infinity."""
+    """Return only the finite metrics, because JSON has no NaN and no infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

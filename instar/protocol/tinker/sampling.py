@@ -20,7 +20,8 @@ from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
 MAX_SESSIONS = 10_000
-"""The number of sampling sessions in memory, over all owners. The oldest session is dropped first."""
+"""The maximum number of sampling sessions in memory, across all owners. The oldest session is dropped
+first."""
 MAX_SAMPLES_PER_REQUEST = 1024
 
 
@@ -44,7 +45,7 @@ class TinkerSamplingSessions:
     def open(
         self, session_id: str, number: int, owner: str, path: str | None, *, is_ephemeral: bool = False
     ) -> str:
-        """Return the sampling session's id, which is the same for the same session and number."""
+        """Return the sampling session's id. The same session and number always get the same id."""
         sampling_id = f"{session_id}:sample:{number}"
         self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, is_ephemeral)
         while len(self._sessions) > MAX_SESSIONS:

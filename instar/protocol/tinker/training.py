@@ -26,7 +26,7 @@ from instar.protocol.tinker.sampling import TinkerRoutes
 from instar.types import Json
 
 EPHEMERAL_TTL_SECONDS = 7 * 86400.0
-"""The time that unnamed weights are kept, unless their session ends earlier."""
+"""Unnamed weights are kept for this long, unless their session ends earlier."""
 OPTIMIZER = "adamw"
 
 

@@ -11,7 +11,7 @@ from instar.protocol.base import TRAINED_PARTS, CheckpointInfo, ProtocolError
 SCHEME = "weaver://"
 FOLDERS = {"state": "checkpoints", "sampler": "samplers"}
 SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
-"""The folder names in Weaver's paths, with the folder names of `CheckpointStore`."""
+"""Maps folder names in Weaver's paths to the folder names that `CheckpointStore` uses."""
 
 
 def weaver_path(info: CheckpointInfo) -> str:
@@ -20,7 +20,7 @@ def weaver_path(info: CheckpointInfo) -> str:
 
 
 def to_service_path(path: str) -> str:
-    """Return the path of `CheckpointStore` for a client's path."""
+    """Convert a client's path to the path that `CheckpointStore` uses."""
     parts = path.removeprefix(SCHEME).split("/", 2)
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SERVICE_FOLDERS:
         raise ProtocolError(

@@ -91,14 +91,14 @@ class WeaverBatch:
     """None if the client requested only logprobs."""
     samples: list[Sample]
     is_scored: list[NDArray[np.bool_]]
-    """One array for each datum with True for the targets that are tokens of the sample."""
+    """One array per datum. Entries are True for targets that are tokens of the sample."""
     datum_ids: list[str | None]
 
 
 def parse_batch(
     pass_input: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, backward: bool
 ) -> WeaverBatch:
-    """Return the samples of a pass. Raises ProtocolError, naming the invalid field or datum."""
+    """Return the samples for a pass. Raises ProtocolError with the name of an invalid field or datum."""
     loss_fn = pass_input.loss_fn
     if backward and loss_fn == LOGPROBS_ONLY:
         raise ProtocolError(f"loss_fn: {LOGPROBS_ONLY!r} is supported only by a forward pass")
@@ -119,7 +119,7 @@ def parse_batch(
 
 
 def _parse_loss(loss_fn: str, config: dict[str, Any]) -> LossConfig | None:
-    """Return the loss settings. An unknown option is rejected unless its value has no effect."""
+    """Parse the loss settings. An unknown option is rejected unless its value has no effect."""
     for key, value in config.items():
         if key not in LOSS_OPTIONS and value not in (None, False, 0, "sum"):
             raise ProtocolError(
@@ -174,7 +174,7 @@ def _parse_datum(
 def _loss_tensors(
     inputs: _LossInputs, loss_fn: str, is_scored: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the mask, the advantages and the old logprobs of the targets."""
+    """Return the mask, the advantages and the old logprobs for the targets."""
     nans = np.full(len(is_scored), np.nan, np.float32)
     ones = np.ones(len(is_scored), np.float32)
     if loss_fn == LOGPROBS_ONLY:
@@ -193,7 +193,7 @@ def _loss_tensors(
 
 
 class _LossInputs:
-    """The ``loss_fn_inputs`` of a datum. Each tensor has one entry for each token of the model input."""
+    """The ``loss_fn_inputs`` of a datum. Each tensor has one entry per token of the model input."""
 
     def __init__(self, tensors: dict[str, msgspec.Raw], pack: TensorPack, index: int, length: int) -> None:
         self._tensors = tensors
@@ -243,7 +243,7 @@ class _LossInputs:
 
 
 def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
-    """Return the logprobs of each datum's targets as `loss_fn_outputs`. An unknown logprob is NaN."""
+    """Return `loss_fn_outputs`: the logprobs of each datum's targets. An unknown logprob is NaN."""
     outputs: list[dict[str, Any]] = []
     for values, is_scored, datum_id in zip(logprobs, batch.is_scored, batch.datum_ids, strict=True):
         target_logprobs = np.full(len(is_scored), np.nan, np.float32)

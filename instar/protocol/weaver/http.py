@@ -32,7 +32,7 @@ ERROR_CODES = {
 }
 RETRYABLE_STATUSES = frozenset({429, 503})
 HOLD_SECONDS = 25.0
-"""The time that a request is held open: less than half of the 60 s after which the SDK gives up."""
+"""A request is held open for this long. The SDK gives up after 60 s."""
 T = TypeVar("T")
 
 
@@ -43,7 +43,8 @@ class WeaverRequest:
     content_type: str
     body: bytes
     call_id: str | None
-    """The trace context, which the SDK keeps when it retries a call and changes for every other call."""
+    """The trace context. The SDK sends the same one when it retries a call, and a new one for every other
+    call."""
 
     @property
     def media_type(self) -> str:
@@ -102,7 +103,8 @@ class WeaverOperationRoutes:
         key: str | None,
         deadline: float,
     ) -> Any:
-        """Return the value of an operation. A request that repeats the ``key`` gets the same operation."""
+        """Run an operation and return its value. A request that repeats the ``key`` gets the same
+        operation."""
         operation_id = self._operations.submit(kind, request.owner, function, key=key)
         result = await self._operations.wait(operation_id, request.owner, deadline)
         if result is None:

@@ -165,7 +165,7 @@ def _encode_id(model_path: str | None) -> str:
 
 
 def _decode_id(session_id: str) -> str | None:
-    """Return the path of the session's sampler, or None for the base model."""
+    """Decode the sampler's path from the session id. Return None for the base model."""
     code = session_id.removeprefix(ID_PREFIX)
     try:
         path = base64.urlsafe_b64decode(code + "=" * (-len(code) % 4)).decode()

@@ -90,11 +90,11 @@ class WeaverCallOrder:
         self._calls: dict[int, str | None] = {}
         self._highest = 0
         self._inserted: list[int] = []
-        """For each call without a number, the highest number that had arrived before the call."""
+        """For each call without a number, the highest number that had arrived by then."""
 
     def submit_numbered(self, seq: int, call_id: str | None, submit: Callable[[int], str]) -> str:
-        """Submit a call with the client's sequence id and return the operation's id. A retried call has the
-        same ``call_id``. Raises ProtocolError 409 if a different call has the sequence id."""
+        """Submit a call with the client's sequence id and return the operation's id. A retry has the same
+        ``call_id``. Raises ProtocolError 409 if a different call has the sequence id."""
         previous = self._calls.get(seq)
         if previous is not None and call_id is not None and previous != call_id:
             raise ProtocolError(

@@ -1,4 +1,4 @@
-"""Measures the reliability of judges: their agreement with themselves and with the rules."""
+"""Measures how reliable judges are: their agreement with themselves and with the rules."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from instar.types import Reward, RewardSource
 
 @dataclass(frozen=True, slots=True)
 class JudgeAgreement:
-    """The agreement of one version of a judge with itself and with the rules. None means no data."""
+    """The agreement of one judge version with itself and with the rules. None means no data."""
 
     judge: str
     rewards: int
     mean: float
     dollars: float
     votes: float | None
-    """The agreement of two votes on the same question: 1 minus the mean difference of their scores, or the
-    share of equal signals."""
+    """The agreement of two votes on the same question. It is 1 minus the mean score difference, or the share
+    of equal signals."""
     orders: float | None
     """The share of pairs that get the same result in both orders."""
     rule_sessions: int
     rule_same_side: float | None
-    """The share of these sessions in which the judge and the rule are on the same side of 0.5."""
+    """The share of compared sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
     """Pearson's correlation of judge and rule; None if either always gives the same value."""
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[JudgeAgreement]:
-    """Return the agreement of every judge of the run, sorted by name. A query reads ``page`` sessions."""
+    """Return the agreement of every judge in the run, sorted by name. Each query reads ``page`` sessions."""
     tallies: dict[str, _Tally] = {}
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page):
@@ -68,7 +68,7 @@ class _Tally:
     orders: int = 0
     orders_agreed: int = 0
     compared: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    """The reward of the judge and the reward of a rule for each session that has both."""
+    """The judge's and a rule's reward for each session that has both."""
 
     def add(self, reward: Reward) -> None:
         self.rewards += 1

@@ -12,7 +12,7 @@ from instar.rewards.judge.endpoint import JudgeReply
 from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
-"""The maximum number of opening braces in a text at which parsing is tried."""
+"""Parsing is tried at up to this many opening braces in a text."""
 
 
 class UnparseableAnswer(Exception):
@@ -58,8 +58,8 @@ T = TypeVar("T")
 
 
 def candidate_answers(reply: JudgeReply) -> Iterator[Json]:
-    """Yield every JSON object in the reply that may be the answer: first the structured answer, then the
-    objects in the text, from last to first, because a judge may quote other JSON before the answer."""
+    """Yield every JSON object in the reply that may be the answer. The structured answer comes first, then
+    the objects in the text from last to first, because a judge may quote other JSON before the answer."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
     yield from reversed(_find_objects(reply.text))
@@ -94,7 +94,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
-    """Return the score, mapped from the scale to 0..1. Raises UnparseableAnswer for other scores."""
+    """Map the score from the scale to 0..1. Raises UnparseableAnswer if the score is outside the scale."""
     low, high = scale
     if not low <= score <= high:
         raise UnparseableAnswer(f"the score {score:g} is not between {low:g} and {high:g}")

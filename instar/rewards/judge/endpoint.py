@@ -30,14 +30,14 @@ ANSWER_TOOL_NAME = "answer"
 _KEEPALIVE_SECONDS = 4.0
 _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 _FORMAT_ERROR_STATUSES = (400, 404, 422)
-"""The statuses with which endpoints reject a `response_format` that they do not support."""
+"""Endpoints respond with these statuses to a `response_format` that they do not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
     text: str
     structured_answer: Json | None = None
-    """The answer, if the endpoint returned it as JSON instead of text."""
+    """The answer as JSON, if the endpoint returns structured answers."""
     input_tokens: int = 0
     output_tokens: int = 0
     is_truncated: bool = False
@@ -82,7 +82,7 @@ class JudgeEndpoint(ABC):
 
 
 def _read_error_message(raw: bytes) -> str:
-    """Return the message of an error response, in any format that providers use."""
+    """Return the message in an error response, in any format that providers use."""
     try:
         body: Any = json.loads(raw)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ _budgets: WeakKeyDictionary[Store, dict[str, JudgeBudget]] = WeakKeyDictionary()
 
 
 class JudgeBudget:
-    """The calls and dollars that all judges of a run have spent, including those of earlier processes."""
+    """The calls and dollars that the run's judges have spent, including in earlier processes."""
 
     def __init__(self, calls: int, dollars: float) -> None:
         self.calls = calls
@@ -73,7 +73,7 @@ class JudgeBudget:
 class JudgeVote(Generic[T]):
     answer: T
     cost: float
-    """The cost in dollars; 0 if a different session paid for the answer."""
+    """The cost in dollars, or 0 if another session paid for the answer."""
 
 
 class Judge(Scorer):
@@ -139,8 +139,8 @@ class Judge(Scorer):
     async def ask(
         self, parts: Sequence[JudgePromptPart], parse: ParseAnswer[T], session_id: str, **fields: str
     ) -> list[JudgeVote[T]]:
-        """Return all votes, which are requested concurrently. Raises ScoreError after all requests have
-        finished if any of them failed; the votes that arrived are stored and not requested again."""
+        """Request all votes concurrently and return them. If a request fails, raises ScoreError after all
+        requests have finished. Votes that arrived are stored and not requested again."""
         low, high = self.config.scale
         fields |= {"low": f"{low:g}", "high": f"{high:g}"}
         hashed_parts = [[part.label, part.text] for part in parts]
@@ -198,7 +198,7 @@ class Judge(Scorer):
 
 
 def is_judge_session(transcript: Transcript) -> bool:
-    """Return True for the sessions in which the run's own model is a judge. They use this model name."""
+    """Return True if the run's own model is the judge in this session. Such sessions use this model name."""
     return any(call.model == JUDGE_AGENT for call in transcript.calls)
 
 
@@ -216,7 +216,7 @@ def _find_answer(reply: JudgeReply, parse: ParseAnswer[T]) -> Json:
 
 
 async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Return all results, or wait for all and raise the error that is least worth a retry."""
+    """Return all results. If any fail, wait for all and raise the error that is least worth a retry."""
 
     def severity(failure: BaseException) -> tuple[bool, bool, float]:
         if not isinstance(failure, ScoreError):

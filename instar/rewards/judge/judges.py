@@ -44,14 +44,15 @@ class StepJudge(Judge, Generic[T]):
     """A judge of single steps. One prompt contains as many steps as fit."""
 
     shows_following = False
-    """True if a prompt shows what followed each step. Steps that nothing followed are then not judged."""
+    """True if a prompt shows what followed each step. Steps without a following message are then not
+    judged."""
 
     @abstractmethod
     def parse_answers(self, json_answer: Json) -> StepAnswers[T]: ...
 
     @abstractmethod
     def combine_votes(self, votes: Sequence[T], reasons: Sequence[str]) -> tuple[float, Json] | None:
-        """Return the reward of a step and its detail, or None if the step gets no reward."""
+        """Combine the votes on a step to a reward and its detail. Return None if the step gets no reward."""
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         complete = [step for step in session_steps.build_steps(transcript.calls) if step.is_complete]
@@ -123,7 +124,7 @@ class FollowupJudge(StepJudge[str]):
 
 
 def _describe_votes(votes: Sequence[float], reasons: Sequence[str]) -> Json:
-    """Return the votes for the detail of a reward; ``spread`` is the highest vote minus the lowest."""
+    """Describe the votes for the detail of a reward. ``spread`` is the highest vote minus the lowest."""
     return {
         "votes": [round(vote, 6) for vote in votes],
         "spread": round(max(votes) - min(votes), 6),

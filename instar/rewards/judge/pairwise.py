@@ -19,21 +19,21 @@ from instar.types import Json, Reward, Task
 Winner = tuple[Literal["A", "B", "tie"], str]
 
 PRIOR_DRAWS = 0.5
-"""The number of virtual draws of each session against an average session. They keep the strength of a session
-finite that won all its comparisons."""
+"""The number of virtual draws of each session against an average session. Without them, a session that won
+all its comparisons would have infinite strength."""
 FIT_ITERATIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class PairComparison:
-    """The result of comparing two sessions, which are identified by their index in the group."""
+    """The result of comparing two sessions. Each session is identified by its index in the group."""
 
     first: int
     second: int
     points: float
-    """The first session's mean points, 0..1. A vote on which the two orders disagree is a draw."""
+    """The first session's mean points, 0..1. If the two orders disagree, the vote is a draw."""
     agreed: int
-    """The number of votes on which both orders agree."""
+    """The number of votes with the same result in both orders."""
     votes: int
     reasons: str = ""
     cost: float = 0.0
@@ -123,7 +123,7 @@ def _combine_orders(
 
 
 def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
-    """Return at most ``max_pairs`` pairs, but at least ``size - 1`` pairs, which connect all sessions."""
+    """Return at most ``max_pairs`` pairs, or ``size - 1`` if this is more. They connect all sessions."""
     # The sessions form a ring. Neighbours come first, so that any two sessions are connected through others.
     ring = (
         (start, (start + distance) % size)
@@ -136,8 +136,8 @@ def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
 
 
 def expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
-    """Return how often each session would win against the others, in the Bradley-Terry model. If all pairs
-    were compared, the result is the session's share of points, moved slightly towards 0.5."""
+    """Return how often each session would win against the others in the Bradley-Terry model. If all pairs
+    were compared, this is the session's share of points, moved slightly towards 0.5."""
     points = [PRIOR_DRAWS / 2] * size
     opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for comparison in comparisons:

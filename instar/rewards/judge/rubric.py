@@ -50,8 +50,8 @@ class Rubric:
         return hash_json([FRAME, self.instructions, self.criteria, self.schema]).hex()
 
     def render(self, parts: Sequence[JudgePromptPart], fields: Mapping[str, str]) -> tuple[str, str]:
-        """Return the system prompt, and the user prompt with the parts. ``fields`` are the values of the
-        placeholders in the instructions, such as ``$steps``."""
+        """Return the system prompt and the user prompt. The user prompt contains the parts. ``fields`` are
+        the values for placeholders in the instructions, such as ``$steps``."""
         # The session is older than the random mark and therefore cannot contain it.
         mark = f"#{secrets.token_hex(8)}"
         frame = Template(FRAME).substitute(mark=mark)
@@ -68,7 +68,8 @@ def hash_json(value: object) -> bytes:
 
 
 def truncate_parts(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
-    """Return the parts with at most ``max_chars`` characters. The middle of longer parts is omitted."""
+    """Return the parts with at most ``max_chars`` characters in all. If they are longer, the middle of the
+    whole text is omitted."""
     total = sum(len(part.text) for part in parts)
     if total <= max_chars:
         return list(parts)

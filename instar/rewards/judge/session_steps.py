@@ -10,7 +10,7 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
 MAX_FOLLOWING_CALLS = 3
-"""The maximum number of calls that are shown as what followed a step, up to the next message of a user."""
+"""At most this many calls are shown as what followed a step, up to the next user message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
 
 
 def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
-    """Return the messages of a call that are not part of its parent call."""
+    """Return the messages of a call that its parent call does not have."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:

@@ -18,7 +18,7 @@ MINUS = "\N{MINUS SIGN}"
 CODE_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 MAX_DETAIL_CHARS = 500
 RULES_VERSION = "2"
-"""The version of the code of all rules. It changes when any rule may score the same answer differently."""
+"""The version of all rules' code. It changes when any rule may score the same answer differently."""
 
 ComparisonConfig = rules.ExactRewardConfig | rules.NumericRewardConfig
 WorkerConfig = rules.MathRewardConfig | rules.JsonSchemaRewardConfig | rules.RegexRewardConfig

@@ -21,7 +21,7 @@ from instar.rewards.sandbox.launcher import PR_SET_NO_NEW_PRIVS, apply_landlock,
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
 MAX_MEMORY_BYTES = 4 * 2**30
 MAX_TEXT_CHARS = 500
-"""The maximum number of characters of a text in a result, because a library may quote all of its input."""
+"""The maximum length of a text in a result. A library may quote all of its input."""
 
 Check = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -110,8 +110,8 @@ CHECKS: dict[str, Callable[..., Check]] = {
 
 
 def sandbox_self() -> None:
-    """Stop this process permanently from writing files, starting programs, opening sockets and sending
-    signals. It can still read the files of Python and use its open file descriptors."""
+    """Permanently stop this process from writing files, starting programs, opening sockets and sending
+    signals. It can still read Python's files and use its open file descriptors."""
     paths = [*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *sys.path]
     readable = sorted({str(Path(path).resolve()) for path in paths if path and Path(path).exists()})
     prctl(PR_SET_NO_NEW_PRIVS, 1)

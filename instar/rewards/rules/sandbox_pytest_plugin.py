@@ -14,7 +14,7 @@ _REPORT = os.dup(1)
 _total: set[str] = set()
 _passed: set[str] = set()
 _cases: set[str] = set()
-"""Tests of TestCases, for which pytest does not report where they were skipped."""
+"""TestCase tests. For these, pytest does not report where they were skipped."""
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -35,7 +35,8 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def _is_skipped_by_test(report: Any) -> bool:
-    """Return True if the test's own file, and not the answer, skips the test or expects it to fail."""
+    """Return True if the test's own file skips the test or expects it to fail. The answer must not decide
+    this."""
     if hasattr(report, "wasxfail"):
         return bool({"xfail", "__unittest_expecting_failure__"} & set(report.keywords))
     if report.nodeid in _cases:

@@ -45,7 +45,7 @@ class SandboxedRule(AnswerRule[C]):
         self.sandbox = await create_sandbox(self.config.sandbox.kind)
 
     async def require_program(self, program: str, *arguments: str, setting: str) -> None:
-        """Raise ConfigError if a program that every score needs does not run in the sandbox."""
+        """Raise ConfigError if a required program does not run in the sandbox."""
         result = await self.run(SandboxJob([program, *arguments], readable_paths=self.readable_paths))
         if not result.ok:
             raise ConfigError(f"{setting} does not run in the sandbox: {result.output.strip()[-300:]}")
@@ -77,7 +77,7 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
         await self.require_program("sh", "-c", script, self._program(), setting="reward.command")
 
     def _program(self) -> str:
-        """Return the program that the sandbox needs: the command, or the interpreter of the script."""
+        """Return the program to run in the sandbox: the command, or the script's interpreter."""
         if self.script is None:
             return self.command[0]
         first = self.files[self.script].partition("\n")[0]
@@ -128,7 +128,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         )
 
     def _parse_report(self, result: SandboxResult, key: str) -> tuple[dict[str, int] | None, str]:
-        """Return the report of the tests, or None if there is no report, and the output before the report."""
+        """Return the test report, or None if there is none, and the output before the report."""
         if isinstance(self.config.runner, list):
             return {"passed": int(result.ok), "total": 1}, result.output
         output, marker, report = result.output.rpartition(f"\n{key} ")

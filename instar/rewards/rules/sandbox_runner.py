@@ -52,8 +52,8 @@ def _execute(source: str, name: str, scope: dict[str, Any]) -> None:
 
 
 def _run(test: str, name: str, names: dict[str, Any] | None) -> tuple[int, int]:
-    """Return the numbers of passed tests and of all tests. Tests are the functions ``test_*`` and the
-    TestCases that the text defines, or else the text itself, if it checks anything."""
+    """Return the numbers of passed tests and of all tests. Tests are the ``test_*`` functions and the
+    TestCases in the text. A text without them is itself a test if it checks anything."""
     if names is None:
         return 0, 1
     scope = {**names, "__name__": "tests"}
@@ -84,7 +84,7 @@ def _call(function: Callable[[], Any]) -> None:
 
 
 def _contains_check(node: ast.AST) -> bool:
-    """Return True if the statement does anything other than import, define and assign."""
+    """Return True if the statement does more than import, define or assign."""
     match node:
         case ast.Assert() | ast.Raise():
             return True

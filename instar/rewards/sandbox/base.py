@@ -13,7 +13,7 @@ SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of all processes of a job together. ``memory_mb`` also limits each process."""
+    """Limits for all processes of a job together. ``memory_mb`` also limits each process."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -30,17 +30,17 @@ class SandboxJob:
 
     command: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The contents of the files to create in the folder, by name. All files are executable."""
+    """Maps the names of files to create in the job's folder to their contents. All files are executable."""
     file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables with the full path of a file, by name of the variable."""
+    """Maps environment variables to names in ``files``. The job gets the file's full path."""
     readable_paths: Sequence[Path] = ()
-    """Paths that the job may read in addition to the system folders and this Python."""
+    """Paths that the job may read besides the system folders and the current Python installation."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
     exit_code: int
-    """127 if the command does not exist, 128 + n if the command was killed by signal n."""
+    """127 if the command does not exist; 128 + n if signal n killed the command."""
     output: str
     exceeded_limit: SandboxLimitName | None
     reason: str
@@ -51,7 +51,8 @@ class SandboxResult:
 
 
 class Sandbox(ABC):
-    """Runs jobs, also concurrently. No process of a job is left when ``run`` returns or is cancelled."""
+    """Runs jobs. Several jobs may run concurrently. When ``run`` returns or is cancelled, no process of the
+    job is left."""
 
     name: str
 

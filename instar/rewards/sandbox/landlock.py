@@ -86,7 +86,8 @@ def _kill(root: int) -> None:
 
 
 def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
-    """Return the size and number of the job's files, including files that are deleted but still open."""
+    """Return the total size and the number of the job's files, including deleted files that are still
+    open."""
     size = count = 0
     for root, _, names in os.walk(folder):
         count += len(names) + 1

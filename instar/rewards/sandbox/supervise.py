@@ -37,7 +37,7 @@ NETWORK_ETC_NAMES = ("resolv.conf", "hosts", "nsswitch.conf", "ssl/certs", "ca-c
 
 @dataclass(frozen=True)
 class SandboxLaunch:
-    """The parts of starting and supervising a job in which the sandboxes differ."""
+    """The values that differ between sandboxes when a job is started and supervised."""
 
     command_prefix: list[str]
     """The command that starts Python with the launcher, such as bwrap with its options."""
@@ -48,13 +48,14 @@ class SandboxLaunch:
     uid: int | None
     landlock: dict[str, Any] | None
     kill_job: Callable[[int], None]
-    """Kills all descendants of a process, given its id."""
+    """Kills all descendants of the process with this id."""
     measure_files: Callable[[list[int]], tuple[int, int]]
-    """Returns the size in bytes and the number of the job's files, given the job's process ids."""
+    """Takes the job's process ids. Returns the total size in bytes and the number of the job's files."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
-    """Return the paths that a job may read: system folders, this Python, and ``job.readable_paths``."""
+    """Return the paths that a job may read: system folders, the current Python installation, and
+    ``job.readable_paths``."""
     python = [Path(p) for p in (sys.prefix, sys.base_prefix)]
     python += [*(p.resolve() for p in python), Path(sys.executable).resolve().parent.parent]
     etc_names = (*ETC_NAMES, *(NETWORK_ETC_NAMES if limits.network else ()))
@@ -244,7 +245,8 @@ async def _read_output(
 
 
 def descendant_pids(root: int) -> list[int]:
-    """Return the process ids of all descendants, including orphans, whose parent is the launcher."""
+    """Return the process ids of all descendants. This includes orphans, because the launcher becomes their
+    parent."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:
