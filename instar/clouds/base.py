@@ -143,5 +143,7 @@ def configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -
     if section.api_key_env is None:
         return None
     if not (key := env.get(section.api_key_env)):
-        raise ConfigError(f"backend.api_key_env: the environment variable {section.api_key_env} is not set")
+        raise ConfigError(
+            f"backend.api_key_env: the environment variable {section.api_key_env} is not set; set it"
+        )
     return key

@@ -86,7 +86,7 @@ class Engine(ABC):
     async def logprobs(self, token_ids: Prompt) -> Floats:
         """Return the logprob of every token under the served policy, or NaN for the first token. At most
         ``max_context`` tokens are accepted."""
-        raise EngineError(f"The {self.info.kind} engine does not compute the logprobs of given tokens.")
+        raise EngineError(f"The {self.info.kind} engine does not compute the logprobs of a prompt.")
 
     def for_session(self, session: str) -> Engine:
         """Return the engine for a session, preferably one that has cached the session's earlier turns."""

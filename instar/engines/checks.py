@@ -22,7 +22,9 @@ def to_ids(prompt: Prompt) -> Ids:
         if len(ids) and (ids.min() < INT32.min or ids.max() > INT32.max):
             raise OverflowError
     except OverflowError as error:
-        raise EngineError("Token ids must fit into 32 bits.") from error
+        raise EngineError(
+            "A token id does not fit into 32 bits; send ids from the model's vocabulary."
+        ) from error
     return ids.astype(np.int32)
 
 
@@ -30,18 +32,18 @@ def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> 
     """Raise EngineError if the request is invalid, or PromptTooLong if no new token fits into the context."""
     _check_ids(info, prompt_ids)
     if params.max_tokens < 1:
-        raise EngineError(f"max_tokens must be at least 1, not {params.max_tokens}.")
+        raise EngineError(f"max_tokens is {params.max_tokens}; it must be at least 1.")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise EngineError(f"temperature must be 0 or greater, not {params.temperature}.")
+        raise EngineError(f"temperature is {params.temperature}; it must be 0 or greater.")
     if not 0 < params.top_p <= 1:
-        raise EngineError(f"top_p must be above 0 and at most 1, not {params.top_p}.")
+        raise EngineError(f"top_p is {params.top_p}; it must be above 0 and at most 1.")
     if params.top_k < 0:
-        raise EngineError(f"top_k must be 0 or greater, not {params.top_k}.")
+        raise EngineError(f"top_k is {params.top_k}; it must be 0 or greater.")
     if "" in params.stop:
-        raise EngineError("stop must not contain an empty string.")
+        raise EngineError("stop contains an empty string; remove it.")
     if len(prompt_ids) >= info.max_context:
         raise PromptTooLong(
-            f"A prompt of {len(prompt_ids)} tokens leaves no space in a context of {info.max_context} tokens."
+            f"The prompt has {len(prompt_ids)} tokens; it must have fewer than {info.max_context}."
         )
 
 
@@ -64,5 +66,5 @@ def _check_ids(info: EngineInfo, ids: Ids) -> None:
         raise EngineError("The prompt is empty; send at least one token id.")
     if ids.min() < 0 or ids.max() >= info.vocab_size:
         raise EngineError(
-            f"Token ids must be from 0 to {info.vocab_size - 1}, not {ids.min()} to {ids.max()}."
+            f"The token ids are {ids.min()} to {ids.max()}; they must be 0 to {info.vocab_size - 1}."
         )

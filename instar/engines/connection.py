@@ -30,7 +30,7 @@ class EngineConnection:
         self.url = url.rstrip("/")
         address = urlsplit(self.url)
         if address.scheme != "http" or not address.hostname:
-            raise EngineError(f"The address of the {name} must be http://host:port, not {url!r}.")
+            raise EngineError(f"The address of the {name} is {url!r}; it must be http://host:port.")
         self._name = name
         self._path = address.path
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -124,7 +124,9 @@ class EnginePool(Engine):
                 models.add(_describe_model(member.engine.info))
         if len(models) > 1:
             names = " and ".join(sorted(models))
-            raise ConfigError(f"The engines of a pool must serve the same model, not {names}.")
+            raise ConfigError(
+                f"The engines serve different models: {names}; all engines must serve the same model."
+            )
         if not any(member.healthy for member in self.members):
             raise self._none_available()
 

@@ -34,7 +34,7 @@ class ScriptedEngine(Engine):
     def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
         self._tokenizer: Any = load_tokenizer(resolve_model(model.name))
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(f"model.name: the tokenizer of {model.name} has no end-of-sequence token.")
+            raise ConfigError(f"model.name: {model.name} has no end-of-sequence token; choose another model.")
         if not config.replies and config.function is None:
             raise ConfigError("engine.replies: the list is empty; add a reply or set engine.function.")
         self._config = config

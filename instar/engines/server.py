@@ -300,7 +300,7 @@ class _RequireToken:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         needs_token = scope["type"] == "http" and scope["path"] != "/healthz"
         if needs_token and not has_bearer_token(scope["headers"], self._token):
-            error = EngineError("A bearer token is required; send the header Authorization: Bearer <token>.")
+            error = EngineError("The bearer token is missing or wrong; send Authorization: Bearer <token>.")
             await _error(401, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

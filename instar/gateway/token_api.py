@@ -209,7 +209,8 @@ def _check_message(message: SubmittedMessage, path: str) -> None:
         name = "tool_calls" if message.tool_calls else "reasoning"
         raise invalid_value(f"Only messages of the assistant may have '{name}'.", f"{path}.{name}")
     if (message.role == "tool") != (message.tool_call_id is not None):
-        text = "A message must have a 'tool_call_id' if, and only if, its role is 'tool'."
+        problem = "lacks a 'tool_call_id'" if message.role == "tool" else "must not have a 'tool_call_id'"
+        text = f"A message with the role {message.role!r} {problem}."
         raise invalid_value(text, f"{path}.tool_call_id")
 
 

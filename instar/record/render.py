@@ -177,8 +177,8 @@ class TemplateRenderer(TokenizerRenderer):
         has_tools = self._supports_tool_calls()
         if tool_format == "template" and not has_tools:
             raise ConfigError(
-                "model.tool_format: 'template' requires a chat template that lists tools and writes calls as "
-                f"{CALL_OPEN}JSON{CALL_CLOSE}, which this model's template does not; use 'auto' or 'generic'"
+                "model.tool_format: 'template' is set, but the model's chat template does not list tools and "
+                f"write calls as {CALL_OPEN}JSON{CALL_CLOSE}; use 'auto' or 'generic'"
             )
         self.uses_generic_tools = tool_format == "generic" or not has_tools
         question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")

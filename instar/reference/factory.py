@@ -68,7 +68,7 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
         if section.api_key_env is not None and not key:
             raise ConfigError(
-                f"trainer.reference.api_key_env: the environment variable {section.api_key_env} is not set"
+                f"trainer.reference.api_key_env: the variable {section.api_key_env} is not set; set it"
             )
         reference = CompletionsReference(section, config.model, key)
     else:

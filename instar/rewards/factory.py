@@ -36,7 +36,7 @@ def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -
         for name in combined_names:
             if name not in known:
                 raise ConfigError(
-                    f"scoring.combine.{setting}: given {name!r}, which is not a scorer of this run; "
+                    f"scoring.combine.{setting}: this run has no scorer {name!r}; "
                     f"allowed: {', '.join(sorted(known))}"
                 )
     return scorers

@@ -180,7 +180,9 @@ def _record_shape(
             raise EngineError(f"The local engine does not support models whose attention uses {name}.")
     if key.shape != value.shape:
         shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-        raise EngineError(f"The local engine needs keys and values of the same shape, not {shapes}.")
+        raise EngineError(
+            f"Keys and values have the shapes {shapes}; the local engine requires equal shapes."
+        )
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     probe.shapes[layer] = (key.shape[1], key.shape[3])
     return torch.zeros_like(query).transpose(1, 2)

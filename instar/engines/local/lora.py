@@ -173,7 +173,7 @@ def _unsupported(folder: Path, problem: str) -> EngineError:
 def check_update(name: str, matrices: dict[str, Tensor], weight_shape: tuple[int, ...]) -> None:
     """Raise EngineError unless the matrix product B A has the shape of the layer's weight."""
     if matrices.keys() != {"A", "B"}:
-        raise EngineError(f"The adapter's update of {name} must consist of lora_A and lora_B.")
+        raise EngineError(f"The adapter's update of {name} is incomplete; it must have lora_A and lora_B.")
     a_shape, b_shape = tuple(matrices["A"].shape), tuple(matrices["B"].shape)
     if (b_shape[0], a_shape[1]) != weight_shape or b_shape[1] != a_shape[0]:
         raise EngineError(

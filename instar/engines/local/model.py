@@ -115,7 +115,9 @@ class EngineModel:
             self._model(input_ids=token, position_ids=token, use_cache=False, instar_plan=probe)
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
-            raise EngineError("The local engine needs a model with the same full attention in every layer.")
+            raise EngineError(
+                "The layers' attention differs; the local engine requires the same full attention in all."
+            )
         ((kv_heads, head_dim),) = shapes
         return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)
 

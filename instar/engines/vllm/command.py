@@ -134,7 +134,7 @@ def round_up_rank(rank: int) -> int:
     for supported in LORA_RANKS:
         if rank <= supported:
             return supported
-    raise ConfigError(f"engine.lora_rank: vLLM supports adapters up to rank {LORA_RANKS[-1]}, not {rank}.")
+    raise ConfigError(f"engine.lora_rank: {rank} is too large; vLLM supports ranks up to {LORA_RANKS[-1]}.")
 
 
 def _base_environment() -> dict[str, str]:

@@ -42,7 +42,9 @@ class VllmEngine(Engine):
         self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = EXTERNAL_CHECK_INTERVAL
     ) -> None:
         if len(config.servers) > 1:
-            raise ConfigError(f"engine.servers: an engine uses one server, not {len(config.servers)}.")
+            raise ConfigError(
+                f"engine.servers: received {len(config.servers)} servers; an engine uses only one."
+            )
         self._check_interval = check_interval
         self._model = model
         self._config = config

@@ -227,4 +227,6 @@ def _read_key(config: VllmEngineConfig) -> str | None:
         return None
     if key := os.environ.get(config.api_key_env):
         return key
-    raise ConfigError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set.")
+    raise ConfigError(
+        f"engine.api_key_env: the environment variable {config.api_key_env} is not set; set it."
+    )

@@ -78,7 +78,7 @@ def _parse_message(wire: ChatRequestMessage, path: str, errors: list[ApiError]) 
     if wire.function_call is not None:
         errors.append(_deprecated_field("function_call", "tool_calls", f"{path}.function_call"))
     if wire.audio is not None:
-        errors.append(common.unsupported_value("Audio is not supported.", f"{path}.audio"))
+        errors.append(common.unsupported_value("Audio is not supported; leave it out.", f"{path}.audio"))
     if role == "assistant" and (reasoning := wire.reasoning_content or wire.reasoning):
         message["reasoning"] = reasoning
     if wire.tool_call_id is not None:
@@ -122,7 +122,7 @@ def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
 
 def _check_tool_choice(body: ChatRequestBody, names: set[str]) -> None:
     if body.parallel_tool_calls is False and not names:
-        message = "'parallel_tool_calls' is only allowed with 'tools'."
+        message = "'parallel_tool_calls' is set, but 'tools' is empty; leave it out."
         raise invalid_value(message, "parallel_tool_calls")
     if body.tool_choice == "required" and not names:
         raise common.no_tools_error()

@@ -82,7 +82,7 @@ def check_tool_is_listed(name: str | None, tools: set[str], path: str = "tool_ch
 
 
 def no_tools_error() -> ApiError:
-    message = "'tool_choice' requires a tool, and 'tools' is empty."
+    message = "'tool_choice' requires a tool, but 'tools' is empty; add a tool or leave 'tool_choice' out."
     return invalid_value(message, "tool_choice")
 
 

@@ -107,7 +107,7 @@ def _protobuf_datum(index: int, datum: Any) -> TinkerDatum:
 
 def _protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
     if tensor.sparse_csr or len(tensor.shape) > 1:
-        raise ProtocolError(f"datum {index}: {name} must be a dense one-dimensional tensor")
+        raise ProtocolError(f"datum {index}: {name} is sparse or not one-dimensional; send a dense vector")
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype}; supported: float32, int64")
@@ -151,7 +151,7 @@ def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
 
 def _json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
     if tensor.sparse_crow_indices is not None or len(tensor.shape or ()) > 1:
-        raise ProtocolError(f"datum {index}: {name} must be a dense one-dimensional tensor")
+        raise ProtocolError(f"datum {index}: {name} is sparse or not one-dimensional; send a dense vector")
     if tensor.dtype not in ("float32", "int64"):
         raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype!r}; supported: float32, int64")
     try:

@@ -121,7 +121,9 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
         parts[name[1].decode("utf-8", "replace")] = view[begin:end]
         at = end + len(delimiter)
     if not body.startswith(b"--", at) or not {"manifest", "tensor_pack"} <= parts.keys():
-        raise ProtocolError(f"a {MULTIPART} request needs the complete parts 'manifest' and 'tensor_pack'")
+        raise ProtocolError(
+            f"the {MULTIPART} body is incomplete; send the parts 'manifest' and 'tensor_pack'"
+        )
     return parts
 
 

@@ -155,7 +155,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env is not None else None
         if key == "":
             raise ConfigError(
-                f"reward.api_key_env: given {config.api_key_env!r}; the environment has no such variable"
+                f"reward.api_key_env: the environment variable {config.api_key_env!r} is not set; set it"
             )
         super().__init__(config.timeout, key)
         self._url = _build_url(config)
@@ -196,7 +196,7 @@ def _build_url(config: JudgeRewardConfig) -> URL:
         base = URL()
     if base.scheme not in ("http", "https") or not base.host:
         raise ConfigError(
-            f"reward.endpoint: given {config.endpoint!r}; it must be an http:// or https:// URL, or 'self'"
+            f"reward.endpoint: received {config.endpoint!r}; it must be an http:// or https:// URL, or 'self'"
         )
     # As in the SDKs, OpenAI's base URL includes the version, while Anthropic's SDK adds the version.
     root = base.path.rstrip("/")
@@ -212,7 +212,7 @@ class RunModelEndpoint(JudgeEndpoint):
     def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
         if not context.base_url:
             raise ConfigError(
-                "reward.endpoint: given 'self', but there is no gateway of a run to send requests to"
+                "reward.endpoint: 'self' requires a gateway, but none is running; set the URL of a model"
             )
         super().__init__(config.timeout, context.api_key, use_proxy=False)
         self._config = config.model_copy(update={"model": JUDGE_AGENT})

@@ -89,5 +89,5 @@ def test_serve_rejects_unknown_scorer_name_at_start(tmp_path: Path) -> None:
     with start(tmp_path, config) as process:
         _, stderr = process.communicate(timeout=50)
     assert process.returncode == 1
-    assert "scoring.combine.weights: given 'maths', which is not a scorer of this run" in stderr
+    assert "scoring.combine.weights: this run has no scorer 'maths'" in stderr
     assert "Traceback" not in stderr

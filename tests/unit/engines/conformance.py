@@ -186,7 +186,7 @@ class EngineConformance:
 
     async def test_logprobs_scores_prompt_tokens(self, engine: Engine, prompt: list[int]) -> None:
         if not engine.info.can_score:
-            with pytest.raises(EngineError, match="logprobs of given tokens"):
+            with pytest.raises(EngineError, match="logprobs of a prompt"):
                 await engine.logprobs(prompt)
             return
         long = (prompt * engine.info.max_context)[: engine.info.max_context]

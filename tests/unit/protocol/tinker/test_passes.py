@@ -173,7 +173,7 @@ def test_images_and_matrices_are_rejected() -> None:
         model_input=types.ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])},
     )
-    with pytest.raises(ProtocolError, match="target_tokens must be a dense one-dimensional tensor"):
+    with pytest.raises(ProtocolError, match="target_tokens is sparse or not one-dimensional"):
         parse_protobuf_pass(encode_protobuf([matrix], "cross_entropy")).require_batch()
 
 
