@@ -19,8 +19,7 @@ from instar.errors import (
 )
 
 MAX_SESSION_STARTS = 5
-"""The maximum number of attempts to start a session. Each attempt may fail because the service loses the
-session before the first call."""
+"""The maximum number of attempts, because the service may lose a new session before the first call."""
 CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
 """``refused``: the service did nothing and gave the reason. ``unavailable``: the service did not respond, or
 only with transient errors, and the effect of the call is unknown. ``lost``: the session no longer exists, or
@@ -34,8 +33,7 @@ _BACKEND_ERRORS: Mapping[CloudErrorKind, type[InstarError]] = {
 
 
 class CloudError(Exception):
-    """An error from a call to a service. Backends and engines handle this error instead of the errors of each
-    SDK."""
+    """An error from a call to a service, independent of the SDK that the service uses."""
 
     def __init__(self, kind: CloudErrorKind, message: str) -> None:
         super().__init__(message)
@@ -60,8 +58,7 @@ def redact_key(text: str, secret: str) -> str:
 class CloudService:
     name: str
     package: str
-    """The SDK's package name on PyPI. The SDK's module and Instar's extra have the same name as the
-    service."""
+    """The SDK's package on PyPI. The SDK's module and Instar's extra are named like the service."""
     key_env: str
     url_env: str
     key_prefixes: tuple[str, ...]

@@ -133,8 +133,7 @@ class TinkerTrainingSession:
     # --- the base model ---------------------------------------------------------------------------
 
     async def base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return the base model's logprob for every token (NaN at index 0). The order relative to other calls
-        is undefined."""
+        """Return the base model's logprob for every token (NaN at index 0). May overtake other calls."""
 
         async def score(ids: Ids) -> Floats:
             request = self._base_sampler.compute_logprobs_async(build_model_input(self.connection.sdk, ids))

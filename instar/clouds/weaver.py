@@ -41,8 +41,7 @@ T = TypeVar("T")
 RETRY_POLICY = RetryPolicy(first_delay=0.25, max_delay=10.0, jitter=(0.5, 1.5))
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 2.0
 LONG_POLL_SECONDS = 0.2
-"""If a poll takes longer than this, the service held the request open, so the next poll is sent without a
-delay."""
+"""A poll that takes longer was held open by the service, so the next poll is sent without a delay."""
 MAX_MALFORMED_ATTEMPTS = 3
 """The maximum number of attempts after malformed responses, which may have been truncated in transit."""
 TRANSIENT_STATUSES = frozenset({408, 425, 429})

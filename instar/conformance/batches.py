@@ -14,8 +14,7 @@ VOCAB_SIZE = 300
 
 
 def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
-    """Return a sample with random logprobs and advantages. The tokens from index ``trained_from`` on are
-    trained."""
+    """Return a sample with random logprobs and advantages. Tokens from ``trained_from`` on are trained."""
     rng = np.random.default_rng([seed, len(ids)])
     mask = np.zeros(len(ids), np.float32)
     mask[trained_from:] = 1

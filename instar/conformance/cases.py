@@ -149,8 +149,7 @@ async def record_sampling(context: CaseContext) -> None:
 
 
 async def record_sampling_after_collection(context: CaseContext) -> None:
-    """Record samples after garbage collection. The collection must not free objects that the backend
-    needs."""
+    """Record samples after garbage collection, which must not free objects that are still needed."""
     gc.collect()
     await context.train_step(0)
     gc.collect()

@@ -39,8 +39,7 @@ class ConformanceResult(msgspec.Struct):
 async def run_cases(
     config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
-    """Run the cases and return the result and the recorded arrays. ``report`` is called with the name of each
-    case."""
+    """Run the cases. Return the result and the recorded arrays. ``report`` gets the name of each case."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )

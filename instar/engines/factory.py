@@ -45,8 +45,7 @@ async def connect_engines(
     timeout: float = 60.0,
     newest_policy: PolicySource | None = None,
 ) -> Engine:
-    """Return one engine that distributes requests over the engines at these addresses. Waits until one of
-    them responds."""
+    """Return one engine that uses all engines at these addresses. Waits until one of them responds."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)

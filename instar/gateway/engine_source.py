@@ -91,8 +91,7 @@ class EngineSource(Source):
     def token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the logprobs if the client requested them. Stop tokens are left out, because the text does
-        not contain them."""
+        """Return the requested logprobs. Stop tokens are left out, because they are not in the text."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -174,8 +173,7 @@ class _EngineSamplingRun(SamplingRun):
             self._replies.append(reply)
 
     def _build_params(self) -> SamplingParams:
-        """Return the sampling parameters. Session settings override channel settings, and channel settings
-        override the agent's."""
+        """Return the parameters. Session settings override the channel's, which override the agent's."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:

@@ -55,8 +55,7 @@ class RetryPolicy:
 
 
 def parse_retry_after(header: str | None) -> float | None:
-    """Parse a ``Retry-After`` header, which is a number of seconds or an HTTP date. Return the seconds to
-    wait."""
+    """Return the seconds to wait. The header is a number of seconds or an HTTP date."""
     if not header:
         return None
     try:

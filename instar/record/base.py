@@ -117,8 +117,7 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph, and its prompt. The prompt is empty if a provider
-    renders it."""
+    """The place of a request in its session's graph. The prompt is empty if a provider renders it."""
 
     prompt_ids: Ids
     link: Link

@@ -22,8 +22,7 @@ PROBE_TOOL = Tool(
 )
 _PLACEHOLDER_REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
 _HISTORY_COUNT = 6
-"""The number of placeholder histories. They have zero to two earlier turns, with or without a system
-message."""
+"""The number of placeholder histories: zero to two earlier turns, with or without a system message."""
 
 
 class TokenRenderer(Protocol):
@@ -92,8 +91,7 @@ class TemplateBridge:
         return conversation[end:]
 
     def _build_history(self, history_index: int, new: Sequence[Message]) -> list[Message]:
-        """Return a placeholder conversation that ends with a reply. ``new`` must be a valid continuation of
-        it."""
+        """Return a placeholder conversation that ends with a reply and can be continued with ``new``."""
         question = Message(role="user", content="Hi")
         reply = Message(
             role="assistant", content=_PLACEHOLDER_REPLIES[history_index % len(_PLACEHOLDER_REPLIES)]

@@ -88,8 +88,7 @@ class CallNode:
 
 
 def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
-    """Return the best candidate. Prefer one with these tool call ids, then one that succeeded, then the
-    newest."""
+    """Return the best candidate: prefer these tool call ids, then success, then the newest."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         node = candidates[index]

@@ -78,8 +78,7 @@ def format_call(call: ToolCall) -> str:
 
 
 def parse_call(body: str) -> ToolCall | None:
-    """Parse the JSON of a call and keep the arguments as generated. Return None if the JSON is not a valid
-    call."""
+    """Parse a call and keep its arguments as generated. Return None if the call is not valid."""
     try:
         members = _split_members(body.strip())
         name = parse_call_name(members["name"])
@@ -194,8 +193,7 @@ class JsonObjectTracker:
         self._escaped = 0
 
     def feed(self, text: str) -> int:
-        """Return the number of processed characters. The caller passes the remaining characters again, with
-        more text."""
+        """Return the number of processed characters. The caller passes the rest again, with more text."""
         at = 0
         while at < len(text) and not (self.is_complete or self.is_broken):
             length = self._read_string(text, at) if self._in_string else self._read_token(text, at)

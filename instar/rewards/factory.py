@@ -54,8 +54,7 @@ class BackgroundScorers:
     live: list[Scorer]
 
     def are_needed(self, *, live: bool) -> bool:
-        """Return True if any session is scored in the background. ``live`` is True if the run serves live
-        sessions."""
+        """Return True if any session is scored in the background. ``live``: the run serves live sessions."""
         return any(scorer.background for scorer in self.scorers) or (live and bool(self.live))
 
 

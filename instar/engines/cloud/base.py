@@ -132,8 +132,7 @@ class CloudEngine(Engine):
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Return the ids, finish reason and stop string. This is needed because each service stops at
-        different tokens."""
+        """Return the ids, finish reason and stop string. Services stop at different tokens."""
         rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)

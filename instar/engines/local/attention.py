@@ -65,8 +65,7 @@ class StepPlan:
     """The number of decoding rows. The step begins with one token from each."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
-    """The length of each prefix in ``prefixes``. If there are prefixes, ``blocks`` covers only the later
-    keys."""
+    """The length of each prefix in ``prefixes``. With prefixes, ``blocks`` covers only later keys."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 

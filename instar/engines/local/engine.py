@@ -179,8 +179,7 @@ class LocalEngine(Engine):
             _wake(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the posted commands. Wait for a command if there are no requests. Return False if the engine
-        must stop."""
+        """Run the posted commands; without requests, wait for one. Return False if the engine must stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)

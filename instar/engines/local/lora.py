@@ -91,8 +91,7 @@ def replace_linears(model: nn.Module) -> None:
 
 
 def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
-    """Replace the adapter. ``adapter`` maps module names to updates; an empty dict restores the base
-    model."""
+    """Replace the adapter. The keys are module names. An empty dict restores the base model."""
     for name, module in model.named_modules():
         if isinstance(module, EngineLinear):
             module.pair = adapter.get(name)

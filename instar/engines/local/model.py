@@ -60,8 +60,7 @@ class EngineModel:
         self.kv_shape = self._probe(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model that has its own adapter and shares all weights, including weights that are loaded
-        later."""
+        """Return a model that has its own adapter and shares all weights, even those loaded later."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
         return shared

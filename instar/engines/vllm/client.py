@@ -24,8 +24,7 @@ LORA_METRIC = "vllm:lora_requests_info"
 
 
 class WorkerError(EngineError):
-    """A call to vLLM's workers failed. ``weights_changed`` is False if all workers still have the old
-    weights."""
+    """A call to vLLM's workers failed. ``weights_changed`` is False if all have the old weights."""
 
     def __init__(self, message: str, *, weights_changed: bool) -> None:
         super().__init__(message)

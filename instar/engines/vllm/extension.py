@@ -36,8 +36,7 @@ PLAIN_QUANT_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "Unquant
 
 
 class WeightReceiver(AdapterPrefetcher):
-    """A mixin for vLLM's worker class that receives weights. Its method and attribute names must be unique in
-    that class."""
+    """A mixin for vLLM's worker class that receives weights. Its names must be unique in that class."""
 
     device: torch.device
     model_runner: Any

@@ -21,8 +21,7 @@ SHARED_MEMORY = Path("/dev/shm")
 HEADER_LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, in a field of this size."""
 TIED_WEIGHT = "lm_head.weight"
-"""The name of the output weights. Some files contain these weights even if they are tied to the input
-embedding."""
+"""The name of the output weights. Some files contain them even if they are tied to the embedding."""
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -19,8 +19,7 @@ POLL_INTERVAL = 0.01
 
 
 async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
-    """Return the live weight transfer routes that the server supports. There are none without our worker
-    extension."""
+    """Return the live weight transfer routes of a server; none without our worker extension."""
     try:
         workers: list[Json] = await client.rpc("instar_describe")
     except EngineError:

@@ -61,8 +61,7 @@ def _thinking_display(request: ModelRequest) -> ThinkingDisplay:
 def _format_message(
     request_id: str, request: ModelRequest, content: list[Json], choice: ReplyChoice | None
 ) -> Json:
-    """Return a message. ``choice`` is None at the start of a stream, because the finish reason is not known
-    yet."""
+    """Return a message. ``choice`` is None at the start of a stream, when the end is not known yet."""
     has_calls = any(block["type"] == "tool_use" for block in content)
     stop: Json = {"stop_reason": None, "stop_sequence": None}
     return {

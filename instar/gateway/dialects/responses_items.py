@@ -141,8 +141,7 @@ class _ItemParser:
         self._turn: Message | None = None
         """The model's turn to which the next items may be added."""
         self._response_id = ""
-        """The id of our response that contained the turn, or an empty string if the item ids do not contain
-        it."""
+        """The id of our response that contained the turn; empty if the item ids do not contain it."""
         self._previous_type = ""
 
     def parse(self, item: ResponsesInputItem, path: str) -> None:

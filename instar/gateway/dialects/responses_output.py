@@ -285,8 +285,7 @@ class JsonStringReader:
 
 
 def _select_text_logprobs(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the logprobs for the tokens that form ``text``, or all logprobs if no tokens contain
-    ``text``."""
+    """Return the logprobs for the tokens that form ``text``, or all logprobs if no tokens do."""
     start = "".join(token.text for token in logprobs).find(text)
     if start < 0:
         return logprobs

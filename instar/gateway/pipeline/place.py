@@ -36,8 +36,7 @@ class ReplayLookup:
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
     ) -> None:
-        """Create a lookup. ``key`` is the placement's key. ``timeout`` limits the wait for the original
-        request."""
+        """Create a lookup for a placement's key. ``timeout`` limits the wait for the original request."""
         self._store = store
         self._pending = call.state.pending
         self._retry = call.retry

@@ -131,8 +131,7 @@ class Recorder:
     def __init__(
         self, context: GatewayContext, resolver: SessionResolver, renderer: Renderer | None = None
     ) -> None:
-        """Create a recorder. It uses ``renderer`` to decode prompts of token ids when it searches them for
-        secrets."""
+        """Create a recorder. ``renderer`` decodes prompts of token ids, to search them for secrets."""
         self._store = context.store
         self._hasher = context.hasher
         self._redactor = context.redactor

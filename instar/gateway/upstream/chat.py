@@ -124,8 +124,7 @@ class ChatReader(ReplyReader):
 
 
 def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
-    """Return a chat completions body. ``limit_name`` is the field that the provider uses for
-    ``max_tokens``."""
+    """Return a chat completions body. ``limit_name`` is the provider's field for ``max_tokens``."""
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]

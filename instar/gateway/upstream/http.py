@@ -108,8 +108,7 @@ class HttpUpstream:
         )
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Forward a request to the provider's token counter. Raise ApiError (404) if the provider has
-        none."""
+        """Forward a request to the provider's token counter. Raise ApiError (404) if it has none."""
         if "messages" not in self._dialects:
             raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
         if self._config.model is not None:

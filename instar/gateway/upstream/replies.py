@@ -65,8 +65,7 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. If the number of logprobs differs from the number of tokens, all their logprobs
-        count as missing."""
+        """Add sampled tokens. Unless each token has a logprob, all their logprobs count as missing."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids

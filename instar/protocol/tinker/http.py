@@ -125,8 +125,7 @@ class TinkerKeyStore(KeyStore):
 
 
 def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """Return True if the request's key or token is one that Tinker's clients send without exchanging it
-    first."""
+    """Return True if Tinker's clients send this key or token without exchanging it first."""
     return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
 
 

@@ -20,8 +20,7 @@ from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
 MAX_SESSIONS = 10_000
-"""The maximum number of sampling sessions in memory, across all owners. The oldest session is dropped
-first."""
+"""The maximum number of sampling sessions, across all owners. The oldest is dropped first."""
 MAX_SAMPLES_PER_REQUEST = 1024
 
 

@@ -43,8 +43,7 @@ class WeaverRequest:
     content_type: str
     body: bytes
     call_id: str | None
-    """The trace context. The SDK sends the same one when it retries a call, and a new one for every other
-    call."""
+    """The trace context. A retry has the same trace context as the call; other calls differ."""
 
     @property
     def media_type(self) -> str:
@@ -103,8 +102,7 @@ class WeaverOperationRoutes:
         key: str | None,
         deadline: float,
     ) -> Any:
-        """Run an operation and return its value. A request that repeats the ``key`` gets the same
-        operation."""
+        """Run an operation and return its value. Requests with the same ``key`` share the operation."""
         operation_id = self._operations.submit(kind, request.owner, function, key=key)
         result = await self._operations.wait(operation_id, request.owner, deadline)
         if result is None:

@@ -44,8 +44,7 @@ class StepJudge(Judge, Generic[T]):
     """A judge of single steps. One prompt contains as many steps as fit."""
 
     shows_following = False
-    """True if a prompt shows what followed each step. Steps without a following message are then not
-    judged."""
+    """True if a prompt shows what followed each step. A step that nothing followed is not judged."""
 
     @abstractmethod
     def parse_answers(self, json_answer: Json) -> StepAnswers[T]: ...

@@ -35,8 +35,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def _is_skipped_by_test(report: Any) -> bool:
-    """Return True if the test's own file skips the test or expects it to fail. The answer must not decide
-    this."""
+    """Return True if the test's own file, not the answer, skips the test or expects it to fail."""
     if hasattr(report, "wasxfail"):
         return bool({"xfail", "__unittest_expecting_failure__"} & set(report.keywords))
     if report.nodeid in _cases:

@@ -86,8 +86,7 @@ def _kill(root: int) -> None:
 
 
 def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
-    """Return the total size and the number of the job's files, including deleted files that are still
-    open."""
+    """Return the total size and the number of the job's files, including open files that were deleted."""
     size = count = 0
     for root, _, names in os.walk(folder):
         count += len(names) + 1

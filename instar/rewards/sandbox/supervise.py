@@ -245,8 +245,7 @@ async def _read_output(
 
 
 def descendant_pids(root: int) -> list[int]:
-    """Return the process ids of all descendants. This includes orphans, because the launcher becomes their
-    parent."""
+    """Return the process ids of all descendants. Orphans are included: the launcher adopts them."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:
