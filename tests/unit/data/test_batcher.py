@@ -401,8 +401,8 @@ async def test_report_counts_tokens_masked_as_stale(store: Store) -> None:
         await store.open_session(make_session(session_id, group_id=group_id, slot=slot))
         call = make_call(f"{session_id}#0", [1, 2], [7, 8, 9, 10], session_id=session_id, versions=versions)
         await store.add_calls([call])
-        given = [Reward(session_id, reward, RewardSource.RULE, "t")]
-        await store.end_session(session_id, SessionStatus.COMPLETED, None, given)
+        rewards = [Reward(session_id, reward, RewardSource.RULE, "t")]
+        await store.end_session(session_id, SessionStatus.COMPLETED, None, rewards)
     await store.close_group(group_id, GroupStatus.READY)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1, stale="mask"))
     batch = await take(store, batcher, version=5)

@@ -127,5 +127,5 @@ def test_random_graphs_train_every_token_once(seed: int) -> None:
         assert (sample.versions[~sampled] == NOT_SAMPLED).all()
         assert (sample.mask[~sampled] == 0).all()
         assert sample.trained_tokens > 0
-    wanted = [(c.call_id, i) for c in calls if c.trainable for i in range(len(c.sampled_ids))]
-    assert sorted(trained) == sorted(wanted)
+    expected = [(c.call_id, i) for c in calls if c.trainable for i in range(len(c.sampled_ids))]
+    assert sorted(trained) == sorted(expected)

@@ -42,7 +42,7 @@ def renderer(model: ModelConfig) -> Renderer:
 
 
 @dataclass
-class Served:
+class RunningGateway:
     """A gateway on a socket."""
 
     url: str
@@ -52,9 +52,9 @@ class Served:
     http: httpx.AsyncClient
 
     async def open(self, **fields: Any) -> OpenedSession:
-        answer = await self.control("/sessions", fields)
-        assert answer.status_code == 201, answer.text
-        return OpenedSession(**answer.json())
+        response = await self.control("/sessions", fields)
+        assert response.status_code == 201, response.text
+        return OpenedSession(**response.json())
 
     async def control(self, path: str, body: Any, key: str = ADMIN) -> httpx.Response:
         return await self.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
@@ -68,7 +68,7 @@ class Served:
         return await self.store.calls(session.session_id)
 
 
-Serve = Callable[..., Awaitable[Served]]
+StartGateway = Callable[..., Awaitable[RunningGateway]]
 
 
 @asynccontextmanager
@@ -79,7 +79,7 @@ async def run_gateway(
     config: GatewayConfig,
     store: type[SqliteStore] = SqliteStore,
     **options: Any,
-) -> AsyncGenerator[Served]:
+) -> AsyncGenerator[RunningGateway]:
     opened = store(path)
     app = create_app(
         store=opened,
@@ -98,7 +98,7 @@ async def run_gateway(
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            yield Served(url, path, opened, engine, http)
+            yield RunningGateway(url, path, opened, engine, http)
     finally:
         stop.set()
         await server
@@ -106,7 +106,9 @@ async def run_gateway(
 
 
 @pytest.fixture
-async def serving(tmp_path: Path, model: ModelConfig, renderer: Renderer) -> AsyncGenerator[Serve]:
+async def start_gateway(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> AsyncGenerator[StartGateway]:
     """Return a function that starts a gateway, with optional engine and gateway settings."""
     running: list[Any] = []
 
@@ -116,7 +118,7 @@ async def serving(tmp_path: Path, model: ModelConfig, renderer: Renderer) -> Asy
         delay: float = 0.0,
         sampling: SamplingConfig | None = None,
         store: type[SqliteStore] = SqliteStore,
-    ) -> Served:
+    ) -> RunningGateway:
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
         context = run_gateway(
             tmp_path / "store.db",
@@ -135,5 +137,5 @@ async def serving(tmp_path: Path, model: ModelConfig, renderer: Renderer) -> Asy
 
 
 @pytest.fixture
-async def gateway(serving: Serve) -> Served:
-    return await serving()
+async def gateway(start_gateway: StartGateway) -> RunningGateway:
+    return await start_gateway()

@@ -1,9 +1,9 @@
 """A provider on a real socket that responds in four dialects with fixed replies and failures.
 
 The model of a request selects the behaviour: `plain`, `tools`, `exact` (token ids like vLLM), `bytewise` (the
-stream is sent byte by byte), `crlf`, `breaks` (the stream is incomplete), `dies` (the connection is aborted),
-`limited` (429), `broken` (500), `garbage` (invalid JSON), `hiccup` (an error event in the stream), `lingers`
-(the connection stays open after the end of the stream).
+stream is sent byte by byte), `crlf`, `truncated` (the stream is incomplete), `disconnecting` (the connection
+is aborted), `limited` (429), `broken` (500), `malformed` (invalid JSON), `failing` (an error event in the
+stream), `keep_open` (the connection stays open after the end of the stream).
 """
 
 from __future__ import annotations
@@ -45,12 +45,18 @@ def build_chat_response(model: str, n: int) -> Any:
     choices: list[Any] = [
         {"index": i, "message": message, "logprobs": None, "finish_reason": finish} for i in range(n)
     ]
-    answer = {"id": "chatcmpl-9", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
+    response = {
+        "id": "chatcmpl-9",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": choices,
+    }
     if model == "exact":
         logprobs = {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}] * 3}
         choices[0] |= {"token_ids": [7, 8, 2], "logprobs": logprobs}
-        answer["prompt_token_ids"] = [1, 5, 6]
-    return answer | {"usage": USAGE}
+        response["prompt_token_ids"] = [1, 5, 6]
+    return response | {"usage": USAGE}
 
 
 def build_chat_stream(model: str, n: int) -> list[Any]:
@@ -85,8 +91,8 @@ def build_completion(model: str, n: int) -> Any:
     if model == "exact":
         logprobs = {"tokens": ["a"] * 3, "token_logprobs": [-0.5, -0.5, None], "top_logprobs": None}
         choice |= {"token_ids": [7, 8, 2], "prompt_token_ids": [1, 5, 6], "logprobs": logprobs}
-    answer = {"id": "cmpl-9", "object": "text_completion", "created": 1, "model": "m"}
-    return answer | {"choices": [choice], "usage": USAGE}
+    response = {"id": "cmpl-9", "object": "text_completion", "created": 1, "model": "m"}
+    return response | {"choices": [choice], "usage": USAGE}
 
 
 def build_completion_stream(model: str, n: int) -> list[Any]:
@@ -258,8 +264,8 @@ class Provider:
             return web.json_response(ERROR, status=429, headers={"Retry-After": "7"})
         if model == "broken":
             return web.Response(status=500, text="<h1>Internal Server Error</h1>")
-        if model == "garbage":
-            return web.Response(text="}{ nothing of JSON", content_type="application/json")
+        if model == "malformed":
+            return web.Response(text="}{ not JSON", content_type="application/json")
         build_complete, build_stream = RESPONSE_BUILDERS[PATHS[request.path]]
         if not self.last_request.get("stream"):
             return web.json_response(
@@ -271,32 +277,32 @@ class Provider:
         )
 
     async def send_stream(self, request: web.Request, events: list[bytes], model: str) -> web.StreamResponse:
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await answer.prepare(request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
         gate_index = len(events) * 2 // 3
         for event in events[:gate_index]:
-            await send_event(answer, event, bytewise=model == "bytewise")
+            await send_event(response, event, bytewise=model == "bytewise")
         if self.gate is not None:
             await self.gate.wait()
-        if model == "dies" and request.transport is not None:
+        if model == "disconnecting" and request.transport is not None:
             request.transport.abort()
-        elif model == "hiccup":
-            await send_event(answer, b"event: error\ndata: " + orjson.dumps(STREAM_ERROR) + b"\n\n")
-        elif model != "breaks":
+        elif model == "failing":
+            await send_event(response, b"event: error\ndata: " + orjson.dumps(STREAM_ERROR) + b"\n\n")
+        elif model != "truncated":
             for event in events[gate_index:]:
-                await send_event(answer, event, bytewise=model == "bytewise")
-        if model == "lingers":
+                await send_event(response, event, bytewise=model == "bytewise")
+        if model == "keep_open":
             await self.released.wait()
-        return answer
+        return response
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         return web.json_response({"input_tokens": 12})
 
 
-async def send_event(answer: web.StreamResponse, event: bytes, bytewise: bool = False) -> None:
+async def send_event(response: web.StreamResponse, event: bytes, bytewise: bool = False) -> None:
     for piece in [event[i : i + 1] for i in range(len(event))] if bytewise else [event]:
-        await answer.write(piece)
+        await response.write(piece)
         await asyncio.sleep(0)
 
 

@@ -13,13 +13,13 @@ from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import EngineUnavailable
 from instar.types import CallStatus, SamplingParams, TokenChunk
-from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
 
 USER = {"role": "user", "content": "hi"}
 OK: dict[str, Any] = {"model": "m", "messages": [USER]}
 
 
-async def send(gateway: Served, body: Any) -> httpx.Response:
+async def send(gateway: RunningGateway, body: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return await gateway.http.post(
         "/v1/chat/completions", content=content, headers={"Authorization": f"Bearer {ADMIN}"}
@@ -97,17 +97,17 @@ CASES: list[tuple[Any, str | None]] = [
 ]  # fmt: skip
 
 
-async def test_invalid_request_error_names_the_path(gateway: Served) -> None:
+async def test_invalid_request_error_names_the_path(gateway: RunningGateway) -> None:
     for body, param in CASES:
-        answer = await send(gateway, body)
-        error = answer.json()["error"]
-        assert answer.status_code == 400, (body, error)
+        response = await send(gateway, body)
+        error = response.json()["error"]
+        assert response.status_code == 400, (body, error)
         assert error["type"] == "invalid_request_error"
         assert error["message"]
         assert error["param"] == param, (body, error)
 
 
-async def test_unusual_valid_request_is_accepted(gateway: Served) -> None:
+async def test_unusual_valid_request_is_accepted(gateway: RunningGateway) -> None:
     odd = [
         messages({"role": "developer", "content": [{"type": "text", "text": "a"}]}, USER),
         messages(USER, {"role": "assistant", "content": None, "refusal": None, "annotations": []}, USER),
@@ -122,33 +122,33 @@ async def test_unusual_valid_request_is_accepted(gateway: Served) -> None:
         *({**OK, "tools": [tool(schema)]} for schema in ODD_SCHEMAS),
     ]
     for body in odd:
-        answer = await send(gateway, body)
-        assert answer.status_code == 200, (body, answer.text)
+        response = await send(gateway, body)
+        assert response.status_code == 200, (body, response.text)
 
 
 @pytest.mark.parametrize("depth", [300, 900, 50_000])
-async def test_deeply_nested_arguments_are_accepted(gateway: Served, depth: int) -> None:
+async def test_deeply_nested_arguments_are_accepted(gateway: RunningGateway, depth: int) -> None:
     body = messages(USER, assistant_with_call('{"a":' * depth + "1" + "}" * depth), USER)
     assert (await send(gateway, body)).json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_request_with_lone_surrogate_is_handled(gateway: Served) -> None:
-    answer = await send(gateway, b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}')
-    assert answer.status_code in (200, 400), answer.text
+async def test_request_with_lone_surrogate_is_handled(gateway: RunningGateway) -> None:
+    response = await send(gateway, b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}')
+    assert response.status_code in (200, 400), response.text
 
 
-async def test_unknown_route_and_method_are_refused(gateway: Served) -> None:
+async def test_unknown_route_and_method_are_refused(gateway: RunningGateway) -> None:
     assert (await gateway.http.get("/nothing")).json()["error"]["type"] == "not_found_error"
     assert (await gateway.http.get("/v1/chat/completions")).status_code == 405
 
 
-async def test_prompt_longer_than_context_is_refused(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(max_body=4000))
-    answer = await send(gateway, messages({"role": "user", "content": "x? " * 1200}))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
-    answer = await send(gateway, messages({"role": "user", "content": "x" * 5000}))
-    assert answer.status_code == 413
+async def test_prompt_longer_than_context_is_refused(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_body=4000))
+    response = await send(gateway, messages({"role": "user", "content": "x? " * 1200}))
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    response = await send(gateway, messages({"role": "user", "content": "x" * 5000}))
+    assert response.status_code == 413
 
 
 class FailingEngine(ScriptedEngine):
@@ -168,38 +168,42 @@ class FailingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_unavailable_engine_responds_with_503(serving: Serve, model: ModelConfig, stream: bool) -> None:
-    gateway = await serving(engine=FailingEngine(model, after=0))
-    answer = await send(gateway, {**OK, "stream": stream})
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+async def test_unavailable_engine_responds_with_503(
+    start_gateway: StartGateway, model: ModelConfig, stream: bool
+) -> None:
+    gateway = await start_gateway(engine=FailingEngine(model, after=0))
+    response = await send(gateway, {**OK, "stream": stream})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
     assert await gateway.store.sessions("run") == []
 
 
-async def test_engine_failure_during_stream_ends_it_with_an_error(serving: Serve, model: ModelConfig) -> None:
-    gateway = await serving(engine=FailingEngine(model, after=3))
-    answer = await send(gateway, {**OK, "stream": True})
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+async def test_engine_failure_during_stream_ends_it_with_an_error(
+    start_gateway: StartGateway, model: ModelConfig
+) -> None:
+    gateway = await start_gateway(engine=FailingEngine(model, after=3))
+    response = await send(gateway, {**OK, "stream": True})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     assert "restarting" in events[-1]["error"]["message"]
-    assert "[DONE]" not in answer.text
+    assert "[DONE]" not in response.text
     assert all(choice["finish_reason"] is None for event in events[:-1] for choice in event["choices"])
     (row,) = await gateway.store.sessions("run")
     (call,) = await gateway.store.calls(row.session.session_id)
     assert (call.status, len(call.sampled_ids), call.trainable) == (CallStatus.ABORTED, 3, False)
 
 
-async def test_call_past_its_deadline_responds_with_504(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(request_timeout=0.2), delay=0.05)
-    answer = await send(gateway, messages({"role": "user", "content": "long"}))
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+async def test_call_past_its_deadline_responds_with_504(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(request_timeout=0.2), delay=0.05)
+    response = await send(gateway, messages({"role": "user", "content": "long"}))
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]]])
-async def test_empty_prompt_is_refused(gateway: Served, prompt: Any) -> None:
-    answer = await gateway.http.post(
+async def test_empty_prompt_is_refused(gateway: RunningGateway, prompt: Any) -> None:
+    response = await gateway.http.post(
         "/v1/completions",
         json={"model": "m", "prompt": prompt},
         headers={"Authorization": f"Bearer {ADMIN}"},
     )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].startswith("prompt")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("prompt")
     assert await gateway.store.sessions("run") == []

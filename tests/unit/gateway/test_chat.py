@@ -17,7 +17,7 @@ from instar.gateway.dialects.base import ReplyChoice
 from instar.gateway.dialects.chat import ChatDialect
 from instar.record.base import Renderer
 from instar.types import CallStatus, Link
-from tests.unit.gateway.conftest import Serve, Served
+from tests.unit.gateway.conftest import RunningGateway, StartGateway
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -33,13 +33,13 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-async def ask(gateway: Served, session: OpenedSession, messages: list[Any], **options: Any) -> Any:
+async def ask(gateway: RunningGateway, session: OpenedSession, messages: list[Any], **options: Any) -> Any:
     async with gateway.client(session) as client:
         return await client.chat.completions.create(model="instar", messages=messages, **options)
 
 
 async def ask_streamed(
-    gateway: Served, session: OpenedSession, messages: list[Any], **options: Any
+    gateway: RunningGateway, session: OpenedSession, messages: list[Any], **options: Any
 ) -> list[Any]:
     async with gateway.client(session) as client:
         stream = await client.chat.completions.create(
@@ -48,23 +48,25 @@ async def ask_streamed(
         return [chunk async for chunk in stream]
 
 
-async def test_chat_completion_returns_and_records_the_reply(gateway: Served, renderer: Renderer) -> None:
+async def test_chat_completion_returns_and_records_the_reply(
+    gateway: RunningGateway, renderer: Renderer
+) -> None:
     session = await gateway.open()
-    answer = await ask(gateway, session, [user("hello")])
-    assert answer.choices[0].message.content == "You said: hello"
-    assert answer.choices[0].finish_reason == "stop"
+    response = await ask(gateway, session, [user("hello")])
+    assert response.choices[0].message.content == "You said: hello"
+    assert response.choices[0].finish_reason == "stop"
     (call,) = await gateway.calls(session)
     assert call.prompt_ids.tolist() == renderer.render([{"role": "user", "content": "hello"}])
     assert renderer.parse(call.sampled_ids.tolist())["content"] == "You said: hello"
     assert call.sampled_ids[-1] in renderer.stop_token_ids
-    assert answer.usage.prompt_tokens == len(call.prompt_ids)
-    assert answer.usage.completion_tokens == len(call.sampled_ids)
+    assert response.usage.prompt_tokens == len(call.prompt_ids)
+    assert response.usage.completion_tokens == len(call.sampled_ids)
     assert call.trainable
     assert np.isfinite(call.logprobs).all()
-    assert call.request_id == answer.id
+    assert call.request_id == response.id
 
 
-async def test_chat_stream_sends_one_chunk_per_token(gateway: Served) -> None:
+async def test_chat_stream_sends_one_chunk_per_token(gateway: RunningGateway) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("héllo 😀")], stream_options={"include_usage": True})
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
@@ -77,17 +79,17 @@ async def test_chat_stream_sends_one_chunk_per_token(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_chat_turns_with_tools_extend_exactly(gateway: Served, streamed: bool) -> None:
+async def test_chat_turns_with_tools_extend_exactly(gateway: RunningGateway, streamed: bool) -> None:
     session = await gateway.open(channel="train")
     messages = [user("What is 24 * 310?")]
     async with gateway.client(session) as client:
         if streamed:
             async with client.chat.completions.stream(model="m", messages=messages, tools=[TOOL]) as stream:
-                answer = await stream.get_final_completion()
+                response = await stream.get_final_completion()
         else:
-            answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
-    message = answer.choices[0].message
-    assert answer.choices[0].finish_reason == "tool_calls"
+            response = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+    message = response.choices[0].message
+    assert response.choices[0].finish_reason == "tool_calls"
     assert message.content == "Let me see."
     (sampled_call,) = message.tool_calls or []
     assert sampled_call.type == "function"
@@ -107,17 +109,17 @@ async def test_chat_turns_with_tools_extend_exactly(gateway: Served, streamed: b
     assert two.base_tokens == len(one.sequence)
 
 
-async def test_chat_choices_are_recorded_as_calls_of_one_request(gateway: Served) -> None:
+async def test_chat_choices_are_recorded_as_calls_of_one_request(gateway: RunningGateway) -> None:
     session = await gateway.open(seed=1)
-    answer = await ask(gateway, session, [user("seed")], n=3)
+    response = await ask(gateway, session, [user("seed")], n=3)
     calls = await gateway.calls(session)
-    assert [choice.message.content for choice in answer.choices] == [c.reply["content"] for c in calls]
+    assert [choice.message.content for choice in response.choices] == [c.reply["content"] for c in calls]
     assert len({call.params.seed for call in calls}) == 3
-    assert {call.request_id for call in calls} == {answer.id}
+    assert {call.request_id for call in calls} == {response.id}
     assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING, Link.SIBLING]
 
 
-async def test_chat_stream_with_several_choices(gateway: Served) -> None:
+async def test_chat_stream_with_several_choices(gateway: RunningGateway) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("hello")], n=2)
     for index in (0, 1):
@@ -127,7 +129,7 @@ async def test_chat_stream_with_several_choices(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_chat_stop_string_is_recorded_but_not_returned(gateway: Served, streamed: bool) -> None:
+async def test_chat_stop_string_is_recorded_but_not_returned(gateway: RunningGateway, streamed: bool) -> None:
     session = await gateway.open()
     if streamed:
         chunks = await ask_streamed(gateway, session, [user("one END two")], stop=["END"])
@@ -143,18 +145,18 @@ async def test_chat_stop_string_is_recorded_but_not_returned(gateway: Served, st
     assert np.array_equal(two.prompt_ids[: len(call.sequence)], call.sequence)
 
 
-async def test_chat_max_tokens_ends_the_reply_with_length(gateway: Served) -> None:
+async def test_chat_max_tokens_ends_the_reply_with_length(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    answer = await ask(gateway, session, [user("long")], max_completion_tokens=5)
-    assert answer.choices[0].finish_reason == "length"
+    response = await ask(gateway, session, [user("long")], max_completion_tokens=5)
+    assert response.choices[0].finish_reason == "length"
     (call,) = await gateway.calls(session)
     assert len(call.sampled_ids) == 5
 
 
-async def test_chat_logprobs_match_the_recorded_ones(gateway: Served) -> None:
+async def test_chat_logprobs_match_the_recorded_ones(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    answer = await ask(gateway, session, [user("hi")], logprobs=True)
-    shown = answer.choices[0].logprobs.content
+    response = await ask(gateway, session, [user("hi")], logprobs=True)
+    shown = response.choices[0].logprobs.content
     chunks = await ask_streamed(gateway, session, [user("hi")], logprobs=True)
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert "".join(token.token for token in shown) == "You said: hi"
@@ -165,13 +167,13 @@ async def test_chat_logprobs_match_the_recorded_ones(gateway: Served) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
-async def test_chat_stream_sends_held_back_text_with_logprobs(gateway: Served) -> None:
+async def test_chat_stream_sends_held_back_text_with_logprobs(gateway: RunningGateway) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("hi")], logprobs=True, stop=["hi there"])
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
-async def test_chat_sessions_of_a_group_differ_despite_equal_agent_seeds(gateway: Served) -> None:
+async def test_chat_sessions_of_a_group_differ_despite_equal_agent_seeds(gateway: RunningGateway) -> None:
     seeds: list[int | None] = []
     for seed in (1, 2):
         session = await gateway.open(channel="train", seed=seed)
@@ -180,7 +182,9 @@ async def test_chat_sessions_of_a_group_differ_despite_equal_agent_seeds(gateway
     assert len(set(seeds)) == 2
 
 
-async def test_chat_rewritten_history_branches_and_repeated_request_is_a_sibling(gateway: Served) -> None:
+async def test_chat_rewritten_history_branches_and_repeated_request_is_a_sibling(
+    gateway: RunningGateway,
+) -> None:
     session = await gateway.open()
     await ask(gateway, session, [user("one")])
     await ask(gateway, session, [user("one")])
@@ -189,7 +193,7 @@ async def test_chat_rewritten_history_branches_and_repeated_request_is_a_sibling
     assert links == [Link.ROOT, Link.SIBLING, Link.BRANCH]
 
 
-async def test_chat_counted_retry_returns_the_recorded_reply(gateway: Served) -> None:
+async def test_chat_counted_retry_returns_the_recorded_reply(gateway: RunningGateway) -> None:
     session = await gateway.open()
     first = await ask(gateway, session, [user("one")])
     again = await ask(gateway, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
@@ -198,8 +202,8 @@ async def test_chat_counted_retry_returns_the_recorded_reply(gateway: Served) ->
     assert len(await gateway.calls(session)) == 1
 
 
-async def test_chat_train_channel_samples_as_configured(serving: Serve) -> None:
-    gateway = await serving(sampling=SamplingConfig(temperature=1.0, top_p=0.9))
+async def test_chat_train_channel_samples_as_configured(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(sampling=SamplingConfig(temperature=1.0, top_p=0.9))
     train, live = await gateway.open(channel="train"), await gateway.open()
     forced = await gateway.open(channel="val", sampling={"temperature": 0})
     for session in (train, live, forced):
@@ -212,7 +216,7 @@ async def test_chat_train_channel_samples_as_configured(serving: Serve) -> None:
     assert one.trainable
 
 
-async def test_chat_seeds_derive_from_the_session(gateway: Served) -> None:
+async def test_chat_seeds_derive_from_the_session(gateway: RunningGateway) -> None:
     seeds: list[list[int | None]] = []
     for _ in range(2):
         session = await gateway.open(seed=7)
@@ -223,11 +227,11 @@ async def test_chat_seeds_derive_from_the_session(gateway: Served) -> None:
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 3
     assert seeds[0][-1] == 5
-    # A stable hash: the same number in every process and version.
+    # The hash is stable: it is the same number in every process and version.
     assert seeds[0][0] == 4895008828178295159
 
 
-async def test_chat_call_is_recorded_before_the_finish_is_sent(gateway: Served) -> None:
+async def test_chat_call_is_recorded_before_the_finish_is_sent(gateway: RunningGateway) -> None:
     session = await gateway.open()
     seen = 0
     async with gateway.client(session) as client:
@@ -248,9 +252,9 @@ def _count(path: Path, session_id: str) -> int:
 
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
-    serving: Serve, streamed: bool
+    start_gateway: StartGateway, streamed: bool
 ) -> None:
-    gateway = await serving(delay=0.05)
+    gateway = await start_gateway(delay=0.05)
     session = await gateway.open()
     if streamed:
         async with gateway.client(session) as client:
@@ -275,11 +279,11 @@ async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
     assert (await gateway.engine.status()).running == 0
 
 
-async def test_chat_session_continues_after_a_restart(serving: Serve) -> None:
-    first = await serving()
+async def test_chat_session_continues_after_a_restart(start_gateway: StartGateway) -> None:
+    first = await start_gateway()
     session = await first.open()
     await ask(first, session, [user("one")])
-    second = await serving()
+    second = await start_gateway()
     moved = OpenedSession(session.session_id, f"{second.url}/s/{session.session_id}/v1", session.api_key)
     follow = [user("one"), {"role": "assistant", "content": "You said: one"}, user("two")]
     await ask(second, moved, follow)
@@ -287,15 +291,15 @@ async def test_chat_session_continues_after_a_restart(serving: Serve) -> None:
     assert (two.link, two.parent_id) == (Link.EXTENDS, one.call_id)
 
 
-async def test_chat_turns_store_only_new_tokens(serving: Serve, model: ModelConfig) -> None:
+async def test_chat_turns_store_only_new_tokens(start_gateway: StartGateway, model: ModelConfig) -> None:
     long = model.model_copy(update={"max_context": 100_000})
-    gateway = await serving(engine=ScriptedEngine(long, ScriptedEngineConfig(replies=["fine"])))
+    gateway = await start_gateway(engine=ScriptedEngine(long, ScriptedEngineConfig(replies=["fine"])))
     session = await gateway.open()
     messages = [user("go")]
     async with gateway.client(session) as client:
         for turn in range(50):
-            answer = await client.chat.completions.create(model="m", messages=messages)
-            reply = {"role": "assistant", "content": answer.choices[0].message.content}
+            response = await client.chat.completions.create(model="m", messages=messages)
+            reply = {"role": "assistant", "content": response.choices[0].message.content}
             messages += [reply, user(f"and {turn}")]
     calls = await gateway.calls(session)
     stored = sum(len(call.prompt_ids) - call.base_tokens + len(call.sampled_ids) for call in calls)
@@ -303,7 +307,7 @@ async def test_chat_turns_store_only_new_tokens(serving: Serve, model: ModelConf
     assert [call.base_messages for call in calls[1:]] == [len(call.messages) + 1 for call in calls[:-1]]
 
 
-async def test_chat_stream_sends_arguments_as_they_are_written(gateway: Served) -> None:
+async def test_chat_stream_sends_arguments_as_they_are_written(gateway: RunningGateway) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("What is 24 * 310?")], tools=[TOOL])
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -332,11 +336,11 @@ HINTS: list[dict[str, Any]] = [
 ]
 
 
-async def test_chat_request_accepts_fields_that_agents_send_by_default(gateway: Served) -> None:
+async def test_chat_request_accepts_fields_that_agents_send_by_default(gateway: RunningGateway) -> None:
     session = await gateway.open()
     for options in HINTS:
-        answer = await ask(gateway, session, [user("hello")], **options)
-        assert answer.choices[0].message.content == "You said: hello"
+        response = await ask(gateway, session, [user("hello")], **options)
+        assert response.choices[0].message.content == "You said: hello"
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -351,7 +355,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_chat_request_rejects_unsupported_fields_by_name(gateway: Served) -> None:
+async def test_chat_request_rejects_unsupported_fields_by_name(gateway: RunningGateway) -> None:
     session = await gateway.open()
     for options, param in REFUSED:
         with pytest.raises(openai.BadRequestError) as refused:
@@ -368,9 +372,9 @@ PARTS: list[tuple[Any, str]] = [
 ]
 
 
-async def test_chat_request_rejects_non_text_parts_with_their_path(gateway: Served) -> None:
+async def test_chat_request_rejects_non_text_parts_with_their_path(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    # Long enough for its beginning to be recognised: it is refused the second time too, at the same path.
+    # The history is long enough for the cache, and the second request is refused at the same path.
     long = [user("word " * 50)] * 50
     for message, path in PARTS:
         for more in ([], [user("and?")]):
@@ -379,14 +383,14 @@ async def test_chat_request_rejects_non_text_parts_with_their_path(gateway: Serv
             assert refused.value.param == f"messages[50].{path}"
 
 
-async def test_chat_request_parses_refusals_and_parts_as_text(gateway: Served) -> None:
+async def test_chat_request_parses_refusals_and_parts_as_text(gateway: RunningGateway) -> None:
     session = await gateway.open()
     text = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     refusals = [{"content": None, "refusal": "no"}, {"content": [{"type": "refusal", "refusal": "no"}]}]
     for refusal in refusals:
         messages = [user("one"), {"role": "assistant", **refusal}, {"role": "user", "content": text}]
-        answer = await ask(gateway, session, messages)
-        assert answer.choices[0].message.content == "You said: hello"
+        response = await ask(gateway, session, messages)
+        assert response.choices[0].message.content == "You said: hello"
     calls = await gateway.calls(session)
     assert [call.messages[1]["content"] for call in calls] == ["no", "no"]
 

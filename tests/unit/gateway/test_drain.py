@@ -15,17 +15,17 @@ from starlette.routing import Route
 from instar.gateway.serve import bind, serve
 
 
-class Served:
+class NamedServer:
     def __init__(self, name: str) -> None:
         self.name = name
-        self.go_on = asyncio.Event()
+        self.resume = asyncio.Event()
         self.stop, self.drain = asyncio.Event(), asyncio.Event()
         self.app = Starlette(routes=[Route("/slow", self.slow), Route("/who", self.who)])
 
     async def slow(self, request: Request) -> StreamingResponse:
         async def pieces() -> AsyncIterator[bytes]:
             yield b"first "
-            await self.go_on.wait()
+            await self.resume.wait()
             yield b"last"
 
         return StreamingResponse(pieces())
@@ -38,26 +38,26 @@ class Served:
 async def test_drained_server_completes_streams_and_leaves_new_connections(cut_short: bool) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    one, two = Served("one"), Served("two")
-    first = asyncio.create_task(serve(one.app, listener.dup(), stop=one.stop, drain=one.drain, grace=0.2))
+    old, new = NamedServer("one"), NamedServer("two")
+    old_task = asyncio.create_task(serve(old.app, listener.dup(), stop=old.stop, drain=old.drain, grace=0.2))
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(20)) as client:
         stream = await client.get(f"{url}/slow")
         assert await stream.content.readany() == b"first "
-        one.drain.set()
-        await asyncio.sleep(1.2)  # longer than the server's own look at whether it is to end
+        old.drain.set()
+        await asyncio.sleep(1.2)  # longer than the interval at which the server checks whether to stop
         request_task = asyncio.create_task(client.get(f"{url}/who"))
         await asyncio.sleep(0.1)
         assert not request_task.done()
-        assert not first.done(), "a stream is under way"
+        assert not old_task.done(), "the server waits for its stream"
         if cut_short:
-            one.stop.set()
+            old.stop.set()
         else:
-            one.go_on.set()
+            old.resume.set()
             assert await stream.content.read() == b"last"
-        await asyncio.wait_for(first, 10)
-        second = asyncio.create_task(serve(two.app, listener.dup(), stop=two.stop))
+        await asyncio.wait_for(old_task, 10)
+        new_task = asyncio.create_task(serve(new.app, listener.dup(), stop=new.stop))
         assert await (await request_task).text() == "two"
         stream.close()
-        two.stop.set()
-        await asyncio.wait_for(second, 15)
+        new.stop.set()
+        await asyncio.wait_for(new_task, 15)
     listener.close()

@@ -18,7 +18,7 @@ import pytest
 
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
-from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
 from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, wait_for_in_flight
 
 TRAFFIC = Path(__file__).parents[1] / "record" / "fixtures" / "traffic"
@@ -204,24 +204,24 @@ class BodyFuzzer:
                 return raw + rng.choice([b"}", b"\n\n", b"{}", b"\x00"])
 
 
-def is_valid_error(dialect: str, answer: Any) -> bool:
+def is_valid_error(dialect: str, response: Any) -> bool:
     """Return True if the clients of the dialect recognize the error."""
-    error = answer["error"]
+    error = response["error"]
     if dialect == "messages":
-        return answer["type"] == "error" and bool(error["type"] and error["message"])
+        return response["type"] == "error" and bool(error["type"] and error["message"])
     return bool(error["message"] and error["type"]) and {"param", "code"} <= set(error)
 
 
 @pytest.fixture
-async def fuzzed(serving: Serve, model: ModelConfig) -> Served:
+async def fuzzed(start_gateway: StartGateway, model: ModelConfig) -> RunningGateway:
     roomy = model.model_copy(update={"max_context": 200_000})
     replies = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
     engine = ScriptedEngine(roomy, ScriptedEngineConfig(replies=replies))
-    return await serving(engine=engine, config=GatewayConfig(request_timeout=20))
+    return await start_gateway(engine=engine, config=GatewayConfig(request_timeout=20))
 
 
 class Sender:
-    def __init__(self, gateway: Served, http: aiohttp.ClientSession, dialect: str) -> None:
+    def __init__(self, gateway: RunningGateway, http: aiohttp.ClientSession, dialect: str) -> None:
         self.gateway = gateway
         self.http = http
         self.dialect = dialect
@@ -229,13 +229,13 @@ class Sender:
 
     async def send(self, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
         key = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", **headers}
-        async with self.http.post(self.gateway.url + path, data=body, headers=key) as answer:
-            content = await answer.read()
-        self.codes[answer.status] += 1
-        assert 200 <= answer.status < 500, (answer.status, content[:500], shorten_body(body))
-        if answer.status >= 400:
+        async with self.http.post(self.gateway.url + path, data=body, headers=key) as response:
+            content = await response.read()
+        self.codes[response.status] += 1
+        assert 200 <= response.status < 500, (response.status, content[:500], shorten_body(body))
+        if response.status >= 400:
             assert is_valid_error(self.dialect, json.loads(content)), (content[:500], shorten_body(body))
-        return answer.status, content
+        return response.status, content
 
     async def send_all(self, path: str, bodies: Iterator[bytes]) -> None:
         async def work() -> None:
@@ -256,7 +256,9 @@ def open_http_session() -> aiohttp.ClientSession:
 
 
 @pytest.mark.parametrize("dialect", list(PATHS))
-async def test_malformed_requests_get_errors_and_leave_no_record(fuzzed: Served, dialect: str) -> None:
+async def test_malformed_requests_get_errors_and_leave_no_record(
+    fuzzed: RunningGateway, dialect: str
+) -> None:
     seeds = (
         build_complete_bodies(dialect) * 4
         + [build_request(dialect, "hi")] * 4
@@ -279,7 +281,7 @@ async def test_malformed_requests_get_errors_and_leave_no_record(fuzzed: Served,
 
 
 @pytest.mark.parametrize("dialect", ["messages"])
-async def test_malformed_count_requests_get_errors(fuzzed: Served, dialect: str) -> None:
+async def test_malformed_count_requests_get_errors(fuzzed: RunningGateway, dialect: str) -> None:
     fuzz = BodyFuzzer(build_complete_bodies(dialect), random.Random(1))
     async with open_http_session() as http:
         sender = Sender(fuzzed, http, dialect)
@@ -310,7 +312,7 @@ CONTROL: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "seed"), CONTROL)
-async def test_malformed_control_requests_get_errors(fuzzed: Served, path: str, seed: Any) -> None:
+async def test_malformed_control_requests_get_errors(fuzzed: RunningGateway, path: str, seed: Any) -> None:
     fuzz = BodyFuzzer([seed], random.Random(path))
     async with open_http_session() as http:
         sender = Sender(fuzzed, http, "chat")
@@ -320,7 +322,7 @@ async def test_malformed_control_requests_get_errors(fuzzed: Served, path: str, 
     await wait_for_in_flight(fuzzed, 0)
 
 
-async def test_unusual_headers_and_paths_get_errors(fuzzed: Served) -> None:
+async def test_unusual_headers_and_paths_get_errors(fuzzed: RunningGateway) -> None:
     body = json.dumps(build_request("chat", "hi")).encode()
     async with open_http_session() as http:
         sender = Sender(fuzzed, http, "chat")

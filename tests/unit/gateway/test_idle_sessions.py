@@ -12,7 +12,7 @@ from instar.config import GatewayConfig, ModelConfig
 from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import Session, SessionStatus
-from tests.unit.gateway.conftest import Serve, Served
+from tests.unit.gateway.conftest import RunningGateway, StartGateway
 from tests.unit.gateway.wire import (
     build_request,
     get_session_id,
@@ -21,10 +21,10 @@ from tests.unit.gateway.wire import (
     wait_for_in_flight,
 )
 
-BRIEF = GatewayConfig(idle_timeout=0.4)
+SHORT_TIMEOUT = GatewayConfig(idle_timeout=0.4)
 
 
-async def wait_until_ended(gateway: Served, session_id: str, seconds: float = 10) -> Session:
+async def wait_until_ended(gateway: RunningGateway, session_id: str, seconds: float = 10) -> Session:
     async with asyncio.timeout(seconds):
         while True:
             session = await gateway.store.session(session_id)
@@ -34,8 +34,8 @@ async def wait_until_ended(gateway: Served, session_id: str, seconds: float = 10
             await asyncio.sleep(0.02)
 
 
-async def test_idle_session_is_completed_and_its_id_is_free(serving: Serve) -> None:
-    gateway = await serving(config=BRIEF)
+async def test_idle_session_is_completed_and_its_id_is_free(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT)
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     session = await wait_until_ended(gateway, first)
     assert session.status is SessionStatus.COMPLETED
@@ -45,31 +45,31 @@ async def test_idle_session_is_completed_and_its_id_is_free(serving: Serve) -> N
     assert second != first
 
 
-async def test_closed_session_is_not_found_by_content(serving: Serve) -> None:
-    gateway = await serving(config=BRIEF)
+async def test_closed_session_is_not_found_by_content(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT)
     first = get_session_id(await post(gateway, build_request("chat", "hi")))
     await wait_until_ended(gateway, first)
-    again = await post(gateway, build_request("chat", "hi"), x_stainless_retry_count="1")
-    assert get_session_id(again) != first
-    goes_on = build_request("chat", "hi", "You said: hi", "more")
-    await wait_until_ended(gateway, get_session_id(again))
-    assert get_session_id(await post(gateway, goes_on)) not in (first, get_session_id(again))
+    retry = await post(gateway, build_request("chat", "hi"), x_stainless_retry_count="1")
+    assert get_session_id(retry) != first
+    continuation = build_request("chat", "hi", "You said: hi", "more")
+    await wait_until_ended(gateway, get_session_id(retry))
+    assert get_session_id(await post(gateway, continuation)) not in (first, get_session_id(retry))
 
 
-async def test_used_session_stays_open(serving: Serve) -> None:
-    gateway = await serving(config=BRIEF)
+async def test_used_session_stays_open(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT)
     texts = ["hi"]
-    found: set[str] = set()
+    session_ids: set[str] = set()
     for _ in range(8):
-        answer = await post(gateway, build_request("chat", *texts, user="ann"))
-        found.add(get_session_id(answer))
-        texts += [answer.json()["choices"][0]["message"]["content"], "more"]
+        response = await post(gateway, build_request("chat", *texts, user="ann"))
+        session_ids.add(get_session_id(response))
+        texts += [response.json()["choices"][0]["message"]["content"], "more"]
         await asyncio.sleep(0.15)
-    assert len(found) == 1
+    assert len(session_ids) == 1
 
 
-async def test_call_in_flight_keeps_its_session_open(serving: Serve) -> None:
-    gateway = await serving(config=BRIEF, delay=0.12)
+async def test_call_in_flight_keeps_its_session_open(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT, delay=0.12)
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann", max_tokens=1)))
     pending_call = asyncio.create_task(post(gateway, build_request("chat", "hello there", user="ann")))
     await wait_for_in_flight(gateway, 1)
@@ -90,26 +90,26 @@ class SlowEnd(SqliteStore):
 
 
 @pytest.mark.parametrize("named", [True, False])
-async def test_call_during_the_close_opens_another_session(serving: Serve, named: bool) -> None:
-    gateway = await serving(config=BRIEF, store=SlowEnd)
-    sent = {"x_session_id": "s"} if named else {}
-    first = get_session_id(await post(gateway, build_request("chat", "hi"), **sent))
-    # It is looked for every tenth of a second, and is being closed from then on for half a second.
+async def test_call_during_the_close_opens_another_session(start_gateway: StartGateway, named: bool) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT, store=SlowEnd)
+    headers = {"x_session_id": "s"} if named else {}
+    first = get_session_id(await post(gateway, build_request("chat", "hi"), **headers))
+    # Idle sessions are searched for every 0.1 s; from then on, the close takes 0.5 s.
     await asyncio.sleep(0.8)
     session = await gateway.store.session(first)
     assert session is not None
-    assert session.status is SessionStatus.OPEN, "too late to tell"
-    goes_on = await post(gateway, build_request("chat", "hi", "You said: hi", "more"), **sent)
-    assert get_session_id(goes_on) != first
+    assert session.status is SessionStatus.OPEN, "the session was closed before the request was sent"
+    response = await post(gateway, build_request("chat", "hi", "You said: hi", "more"), **headers)
+    assert get_session_id(response) != first
     assert len(await gateway.store.calls(first)) == 1
 
 
-async def test_calls_during_closes_are_recorded(serving: Serve) -> None:
+async def test_calls_during_closes_are_recorded(start_gateway: StartGateway) -> None:
     """Calls are recorded in an open session, whenever they arrive."""
-    gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
+    gateway = await start_gateway(config=GatewayConfig(idle_timeout=0.1))
     for i in range(30):
-        answer = await post(gateway, build_request("chat", f"hi {i}", user="ann"))
-        session = await gateway.store.session(get_session_id(answer))
+        response = await post(gateway, build_request("chat", f"hi {i}", user="ann"))
+        session = await gateway.store.session(get_session_id(response))
         assert session is not None
         calls = await gateway.store.calls(session.session_id)
         assert session.ended_at is None or calls[-1].ended_at <= session.ended_at
@@ -119,18 +119,18 @@ async def test_calls_during_closes_are_recorded(serving: Serve) -> None:
 async def test_idle_sessions_are_closed_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
-    at = (tmp_path / "store.db", model, renderer)
-    async with run_scripted_gateway(*at) as gateway:
+    gateway_args = (tmp_path / "store.db", model, renderer)
+    async with run_scripted_gateway(*gateway_args) as gateway:
         first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
-        opened = await gateway.open()
-    async with run_scripted_gateway(*at, config=BRIEF) as gateway:
+        opened_session = await gateway.open()
+    async with run_scripted_gateway(*gateway_args, config=SHORT_TIMEOUT) as gateway:
         await wait_until_ended(gateway, first)
-        await wait_until_ended(gateway, opened.session_id)
+        await wait_until_ended(gateway, opened_session.session_id)
 
 
-async def test_idle_rollout_sessions_stay_open(serving: Serve) -> None:
+async def test_idle_rollout_sessions_stay_open(start_gateway: StartGateway) -> None:
     """Sessions for training are completed by the rollout that opened them."""
-    gateway = await serving(config=GatewayConfig(idle_timeout=0.1))
+    gateway = await start_gateway(config=GatewayConfig(idle_timeout=0.1))
     session = await gateway.open(channel="train")
     assert (await post(gateway, build_request("chat", "hi"), key=session.api_key)).status_code == 200
     await asyncio.sleep(0.5)

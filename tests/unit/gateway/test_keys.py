@@ -16,20 +16,22 @@ from instar.gateway.base import ApiError
 from instar.http.auth import hash_key
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Session
-from tests.unit.gateway.conftest import ADMIN, Served
+from tests.unit.gateway.conftest import ADMIN, RunningGateway
 
 ASK = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 
 
-def headers(key: str) -> dict[str, str]:
+def auth_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-async def ask(gateway: Served, key: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
-    return await gateway.http.post(path, json=ASK, headers=headers(key), **more)
+async def ask(
+    gateway: RunningGateway, key: str, path: str = "/v1/chat/completions", **more: Any
+) -> httpx.Response:
+    return await gateway.http.post(path, json=ASK, headers=auth_headers(key), **more)
 
 
-async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: Served) -> None:
+async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     opened = await gateway.control("/sessions", {"channel": "live"}, key)
     assert opened.status_code == 201, opened.text
@@ -38,19 +40,19 @@ async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: Se
     assert session is not None
     assert session.agent_id == "coder"
     assert (await ask(gateway, key, f"/s/{session_id}/v1/chat/completions")).status_code == 200
-    read = await gateway.http.get(f"/sessions/{session_id}", headers=headers(key))
+    read = await gateway.http.get(f"/sessions/{session_id}", headers=auth_headers(key))
     assert (read.status_code, len(read.json()["calls"])) == (200, 1)
     ended = await gateway.control(f"/sessions/{session_id}/complete", {"reward": 1.0}, key)
     assert ended.status_code == 200, ended.text
     assert [reward.value for reward in await gateway.store.rewards(session_id)] == [1.0]
 
 
-async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: Served) -> None:
+async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     other = await gateway.open()
     for response in (
         await ask(gateway, key, f"/s/{other.session_id}/v1/chat/completions"),
-        await gateway.http.get(f"/sessions/{other.session_id}", headers=headers(key)),
+        await gateway.http.get(f"/sessions/{other.session_id}", headers=auth_headers(key)),
         await gateway.control(f"/sessions/{other.session_id}/complete", {"reward": 9.0}, key),
         await gateway.control(f"/sessions/{other.session_id}/fail", {"reason": "x"}, key),
     ):
@@ -59,7 +61,7 @@ async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: Served) ->
     assert await gateway.store.calls(other.session_id) == []
 
 
-async def test_agents_with_equal_content_have_different_sessions(gateway: Served) -> None:
+async def test_agents_with_equal_content_have_different_sessions(gateway: RunningGateway) -> None:
     keys = [await create_key(gateway.store, "agent", name) for name in ("one", "two")]
     for key in keys:
         assert (await ask(gateway, key)).status_code == 200
@@ -67,21 +69,21 @@ async def test_agents_with_equal_content_have_different_sessions(gateway: Served
     assert sorted((row.session.agent_id, row.calls) for row in rows) == [("one", 1), ("two", 1)]
 
 
-async def test_session_key_uses_its_session_only(gateway: Served) -> None:
-    mine, other = await gateway.open(), await gateway.open()
-    assert (await ask(gateway, mine.api_key)).status_code == 200
-    assert len(await gateway.calls(mine)) == 1
-    refused = [
-        await ask(gateway, mine.api_key, f"/s/{other.session_id}/v1/chat/completions"),
-        await gateway.http.get(f"/sessions/{other.session_id}", headers=headers(mine.api_key)),
-        await gateway.control(f"/sessions/{other.session_id}/complete", {}, mine.api_key),
-        await gateway.control("/sessions", {}, mine.api_key),
+async def test_session_key_uses_its_session_only(gateway: RunningGateway) -> None:
+    session, other = await gateway.open(), await gateway.open()
+    assert (await ask(gateway, session.api_key)).status_code == 200
+    assert len(await gateway.calls(session)) == 1
+    responses = [
+        await ask(gateway, session.api_key, f"/s/{other.session_id}/v1/chat/completions"),
+        await gateway.http.get(f"/sessions/{other.session_id}", headers=auth_headers(session.api_key)),
+        await gateway.control(f"/sessions/{other.session_id}/complete", {}, session.api_key),
+        await gateway.control("/sessions", {}, session.api_key),
     ]
-    assert [response.status_code for response in refused] == [403] * 4
+    assert [response.status_code for response in responses] == [403] * 4
     assert await gateway.calls(other) == []
 
 
-async def test_second_admin_key_has_full_access(gateway: Served) -> None:
+async def test_second_admin_key_has_full_access(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "admin", None)
     session = await gateway.open()
     assert (await gateway.control("/sessions", {}, key)).status_code == 201
@@ -90,7 +92,7 @@ async def test_second_admin_key_has_full_access(gateway: Served) -> None:
     assert ended.status_code == 200, ended.text
 
 
-async def test_revoked_key_is_refused_within_five_seconds(gateway: Served) -> None:
+async def test_revoked_key_is_refused_within_five_seconds(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder", "laptop")
     assert (await ask(gateway, key)).status_code == 200
     assert await gateway.store.revoke_key("laptop") == 1
@@ -103,7 +105,7 @@ async def test_revoked_key_is_refused_within_five_seconds(gateway: Served) -> No
 
 
 @pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
-async def test_key_is_accepted_in_three_headers(gateway: Served, header: str) -> None:
+async def test_key_is_accepted_in_three_headers(gateway: RunningGateway, header: str) -> None:
     value = f"Bearer {ADMIN}" if header == "Authorization" else ADMIN
     response = await gateway.http.post("/v1/chat/completions", json=ASK, headers={header: value})
     assert response.status_code == 200, response.text
@@ -112,7 +114,7 @@ async def test_key_is_accepted_in_three_headers(gateway: Served, header: str) ->
 @pytest.mark.parametrize(
     "sent", [{}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"}, {"x-api-key": "wrong"}]
 )
-async def test_request_without_a_known_key_is_refused(gateway: Served, sent: dict[str, str]) -> None:
+async def test_request_without_a_known_key_is_refused(gateway: RunningGateway, sent: dict[str, str]) -> None:
     for response in (
         await gateway.http.post("/v1/chat/completions", json=ASK, headers=sent),
         await gateway.http.post("/sessions", json={}, headers=sent),

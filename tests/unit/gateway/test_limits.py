@@ -14,7 +14,7 @@ from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
-from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
 from tests.unit.gateway.wire import (
     PATHS,
     build_request,
@@ -27,19 +27,19 @@ from tests.unit.gateway.wire import (
 DIALECTS = ("chat", "completions", "responses", "messages")
 
 
-async def assert_nothing_recorded(gateway: Served) -> None:
+async def assert_nothing_recorded(gateway: RunningGateway) -> None:
     await wait_for_in_flight(gateway, 0)
     assert await gateway.store.sessions("run") == []
-    answer = await post(gateway, build_request("chat", "hi"))
-    assert answer.status_code == 200, "the gateway still responds"
+    response = await post(gateway, build_request("chat", "hi"))
+    assert response.status_code == 200, "the gateway still responds"
 
 
-async def connect(gateway: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(gateway: RunningGateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, port = gateway.url.removeprefix("http://").split(":")
     return await asyncio.open_connection(host, int(port))
 
 
-def head(path: str, length: int, *more: str) -> bytes:
+def build_head(path: str, length: int, *more: str) -> bytes:
     lines = [
         f"POST {path} HTTP/1.1",
         "Host: gateway",
@@ -51,73 +51,73 @@ def head(path: str, length: int, *more: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def status(reader: asyncio.StreamReader) -> int:
+async def read_status(reader: asyncio.StreamReader) -> int:
     async with asyncio.timeout(10):
         return int((await reader.readline()).split()[1])
 
 
-# --- too much -----------------------------------------------------------------------------------
+# --- size limits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_body_larger_than_the_limit_is_refused(serving: Serve, dialect: str) -> None:
-    gateway = await serving(config=GatewayConfig(max_body=10_000))
-    answer = await post(gateway, build_request(dialect, "x" * 20_000), dialect)
-    assert answer.status_code == 413
-    assert "10000" in answer.json()["error"]["message"]
+async def test_body_larger_than_the_limit_is_refused(start_gateway: StartGateway, dialect: str) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_body=10_000))
+    response = await post(gateway, build_request(dialect, "x" * 20_000), dialect)
+    assert response.status_code == 413
+    assert "10000" in response.json()["error"]["message"]
     reader, writer = await connect(gateway)
-    writer.write(head(PATHS[dialect], 10**12))
+    writer.write(build_head(PATHS[dialect], 10**12))
     piece = b"x" * 65536
     with suppress(ConnectionError):
         for _ in range(100):
             writer.write(piece)
             await writer.drain()
-    assert await status(reader) == 413
+    assert await read_status(reader) == 413
     writer.close()
     await assert_nothing_recorded(gateway)
 
 
-async def test_chunked_body_larger_than_the_limit_is_refused(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(max_body=10_000))
+async def test_chunked_body_larger_than_the_limit_is_refused(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_body=10_000))
 
-    async def endless() -> Any:
+    async def generate_body() -> Any:
         for _ in range(100):
             yield b"x" * 1000
 
     headers = {"Authorization": f"Bearer {ADMIN}"}
-    answer = await gateway.http.post(PATHS["chat"], content=endless(), headers=headers)
-    assert answer.status_code == 413
+    response = await gateway.http.post(PATHS["chat"], content=generate_body(), headers=headers)
+    assert response.status_code == 413
     await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
-async def test_too_many_messages_or_tools_are_refused(serving: Serve, dialect: str) -> None:
-    gateway = await serving(config=GatewayConfig(max_messages=5, max_tools=2))
-    answer = await post(gateway, build_request(dialect, *["hi"] * 7), dialect)
-    assert answer.status_code == 400
+async def test_too_many_messages_or_tools_are_refused(start_gateway: StartGateway, dialect: str) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_messages=5, max_tools=2))
+    response = await post(gateway, build_request(dialect, *["hi"] * 7), dialect)
+    assert response.status_code == 400
     if dialect != "messages":
-        assert answer.json()["error"]["param"] == ("input" if dialect == "responses" else "messages")
-    assert "5" in answer.json()["error"]["message"]
+        assert response.json()["error"]["param"] == ("input" if dialect == "responses" else "messages")
+    assert "5" in response.json()["error"]["message"]
     schema = {"type": "object", "properties": {}}
     tools: dict[str, Any] = {
         "chat": {"type": "function", "function": {"name": "f", "parameters": schema}},
         "responses": {"type": "function", "name": "f", "parameters": schema},
         "messages": {"name": "f", "input_schema": schema},
     }
-    answer = await post(gateway, build_request(dialect, "hi", tools=[tools[dialect]] * 3), dialect)
-    assert answer.status_code == 400
-    assert "tools" in answer.json()["error"]["message"]
+    response = await post(gateway, build_request(dialect, "hi", tools=[tools[dialect]] * 3), dialect)
+    assert response.status_code == 400
+    assert "tools" in response.json()["error"]["message"]
     await assert_nothing_recorded(gateway)
 
 
-async def test_headers_larger_than_the_limit_are_refused(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(max_header=2000))
+async def test_headers_larger_than_the_limit_are_refused(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_header=2000))
     assert (await post(gateway, build_request("chat", "hi"), x_long="x" * 3000)).status_code == 431
     await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("piece", [b"X-Long: " + b"x" * 60_000 + b"\r\n", b"x" * 60_000])
-async def test_endless_headers_are_refused(gateway: Served, piece: bytes) -> None:
+async def test_endless_headers_are_refused(gateway: RunningGateway, piece: bytes) -> None:
     """Neither many headers nor one long header is collected without limit."""
     reader, writer = await connect(gateway)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Long: x")
@@ -131,13 +131,13 @@ async def test_endless_headers_are_refused(gateway: Served, piece: bytes) -> Non
             sent += len(piece)
     assert sent < 32 * 1024 * 1024
     with suppress(ConnectionError):
-        assert await status(reader) == 431
+        assert await read_status(reader) == 431
     writer.close()
     await assert_nothing_recorded(gateway)
 
 
-@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: gat"])
-async def test_headers_that_do_not_arrive_time_out(begun: bytes) -> None:
+@pytest.mark.parametrize("partial_head", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: gat"])
+async def test_headers_that_do_not_arrive_time_out(partial_head: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -146,14 +146,14 @@ async def test_headers_that_do_not_arrive_time_out(begun: bytes) -> None:
     listener, stop = bind("127.0.0.1", 0), asyncio.Event()
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=1, head_timeout=0.3))
     reader, writer = await asyncio.open_connection(*listener.getsockname())
-    # A whole request first, where one has begun: it is not the connection alone that is watched.
-    if begun:
-        writer.write(head("/", 0))
-        assert await status(reader) == 200
+    # A complete request first, to check that the timeout applies to each request and not to the connection.
+    if partial_head:
+        writer.write(build_head("/", 0))
+        assert await read_status(reader) == 200
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.5)
-        writer.write(begun)
-    assert await status(reader) == 408
+        writer.write(partial_head)
+    assert await read_status(reader) == 408
     await reader.read()
     assert reader.at_eof()
     writer.close()
@@ -162,14 +162,14 @@ async def test_headers_that_do_not_arrive_time_out(begun: bytes) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_requests_beyond_max_in_flight_are_refused(serving: Serve, dialect: str) -> None:
-    gateway = await serving(config=GatewayConfig(max_in_flight=3), delay=0.01)
-    answers = await asyncio.gather(
+async def test_requests_beyond_max_in_flight_are_refused(start_gateway: StartGateway, dialect: str) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_in_flight=3), delay=0.01)
+    responses = await asyncio.gather(
         *(post(gateway, build_request(dialect, f"hi {i}"), dialect) for i in range(10))
     )
-    codes = sorted(answer.status_code for answer in answers)
+    codes = sorted(response.status_code for response in responses)
     assert codes == [200] * 3 + [429] * 7
-    refused = next(answer for answer in answers if answer.status_code == 429)
+    refused = next(response for response in responses if response.status_code == 429)
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["message"]
     await wait_for_in_flight(gateway, 0)
@@ -177,12 +177,12 @@ async def test_requests_beyond_max_in_flight_are_refused(serving: Serve, dialect
     assert (await post(gateway, build_request(dialect, "hi"), dialect)).status_code == 200
 
 
-async def test_requests_with_incomplete_bodies_count_as_in_flight(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(max_in_flight=2))
+async def test_requests_with_incomplete_bodies_count_as_in_flight(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_in_flight=2))
     writers = []
     for _ in range(2):
         _, writer = await connect(gateway)
-        writer.write(head(PATHS["chat"], 1000) + b"{")
+        writer.write(build_head(PATHS["chat"], 1000) + b"{")
         writers.append(writer)
     await wait_for_in_flight(gateway, 2)
     assert (await post(gateway, build_request("chat", "hi"))).status_code == 429
@@ -191,54 +191,56 @@ async def test_requests_with_incomplete_bodies_count_as_in_flight(serving: Serve
     await assert_nothing_recorded(gateway)
 
 
-# --- too slow -----------------------------------------------------------------------------------
+# --- timeouts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_body_that_does_not_arrive_times_out(serving: Serve, dialect: str) -> None:
-    gateway = await serving(config=GatewayConfig(read_timeout=0.2))
+async def test_body_that_does_not_arrive_times_out(start_gateway: StartGateway, dialect: str) -> None:
+    gateway = await start_gateway(config=GatewayConfig(read_timeout=0.2))
     reader, writer = await connect(gateway)
     body = json.dumps(build_request(dialect, "hi")).encode()
-    writer.write(head(PATHS[dialect], len(body)) + body[:10])
-    assert await status(reader) == 408
+    writer.write(build_head(PATHS[dialect], len(body)) + body[:10])
+    assert await read_status(reader) == 408
     writer.close()
     await assert_nothing_recorded(gateway)
 
 
-async def test_body_that_arrives_byte_by_byte_times_out(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(read_timeout=0.5))
+async def test_body_that_arrives_byte_by_byte_times_out(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(read_timeout=0.5))
     reader, writer = await connect(gateway)
     body = json.dumps(build_request("chat", "hi")).encode()
-    writer.write(head(PATHS["chat"], len(body)))
-    answered = asyncio.create_task(status(reader))
+    writer.write(build_head(PATHS["chat"], len(body)))
+    status_task = asyncio.create_task(read_status(reader))
     for at in range(len(body)):
-        if answered.done():
+        if status_task.done():
             break
         writer.write(body[at : at + 1])
         await asyncio.sleep(0.05)
-    assert await answered == 408
+    assert await status_task == 408
     writer.close()
     await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("sent", [0, 10])
-async def test_disconnect_during_the_body_leaves_no_record(gateway: Served, sent: int) -> None:
+async def test_disconnect_during_the_body_leaves_no_record(gateway: RunningGateway, sent: int) -> None:
     body = json.dumps(build_request("chat", "hi")).encode()
     for _ in range(5):
         _, writer = await connect(gateway)
-        writer.write(head(PATHS["chat"], len(body)) + body[:sent])
+        writer.write(build_head(PATHS["chat"], len(body)) + body[:sent])
         await writer.drain()
         writer.close()
     await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_disconnect_after_the_request_leaves_no_call_in_flight(serving: Serve, stream: bool) -> None:
-    gateway = await serving(delay=0.02)
+async def test_disconnect_after_the_request_leaves_no_call_in_flight(
+    start_gateway: StartGateway, stream: bool
+) -> None:
+    gateway = await start_gateway(delay=0.02)
     body = json.dumps(build_request("chat", "hi", stream=stream)).encode()
     for _ in range(5):
         _, writer = await connect(gateway)
-        writer.write(head(PATHS["chat"], len(body)) + body)
+        writer.write(build_head(PATHS["chat"], len(body)) + body)
         await writer.drain()
         writer.close()
     await wait_for_in_flight(gateway, 0)
@@ -248,20 +250,22 @@ async def test_disconnect_after_the_request_leaves_no_call_in_flight(serving: Se
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_client_that_does_not_read_is_disconnected(
-    serving: Serve, model: ModelConfig, dialect: str
+    start_gateway: StartGateway, model: ModelConfig, dialect: str
 ) -> None:
     """The stream ends at the deadline, and the call is not in flight any longer."""
     long = model.model_copy(update={"max_context": 400_000})
     engine = ScriptedEngine(long, ScriptedEngineConfig(replies=["word " * 60_000]))
-    gateway = await serving(engine=engine, config=GatewayConfig(request_timeout=3, read_timeout=0.5))
+    gateway = await start_gateway(engine=engine, config=GatewayConfig(request_timeout=3, read_timeout=0.5))
     host, port = gateway.url.removeprefix("http://").split(":")
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, (host, int(port)))
-        body = json.dumps(build_request(dialect, "hi", stream=True) | long_enough(dialect)).encode()
-        await loop.sock_sendall(client, head(PATHS[dialect], len(body)) + body)
+        body = json.dumps(
+            build_request(dialect, "hi", stream=True) | build_max_tokens_field(dialect)
+        ).encode()
+        await loop.sock_sendall(client, build_head(PATHS[dialect], len(body)) + body)
         await wait_for_in_flight(gateway, 1)
         await wait_for_in_flight(gateway, 0, seconds=15)
         (call,) = await list_all_calls(gateway)
@@ -272,13 +276,13 @@ async def test_client_that_does_not_read_is_disconnected(
         )
 
 
-def long_enough(dialect: str) -> dict[str, Any]:
+def build_max_tokens_field(dialect: str) -> dict[str, Any]:
     name = "max_output_tokens" if dialect == "responses" else "max_tokens"
     return {name: 350_000}
 
 
-async def test_stats_need_the_admin_key(gateway: Served) -> None:
+async def test_stats_need_the_admin_key(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    answer = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {session.api_key}"})
-    assert answer.status_code == 403
+    response = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {session.api_key}"})
+    assert response.status_code == 403
     assert await count_in_flight(gateway) == 0

@@ -354,12 +354,12 @@ REPLY = Message(role="assistant", content="Hello.", reasoning="A greeting.")
 
 
 def test_messages_response_has_content_stop_reason_and_usage() -> None:
-    answer = format_reply(REPLY, cached_tokens=4)
-    assert [block.type for block in answer.content] == ["text"]
-    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
-    assert answer.usage.input_tokens == 5
-    assert answer.usage.cache_read_input_tokens == 4
-    assert answer.usage.output_tokens == 5
+    response = format_reply(REPLY, cached_tokens=4)
+    assert [block.type for block in response.content] == ["text"]
+    assert (response.stop_reason, response.stop_sequence) == ("end_turn", None)
+    assert response.usage.input_tokens == 5
+    assert response.usage.cache_read_input_tokens == 4
+    assert response.usage.output_tokens == 5
     assert format_reply(REPLY, finish_reason="length").stop_reason == "max_tokens"
     stopped = format_reply(REPLY, stop_string="END")
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "END")
@@ -389,11 +389,11 @@ def test_messages_response_to_an_empty_reply_is_an_empty_text() -> None:
 @pytest.mark.parametrize("arguments", ["[1]", "3", '{"a": ', '{"a": NaN}', '{"a": 1e999}'])
 def test_messages_response_writes_non_object_arguments_as_text(arguments: str) -> None:
     call = ToolCall(id="t", name="calc", arguments=arguments)
-    answer = format_reply(Message(role="assistant", content="", tool_calls=[call]))
-    (block,) = answer.content
+    response = format_reply(Message(role="assistant", content="", tool_calls=[call]))
+    (block,) = response.content
     assert block.type == "text"
     assert arguments in block.text
-    assert answer.stop_reason == "end_turn"
+    assert response.stop_reason == "end_turn"
 
 
 def test_messages_response_encodes_large_integers_and_surrogates() -> None:

@@ -17,7 +17,7 @@ from instar.config import GatewayConfig, UpstreamEngineConfig
 from instar.gateway.base import OpenedSession
 from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Link
-from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
 from tests.unit.gateway.provider import TEXT, run_provider
 
 TOOL: Any = {
@@ -31,45 +31,45 @@ def user(content: Any) -> Any:
     return {"role": "user", "content": content}
 
 
-def options(gateway: Served, session: OpenedSession) -> dict[str, Any]:
+def client_options(gateway: RunningGateway, session: OpenedSession) -> dict[str, Any]:
     """Return the options of a client, whose SDK adds `/v1` to the URL."""
     return {"base_url": session.base_url.removesuffix("/v1"), "api_key": session.api_key, "max_retries": 0}
 
 
-async def ask_async(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
-    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+async def ask_async(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
+    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
         return await client.messages.create(**parameters)
 
 
-async def ask_async_streamed(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
-    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+async def ask_async_streamed(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
+    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
         async with client.messages.stream(**parameters) as stream:
             return await stream.get_final_message()
 
 
-async def ask_sync(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
+async def ask_sync(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
     def ask() -> Any:
-        with anthropic.Anthropic(**options(gateway, session)) as client:
+        with anthropic.Anthropic(**client_options(gateway, session)) as client:
             return client.messages.create(**parameters)
 
     return await asyncio.to_thread(ask)
 
 
-async def ask_sync_streamed(gateway: Served, session: OpenedSession, **parameters: Any) -> Any:
+async def ask_sync_streamed(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
     def ask() -> Any:
-        with anthropic.Anthropic(**options(gateway, session)) as client:
+        with anthropic.Anthropic(**client_options(gateway, session)) as client:
             with client.messages.stream(**parameters) as stream:
                 return stream.get_final_message()
 
     return await asyncio.to_thread(ask)
 
 
-WAYS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
+ASK_FUNCTIONS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
 
 
-@pytest.mark.parametrize("ask", WAYS)
+@pytest.mark.parametrize("ask", ASK_FUNCTIONS)
 async def test_anthropic_sdk_turns_with_a_tool_extend_exactly(
-    gateway: Served, ask: Callable[..., Any]
+    gateway: RunningGateway, ask: Callable[..., Any]
 ) -> None:
     session = await gateway.open(channel="train")
     parameters: dict[str, Any] = {
@@ -80,12 +80,16 @@ async def test_anthropic_sdk_turns_with_a_tool_extend_exactly(
     }
     messages = [user("What is 24 * 310?")]
     first = await ask(gateway, session, messages=messages, **parameters)
-    reply_text, called = first.content
+    reply_text, tool_use = first.content
     assert reply_text.text.strip() == "Let me see."
-    assert (called.name, called.input) == ("calc", {"expression": "24 * 310"})
+    assert (tool_use.name, tool_use.input) == ("calc", {"expression": "24 * 310"})
     assert first.stop_reason == "tool_use"
     assert first.id.startswith("msg")
-    result = {"type": "tool_result", "tool_use_id": called.id, "content": [{"type": "text", "text": "7440"}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": tool_use.id,
+        "content": [{"type": "text", "text": "7440"}],
+    }
     messages += [first.to_param(), user([result])]
     second = await ask(gateway, session, messages=messages, **parameters)
     assert second.content[0].text == "The answer is 7440."
@@ -95,19 +99,19 @@ async def test_anthropic_sdk_turns_with_a_tool_extend_exactly(
     assert third.content[0].text == "You said: thanks"
     calls = await gateway.calls(session)
     assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
-    for before, after, answer in zip(calls, calls[1:], [first, second], strict=False):
+    for before, after, response in zip(calls, calls[1:], [first, second], strict=False):
         sequence = before.sequence.tolist()
         assert after.prompt_ids[: len(sequence)].tolist() == sequence
-        assert answer.usage.input_tokens + answer.usage.cache_read_input_tokens == len(before.prompt_ids)
-        assert answer.usage.output_tokens == len(before.sampled_ids)
-        assert before.request_id == answer.id
+        assert response.usage.input_tokens + response.usage.cache_read_input_tokens == len(before.prompt_ids)
+        assert response.usage.output_tokens == len(before.sampled_ids)
+        assert before.request_id == response.id
         assert before.dialect == "messages"
         assert before.trainable
 
 
-async def test_anthropic_sdk_streams_token_by_token(gateway: Served) -> None:
+async def test_anthropic_sdk_streams_token_by_token(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
         stream = await client.messages.create(
             model="instar", max_tokens=200, messages=[user("What is 24 * 310?")], tools=[TOOL], stream=True
         )
@@ -120,31 +124,31 @@ async def test_anthropic_sdk_streams_token_by_token(gateway: Served) -> None:
     assert len(arguments) > 3
 
 
-async def test_anthropic_sdk_receives_the_stop_reason(gateway: Served) -> None:
+async def test_anthropic_sdk_receives_the_stop_reason(gateway: RunningGateway) -> None:
     session = await gateway.open()
     parameters: dict[str, Any] = {"model": "instar", "messages": [user("long")]}
-    cut = await ask_async(gateway, session, max_tokens=3, **parameters)
-    assert cut.stop_reason == "max_tokens"
+    truncated = await ask_async(gateway, session, max_tokens=3, **parameters)
+    assert truncated.stop_reason == "max_tokens"
     stopped = await ask_async_streamed(gateway, session, max_tokens=99, stop_sequences=["rd w"], **parameters)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "rd w")
     assert stopped.content[0].text == "wo"
 
 
-async def test_anthropic_sdk_raises_its_own_errors(gateway: Served) -> None:
+async def test_anthropic_sdk_raises_its_own_errors(gateway: RunningGateway) -> None:
     session = await gateway.open()
     parameters: dict[str, Any] = {"model": "instar", "max_tokens": 8}
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]") as refused:
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]") as caught:
         await ask_async(gateway, session, messages=[user([image])], **parameters)
-    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     session.api_key = "sk-wrong"
-    with pytest.raises(anthropic.AuthenticationError) as unknown:
+    with pytest.raises(anthropic.AuthenticationError) as caught:
         await ask_async(gateway, session, messages=[user("hi")], **parameters)
-    assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
     assert await gateway.calls(session) == []
 
 
-async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: Served) -> None:
+async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: RunningGateway) -> None:
     session = await gateway.open()
     parameters: dict[str, Any] = {
         "model": "instar",
@@ -157,9 +161,9 @@ async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: Served) -> None:
         {"type": "tool", "name": "calc", "disable_parallel_tool_use": True},
     ]
     for choice in choices:
-        answer = await ask_async(gateway, session, tool_choice=choice, **parameters)
-        assert answer.stop_reason == "end_turn"
-        assert answer.content[0].text == "You said: hi"
+        response = await ask_async(gateway, session, tool_choice=choice, **parameters)
+        assert response.stop_reason == "end_turn"
+        assert response.content[0].text == "You said: hi"
     with pytest.raises(anthropic.BadRequestError, match=r"'other' is not in 'tools'"):
         await ask_async(gateway, session, tool_choice={"type": "tool", "name": "other"}, **parameters)
 
@@ -180,22 +184,22 @@ async def test_anthropic_sdk_provider_features_are_forwarded(tmp_path: Path, dia
         base = provider.url + ("" if dialect == "messages" else "/v1")
         upstream = HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect))
         stack.push_async_callback(upstream.close)
-        served = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
-        gateway = await stack.enter_async_context(served)
+        context = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
+        gateway = await stack.enter_async_context(context)
         session = await gateway.open()
         if dialect == "chat":
             with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]"):
                 await ask_async(gateway, session, **parameters)
             assert provider.bodies == []
             return
-        answer = await ask_async(gateway, session, **parameters)
-        assert answer.content[0].text == TEXT
+        response = await ask_async(gateway, session, **parameters)
+        assert response.content[0].text == TEXT
         assert orjson.loads(provider.bodies[0]) == parameters
         (call,) = await gateway.calls(session)
         assert call.messages[0]["content"].startswith("[image ")
 
 
-async def test_anthropic_sdk_counts_tokens(gateway: Served) -> None:
+async def test_anthropic_sdk_counts_tokens(gateway: RunningGateway) -> None:
     session = await gateway.open()
     parameters: dict[str, Any] = {
         "model": "instar",
@@ -203,25 +207,25 @@ async def test_anthropic_sdk_counts_tokens(gateway: Served) -> None:
         "messages": [user("hi")],
         "tools": [TOOL],
     }
-    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
-        counted = await client.messages.count_tokens(**parameters)
-        answer = await client.messages.create(max_tokens=8, **parameters)
-    assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+        count = await client.messages.count_tokens(**parameters)
+        response = await client.messages.create(max_tokens=8, **parameters)
+    assert count.input_tokens == response.usage.input_tokens + response.usage.cache_read_input_tokens
     assert len(await gateway.calls(session)) == 1
 
 
-async def test_anthropic_sdk_lists_models(gateway: Served) -> None:
+async def test_anthropic_sdk_lists_models(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
+    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
         models = [model async for model in client.models.list()]
     assert [model.type for model in models] == ["model"]
 
 
-async def test_anthropic_sdk_beta_route_and_headers_work(gateway: Served) -> None:
+async def test_anthropic_sdk_beta_route_and_headers_work(gateway: RunningGateway) -> None:
     """Claude Code sends `?beta=true`, betas in a header and hints in the body."""
     session = await gateway.open()
-    async with anthropic.AsyncAnthropic(**options(gateway, session)) as client:
-        answer = await client.beta.messages.create(
+    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+        response = await client.beta.messages.create(
             model="instar",
             max_tokens=64,
             messages=[user("hi")],
@@ -229,10 +233,10 @@ async def test_anthropic_sdk_beta_route_and_headers_work(gateway: Served) -> Non
             context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             thinking={"type": "adaptive"},
         )
-    assert answer.content[0].text == "You said: hi"  # type: ignore[union-attr]
+    assert response.content[0].text == "You said: hi"  # type: ignore[union-attr]
 
 
-async def test_anthropic_sdk_session_is_found_by_claude_code_id(gateway: Served) -> None:
+async def test_anthropic_sdk_session_is_found_by_claude_code_id(gateway: RunningGateway) -> None:
     body = {"model": "instar", "max_tokens": 8, "messages": [user("hi")]}
     headers = {"x-api-key": ADMIN}
 
@@ -246,5 +250,5 @@ async def test_anthropic_sdk_session_is_found_by_claude_code_id(gateway: Served)
         name: await gateway.store.session_by_external_id("run", "agent", f"claude-session:{name}")
         for name in ("a-1", "b-2")
     }
-    counts = [len(await gateway.store.calls(opened.session_id)) for opened in sessions.values() if opened]
+    counts = [len(await gateway.store.calls(session.session_id)) for session in sessions.values() if session]
     assert counts == [2, 1]

@@ -82,20 +82,20 @@ def test_messages_stream_sends_arguments_as_they_arrive() -> None:
         ToolCall(id="t1", name="now", arguments=""),
     ]
     message = Message(role="assistant", content="\n\n\n", reasoning="Hm.", tool_calls=calls)
-    answer = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive"}))
-    assert [block["type"] for block in answer["content"]] == ["thinking", "tool_use", "tool_use"]
-    assert answer["content"][1]["input"] == {"a": 1}
-    assert answer["content"][2]["input"] == {}
-    assert answer["stop_reason"] == "tool_use"
-    assert answer["usage"]["input_tokens"] == 9
+    response = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive"}))
+    assert [block["type"] for block in response["content"]] == ["thinking", "tool_use", "tool_use"]
+    assert response["content"][1]["input"] == {"a": 1}
+    assert response["content"][2]["input"] == {}
+    assert response["stop_reason"] == "tool_use"
+    assert response["usage"]["input_tokens"] == 9
 
 
 @pytest.mark.parametrize(("display", "shown"), [("summarized", "Hm."), ("omitted", "")])
 def test_messages_stream_signs_omitted_thinking(display: str, shown: str) -> None:
     message = Message(role="assistant", content="Yes.", reasoning="Hm.")
     deltas = [ReplyDelta(reasoning="Hm"), ReplyDelta(reasoning="."), ReplyDelta(text="Yes.")]
-    answer = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive", "display": display}))
-    thought, reply_text = answer["content"]
+    response = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive", "display": display}))
+    thought, reply_text = response["content"]
     assert (thought["thinking"], reply_text["text"]) == (shown, "Yes.")
     assert thought["signature"]
 
@@ -106,26 +106,26 @@ def test_messages_stream_ends_with_an_error_event() -> None:
     assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
 
 
-# --- what was answered comes back ---------------------------------------------------------------
+# --- round trip of replies -----------------------------------------------------------------------
 
 PIECES = ["Hello", " world", "\n", "  ", ".\n\n", "é😀", '"quoted"', "<tag>", ""]
 VALUES: list[Any] = [1, 1.5, -3, True, None, "x\ny", "é😀\\", [1, {"a": []}], {"k": "v"}, 2**70]
 
 
-def random_reply(dice: random.Random) -> tuple[list[ReplyDelta], Message]:
+def random_reply(rng: random.Random) -> tuple[list[ReplyDelta], Message]:
     """Return a random message and its deltas: reasoning first, then text and tool calls in any order."""
-    deltas = [ReplyDelta(reasoning=dice.choice(PIECES[:1])) for _ in range(dice.randrange(3))]
+    deltas = [ReplyDelta(reasoning=rng.choice(PIECES[:1])) for _ in range(rng.randrange(3))]
     calls: list[ToolCall] = []
-    for _ in range(dice.randrange(5)):
-        if dice.random() < 0.6:
-            deltas += [ReplyDelta(text=dice.choice(PIECES)) for _ in range(dice.randrange(4))]
+    for _ in range(rng.randrange(5)):
+        if rng.random() < 0.6:
+            deltas += [ReplyDelta(text=rng.choice(PIECES)) for _ in range(rng.randrange(4))]
             continue
         index, arguments = (
             len(calls),
-            json.dumps({f"k{i}": dice.choice(VALUES) for i in range(dice.randrange(4))}),
+            json.dumps({f"k{i}": rng.choice(VALUES) for i in range(rng.randrange(4))}),
         )
         calls.append(ToolCall(id=f"t{index}", name="calc", arguments=arguments))
-        cut = dice.randrange(len(arguments) + 1)
+        cut = rng.randrange(len(arguments) + 1)
         deltas.append(ReplyDelta(call=ToolCallDelta(index, f"t{index}", "calc")))
         deltas += [
             ReplyDelta(call=ToolCallDelta(index, arguments=part))
@@ -139,38 +139,38 @@ def random_reply(dice: random.Random) -> tuple[list[ReplyDelta], Message]:
     return deltas, message
 
 
-def echo_reply(blocks: list[dict[str, Any]], dice: random.Random) -> list[dict[str, Any]]:
+def echo_reply(blocks: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
     """Return the blocks as a client may send them back: without thinking, with trimmed or split texts,
     without or with empty texts, and with the keys in a different order."""
-    blocks = [block for block in blocks if block["type"] != "thinking" or dice.random() < 0.5]
-    out: list[dict[str, Any]] = []
+    blocks = [block for block in blocks if block["type"] != "thinking" or rng.random() < 0.5]
+    echoed: list[dict[str, Any]] = []
     texts = [i for i, block in enumerate(blocks) if block["type"] == "text"]
-    trim = dice.random() < 0.5
+    trim = rng.random() < 0.5
     for i, block in enumerate(blocks):
         if block["type"] != "text":
-            out.append(dict(reversed(block.items())))
+            echoed.append(dict(reversed(block.items())))
             continue
         reply_text = block["text"]
         if trim and i == texts[0]:
             reply_text = reply_text.lstrip()
         if trim and i == texts[-1]:
             reply_text = reply_text.rstrip()
-        cut = dice.randrange(len(reply_text) + 1)
-        parts = [reply_text[:cut], reply_text[cut:]] if dice.random() < 0.3 else [reply_text]
-        out += [text(part) for part in parts if part or dice.random() < 0.5]
-    return out
+        cut = rng.randrange(len(reply_text) + 1)
+        parts = [reply_text[:cut], reply_text[cut:]] if rng.random() < 0.3 else [reply_text]
+        echoed += [text(part) for part in parts if part or rng.random() < 0.5]
+    return echoed
 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_messages_reply_sent_back_matches_the_recorded_one(shown: bool) -> None:
     request = parse_request(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
     for seed in range(400):
-        dice = random.Random(seed)
-        deltas, message = random_reply(dice)
+        rng = random.Random(seed)
+        deltas, message = random_reply(rng)
         body = DIALECT.format_response("msg_1", request, [choice(message)])
-        for answer in (json.loads(body), stream_reply(deltas, message, request)):
-            back = {"role": "assistant", "content": echo_reply(answer["content"], dice)}
-            (read_back,) = read_messages(back, *ASK["messages"])[:-1]
-            assert canonical_content(read_back) == canonical_content(message), (seed, answer)
+        for response in (json.loads(body), stream_reply(deltas, message, request)):
+            message_param = {"role": "assistant", "content": echo_reply(response["content"], rng)}
+            (parsed,) = read_messages(message_param, *ASK["messages"])[:-1]
+            assert canonical_content(parsed) == canonical_content(message), (seed, response)
             ids = [call["id"] for call in message.get("tool_calls", ())]
-            assert [call["id"] for call in read_back.get("tool_calls", ())] == ids
+            assert [call["id"] for call in parsed.get("tool_calls", ())] == ids

@@ -1,4 +1,4 @@
-"""No secret is stored, and nothing that was sampled after one is trained on."""
+"""No secret is stored, and nothing that was sampled after a secret is used for training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from instar.engines.scripted import ScriptedEngine
 from instar.record.base import Renderer
 from instar.types import Call, Link
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
 from tests.unit.gateway.wire import PATHS, build_request, get_session_id, post, run_scripted_gateway
 
 SECRET = "sk-proj-" + "Zq8xW3vN" * 5
 DIALECTS = ("chat", "completions", "responses", "messages")
 
 
-def stored_bytes(path: Path) -> bytes:
+def read_stored_bytes(path: Path) -> bytes:
     """Return all bytes of the store, including the write-ahead log."""
     return b"".join(file.read_bytes() for file in sorted(path.parent.glob(f"{path.name}*")))
 
@@ -31,20 +31,20 @@ def contains_secret(path: Path, secret: str, ids: list[int] | None = None) -> bo
     encodings = [secret.encode(), secret[8:24].encode()]
     if ids:
         encodings.append(np.asarray(ids[2:-2], np.int32).tobytes())
-    data = stored_bytes(path)
-    return any(one in data for one in encodings)
+    data = read_stored_bytes(path)
+    return any(encoding in data for encoding in encodings)
 
 
-def tokens_of(text: str) -> list[int]:
+def encode_text(text: str) -> list[int]:
     return make_tiny_tokenizer().encode(text, add_special_tokens=False)
 
 
 def test_secret_search_finds_a_stored_secret(tmp_path: Path) -> None:
-    (tmp_path / "a.db-wal").write_bytes(b"x" + np.asarray(tokens_of(SECRET), np.int32).tobytes())
-    assert contains_secret(tmp_path / "a.db", SECRET, tokens_of(SECRET))
+    (tmp_path / "a.db-wal").write_bytes(b"x" + np.asarray(encode_text(SECRET), np.int32).tobytes())
+    assert contains_secret(tmp_path / "a.db", SECRET, encode_text(SECRET))
 
 
-async def list_calls(gateway: Served, session: str) -> list[Call]:
+async def list_calls(gateway: RunningGateway, session: str) -> list[Call]:
     return await gateway.store.calls(session)
 
 
@@ -59,29 +59,31 @@ def assert_redacted(call: Call) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_secret_in_prompt_and_reply_is_redacted(gateway: Served, dialect: str, stream: bool) -> None:
-    answer = await post(gateway, build_request(dialect, f"my key is {SECRET}", stream=stream), dialect)
+async def test_secret_in_prompt_and_reply_is_redacted(
+    gateway: RunningGateway, dialect: str, stream: bool
+) -> None:
+    response = await post(gateway, build_request(dialect, f"my key is {SECRET}", stream=stream), dialect)
     if not stream:
-        assert SECRET in answer.text, "the agent is given what was said"
-    (call,) = await list_calls(gateway, get_session_id(answer))
+        assert SECRET in response.text, "the agent gets the reply unchanged"
+    (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
     assert "[redacted api-key]" in call.messages[0]["content"]
     assert "[redacted api-key]" in call.reply["content"]
-    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
+    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
 
 
-async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: Served) -> None:
-    ids = tokens_of(f"<|im_start|>user\nmy key is {SECRET}<|im_end|>\n<|im_start|>assistant\n")
+async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: RunningGateway) -> None:
+    ids = encode_text(f"<|im_start|>user\nmy key is {SECRET}<|im_end|>\n<|im_start|>assistant\n")
     headers = {"Authorization": f"Bearer {ADMIN}"}
     body = {"prompt_ids": ids, "max_tokens": 3}
-    answers = [
+    responses = [
         await gateway.http.post("/v1/generate", json=body, headers=headers),
         await post(gateway, {"model": "m", "prompt": ids, "max_tokens": 3}, "completions"),
     ]
-    for answer in answers:
-        (call,) = await list_calls(gateway, get_session_id(answer))
+    for response in responses:
+        (call,) = await list_calls(gateway, get_session_id(response))
         assert_redacted(call)
-    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
+    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
 
 
 @pytest.mark.parametrize(
@@ -121,24 +123,26 @@ async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: Served) -> Non
         ],
     ],
 )  # fmt: skip
-async def test_secret_in_any_part_of_a_message_is_redacted(gateway: Served, messages: list[Any]) -> None:
-    answer = await post(gateway, {"model": "m", "messages": messages})
-    (call,) = await list_calls(gateway, get_session_id(answer))
+async def test_secret_in_any_part_of_a_message_is_redacted(
+    gateway: RunningGateway, messages: list[Any]
+) -> None:
+    response = await post(gateway, {"model": "m", "messages": messages})
+    (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
-    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
+    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
 
 
-async def test_secret_in_tools_is_redacted(gateway: Served) -> None:
+async def test_secret_in_tools_is_redacted(gateway: RunningGateway) -> None:
     parameters = {"type": "object", "properties": {"key": {"type": "string", "default": SECRET}}}
     function = {"name": "f", "description": "d", "parameters": parameters}
     body = build_request("chat", "hi", tools=[{"type": "function", "function": function}])
-    answer = await post(gateway, body)
-    (call,) = await list_calls(gateway, get_session_id(answer))
+    response = await post(gateway, body)
+    (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
-    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
+    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
 
 
-async def test_secret_in_session_fields_is_redacted(gateway: Served) -> None:
+async def test_secret_in_session_fields_is_redacted(gateway: RunningGateway) -> None:
     opened = await gateway.open(metadata={"env": {"KEY": SECRET}}, task={"prompt": f"use {SECRET}"})
     path = f"/sessions/{opened.session_id}"
     detail = {"rewards": [{"value": 1.0, "source": "judge", "detail": {"said": [f"it leaked {SECRET}"]}}]}
@@ -149,7 +153,7 @@ async def test_secret_in_session_fields_is_redacted(gateway: Served) -> None:
 
 
 @pytest.mark.parametrize("named", ["user", "header"])
-async def test_secret_in_external_id_is_hashed(gateway: Served, named: str) -> None:
+async def test_secret_in_external_id_is_hashed(gateway: RunningGateway, named: str) -> None:
     async def ask(key: str) -> str:
         if named == "user":
             return get_session_id(await post(gateway, build_request("chat", "hi", user=key)))
@@ -157,87 +161,87 @@ async def test_secret_in_external_id_is_hashed(gateway: Served, named: str) -> N
 
     first = await ask(SECRET)
     assert await ask(SECRET) == first
-    assert await ask(SECRET + "x") != first, "two secrets are two names"
+    assert await ask(SECRET + "x") != first, "different secrets have different hashes"
     assert not contains_secret(gateway.path, SECRET)
 
 
-async def test_secret_in_provider_error_is_redacted(serving: Serve, model: ModelConfig) -> None:
-    class Failing(ScriptedEngine):
+async def test_secret_in_provider_error_is_redacted(start_gateway: StartGateway, model: ModelConfig) -> None:
+    class LeakingEngine(ScriptedEngine):
         async def generate(self, prompt_ids: Any, params: Any) -> Any:
             async for chunk in super().generate(prompt_ids, params):
                 yield chunk
                 raise RuntimeError(f"refused: {SECRET}")
 
-    gateway = await serving(engine=Failing(model, ScriptedEngineConfig()))
-    answer = await post(gateway, build_request("chat", "hi", user="u"))
-    assert answer.status_code == 500
-    assert SECRET not in answer.text
+    gateway = await start_gateway(engine=LeakingEngine(model, ScriptedEngineConfig()))
+    response = await post(gateway, build_request("chat", "hi", user="u"))
+    assert response.status_code == 500
+    assert SECRET not in response.text
     assert not contains_secret(gateway.path, SECRET)
 
 
-async def test_configured_patterns_are_redacted(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(redact=RedactConfig(patterns=[r"Project \w+"])))
-    answer = await post(gateway, build_request("chat", "about Project Zwiebelkuchen"))
-    (call,) = await list_calls(gateway, get_session_id(answer))
+async def test_configured_patterns_are_redacted(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(redact=RedactConfig(patterns=[r"Project \w+"])))
+    response = await post(gateway, build_request("chat", "about Project Zwiebelkuchen"))
+    (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
     assert call.reply["content"] == "You said: about [redacted]"
-    assert b"Zwiebelkuchen" not in stored_bytes(gateway.path)
+    assert b"Zwiebelkuchen" not in read_stored_bytes(gateway.path)
 
 
-async def test_call_without_a_secret_is_stored_unchanged(gateway: Served) -> None:
-    answer = await post(gateway, build_request("chat", "the risk-assessment of task-lists"))
-    (call,) = await list_calls(gateway, get_session_id(answer))
+async def test_call_without_a_secret_is_stored_unchanged(gateway: RunningGateway) -> None:
+    response = await post(gateway, build_request("chat", "the risk-assessment of task-lists"))
+    (call,) = await list_calls(gateway, get_session_id(response))
     assert call.trainable
     assert len(call.sampled_ids)
 
 
-# --- what follows, and what stands beside -------------------------------------------------------
+# --- calls of the same session and other requests -----------------------------------------------
 
 
-async def send_request(gateway: Served, said: list[str], **sent: Any) -> Call:
+async def send_request(gateway: RunningGateway, texts: list[str], **sent: Any) -> Call:
     """Send a request, and return the last call of the session."""
-    answer = await post(gateway, build_request("chat", *said), **sent)
-    return (await list_calls(gateway, get_session_id(answer)))[-1]
+    response = await post(gateway, build_request("chat", *texts), **sent)
+    return (await list_calls(gateway, get_session_id(response)))[-1]
 
 
 async def test_calls_after_a_secret_are_untrainable_and_others_are_not(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
-    at = (tmp_path / "store.db", model, renderer)
+    gateway_args = (tmp_path / "store.db", model, renderer)
     with_secret = ["hi", "You said: hi", f"key {SECRET}", f"You said: key {SECRET}", "go on"]
-    async with run_scripted_gateway(*at) as gateway:
+    async with run_scripted_gateway(*gateway_args) as gateway:
         session = await gateway.open()
-        sent = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
-        first = await send_request(gateway, with_secret[:1], **sent)
-        second = await send_request(gateway, with_secret[:3], **sent)
-        third = await send_request(gateway, with_secret, **sent)
+        request_options = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
+        first = await send_request(gateway, with_secret[:1], **request_options)
+        second = await send_request(gateway, with_secret[:3], **request_options)
+        third = await send_request(gateway, with_secret, **request_options)
         assert first.trainable
         for call in (second, third):
             assert_redacted(call)
         assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
         assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
-        clean = await send_request(gateway, ["hi", "You said: hi", "nothing special"], **sent)
+        clean = await send_request(gateway, ["hi", "You said: hi", "nothing special"], **request_options)
         assert clean.trainable
         assert (clean.link, clean.parent_id) == (Link.EXTENDS, first.call_id)
         edited = await send_request(
-            gateway, ["hi", "You said: hi", "key ***", "You said: key ***", "go on"], **sent
+            gateway, ["hi", "You said: hi", "key ***", "You said: key ***", "go on"], **request_options
         )
         assert edited.trainable
-    async with run_scripted_gateway(*at) as gateway:
-        fourth = await send_request(gateway, [*with_secret, "You said: go on", "and on"], **sent)
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        fourth = await send_request(gateway, [*with_secret, "You said: go on", "and on"], **request_options)
         assert_redacted(fourth)
         assert fourth.parent_id in (third.call_id, None)
-        again = await send_request(gateway, with_secret, **sent)
-        assert_redacted(again)
-        assert again.link is Link.SIBLING
-        clean = await send_request(gateway, ["hi", "You said: hi", "something else"], **sent)
+        repeated = await send_request(gateway, with_secret, **request_options)
+        assert_redacted(repeated)
+        assert repeated.link is Link.SIBLING
+        clean = await send_request(gateway, ["hi", "You said: hi", "something else"], **request_options)
         assert clean.trainable
         after = await send_request(
-            gateway, ["hi", "You said: hi", "something else", clean.reply["content"], "x"], **sent
+            gateway, ["hi", "You said: hi", "something else", clean.reply["content"], "x"], **request_options
         )
         assert after.trainable
         assert after.link is Link.EXTENDS
-    assert not contains_secret(tmp_path / "store.db", SECRET, tokens_of(SECRET))
+    assert not contains_secret(tmp_path / "store.db", SECRET, encode_text(SECRET))
 
 
 class PromptRecordingEngine(ScriptedEngine):
@@ -251,16 +255,18 @@ class PromptRecordingEngine(ScriptedEngine):
             yield chunk
 
 
-async def test_redacted_conversation_continues_with_exact_tokens(serving: Serve, model: ModelConfig) -> None:
+async def test_redacted_conversation_continues_with_exact_tokens(
+    start_gateway: StartGateway, model: ModelConfig
+) -> None:
     engine = PromptRecordingEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
-    gateway = await serving(engine=engine)
+    gateway = await start_gateway(engine=engine)
     messages = [f"key {SECRET}"]
     for turn in range(4):
-        answer = await post(gateway, build_request("chat", *messages), x_session_id="s")
-        messages += [answer.json()["choices"][0]["message"]["content"], f"turn {turn}"]
+        response = await post(gateway, build_request("chat", *messages), x_session_id="s")
+        messages += [response.json()["choices"][0]["message"]["content"], f"turn {turn}"]
     for before, after in zip(engine.prompts, engine.prompts[1:], strict=False):
         assert after[: len(before)] == before
-    calls = await list_calls(gateway, get_session_id(answer))
+    calls = await list_calls(gateway, get_session_id(response))
     assert [call.link for call in calls] == [Link.ROOT, *[Link.EXTENDS] * 3]
     for call in calls:
         assert_redacted(call)
@@ -269,26 +275,28 @@ async def test_redacted_conversation_continues_with_exact_tokens(serving: Serve,
 async def test_redacted_completion_is_repeated_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
-    at = (tmp_path / "store.db", model, renderer)
+    gateway_args = (tmp_path / "store.db", model, renderer)
     body = build_request("completions", f"key {SECRET}")
-    async with run_scripted_gateway(*at) as gateway:
+    async with run_scripted_gateway(*gateway_args) as gateway:
         session = await gateway.open()
         first = await post(gateway, body, "completions", key=session.api_key)
-    async with run_scripted_gateway(*at) as gateway:
-        again = await post(gateway, body, "completions", key=session.api_key)
-        assert again.status_code == 200, again.text
-        assert again.json()["usage"] == first.json()["usage"]
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        repeated = await post(gateway, body, "completions", key=session.api_key)
+        assert repeated.status_code == 200, repeated.text
+        assert repeated.json()["usage"] == first.json()["usage"]
         calls = await list_calls(gateway, session.session_id)
         assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING]
 
 
-async def test_secret_in_one_of_several_replies_redacts_that_one(serving: Serve, model: ModelConfig) -> None:
+async def test_secret_in_one_of_several_replies_redacts_that_one(
+    start_gateway: StartGateway, model: ModelConfig
+) -> None:
     """Only the reply that holds a secret is redacted."""
     script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
-    gateway = await serving(engine=ScriptedEngine(model, script))
+    gateway = await start_gateway(engine=ScriptedEngine(model, script))
     session = await gateway.open(seed=7)
-    answer = await post(gateway, build_request("chat", "hi", n=8), key=session.api_key)
-    leaked = [SECRET in choice["message"]["content"] for choice in answer.json()["choices"]]
+    response = await post(gateway, build_request("chat", "hi", n=8), key=session.api_key)
+    leaked = [SECRET in choice["message"]["content"] for choice in response.json()["choices"]]
     assert 0 < sum(leaked) < 8
     calls = await gateway.calls(session)
     assert [not call.trainable for call in calls] == leaked
@@ -304,32 +312,32 @@ async def test_secret_in_one_of_several_replies_redacts_that_one(serving: Serve,
     assert after.status_code == 200
     last = (await gateway.calls(session))[-1]
     assert (last.link, last.parent_id, last.trainable) == (Link.EXTENDS, clean.call_id, last.trainable)
-    assert not contains_secret(gateway.path, SECRET, tokens_of(SECRET))
+    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
 
 
 def leak_sometimes(prompt: str, seed: int | None) -> str:
     return f"it is {SECRET}" if (seed or 0) % 2 else f"I will not tell {seed}"
 
 
-async def test_redacted_reply_is_sampled_again_on_retry(gateway: Served) -> None:
+async def test_redacted_reply_is_sampled_again_on_retry(gateway: RunningGateway) -> None:
     """A redacted reply cannot be replayed, and the agent must not get a different text as a replay."""
     session = await gateway.open()
     body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
-    again = await post(gateway, body, key=session.api_key, idempotency_key="k")
-    assert SECRET in again.text
-    assert again.json()["id"] != first.json()["id"]
+    retry = await post(gateway, body, key=session.api_key, idempotency_key="k")
+    assert SECRET in retry.text
+    assert retry.json()["id"] != first.json()["id"]
     assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.SIBLING]
 
 
-async def test_reply_without_a_secret_is_replayed(serving: Serve, model: ModelConfig) -> None:
-    gateway = await serving(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=["fine"])))
+async def test_reply_without_a_secret_is_replayed(start_gateway: StartGateway, model: ModelConfig) -> None:
+    gateway = await start_gateway(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=["fine"])))
     session = await gateway.open()
     body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
-    again = await post(gateway, body, key=session.api_key, idempotency_key="k")
-    assert again.json()["id"] == first.json()["id"]
-    assert again.json()["usage"] == first.json()["usage"]
+    retry = await post(gateway, body, key=session.api_key, idempotency_key="k")
+    assert retry.json()["id"] == first.json()["id"]
+    assert retry.json()["usage"] == first.json()["usage"]
 
 
 # --- hashes -------------------------------------------------------------------------------------
@@ -340,22 +348,22 @@ async def test_message_hashes_are_keyed(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
     """Without the key, texts cannot be tested against the hashes in the store."""
-    found: list[tuple[bytes, bytes]] = []
+    stored_hashes: list[tuple[bytes, bytes]] = []
     for name, key in (("a", b"one"), ("b", b"two")):
         async with run_scripted_gateway(tmp_path / name, model, renderer, hash_key=key) as gateway:
             assert (await post(gateway, build_request(dialect, "hi"), dialect)).status_code == 200
             await gateway.store.close()
         with sqlite3.connect(tmp_path / name) as db:
-            found.append(db.execute("SELECT digests, tail_key FROM calls").fetchone())
-    for one, two in zip(*found, strict=True):
-        pieces = {one[at : at + 16] for at in range(0, len(one or b"") - 15, 16)}
-        assert not any(piece in two for piece in pieces)
-    assert all(digests for digests, _ in found)
+            stored_hashes.append(db.execute("SELECT digests, tail_key FROM calls").fetchone())
+    for first, second in zip(*stored_hashes, strict=True):
+        pieces = {first[at : at + 16] for at in range(0, len(first or b"") - 15, 16)}
+        assert not any(piece in second for piece in pieces)
+    assert all(digests for digests, _ in stored_hashes)
 
 
 @pytest.mark.parametrize("path", [PATHS["chat"], PATHS["messages"]])
-async def test_gateway_keys_are_not_stored(gateway: Served, path: str) -> None:
+async def test_gateway_keys_are_not_stored(gateway: RunningGateway, path: str) -> None:
     session = await gateway.open()
     headers = {"x-api-key": session.api_key}
     await gateway.http.post(path, json=build_request("messages", "hi"), headers=headers)
-    assert session.api_key.encode() not in stored_bytes(gateway.path)
+    assert session.api_key.encode() not in read_stored_bytes(gateway.path)

@@ -1,4 +1,4 @@
-"""Parsing with the cache returns what parsing without it returns, for every body."""
+"""Parsing with the cache gives the same result as parsing without it, for every body."""
 
 from __future__ import annotations
 

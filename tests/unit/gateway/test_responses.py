@@ -1,4 +1,4 @@
-"""The Responses dialect by itself: what it reads, what it answers, and that the two fit together."""
+"""The Responses dialect without a gateway: requests, responses, and replies that are sent back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def call(name: str, arguments: str, call_id: str = "call-1") -> ToolCall:
     return ToolCall(id=call_id, name=name, arguments=arguments)
 
 
-# --- reading ------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------
 
 
 def test_responses_request_parses_string_input_and_instructions() -> None:
@@ -305,7 +305,7 @@ def test_responses_echo_keeps_large_integers_of_schemas() -> None:
     )
 
 
-# --- answering ----------------------------------------------------------------------------------
+# --- responses ----------------------------------------------------------------------------------
 
 
 def test_responses_response_has_all_fields() -> None:
@@ -360,7 +360,7 @@ def test_responses_stream_ends_with_response_failed() -> None:
     assert (event["type"], event["response"]["error"]["message"]) == ("response.failed", "gone")
 
 
-# --- the two fit together -----------------------------------------------------------------------
+# --- round trip of replies ----------------------------------------------------------------------
 
 TEXTS = ["", " ", "\n\n", "Hello", "a\nb ", ' "quoted" \\ ', "ünï 🦎 ", "<tag>{}", "\u2028x\x07"]
 ARGUMENTS = ["{}", '{"x": [1, {"y": null}], "z": "🦎\\n"}', '{ "x" :1.50}', "not json", '{"x": ', ""]

@@ -12,7 +12,7 @@ import pytest
 
 from instar.gateway.base import OpenedSession
 from instar.types import Link
-from tests.unit.gateway.conftest import Served
+from tests.unit.gateway.conftest import RunningGateway
 
 TOOL: Any = {
     "type": "function",
@@ -23,70 +23,77 @@ TOOL: Any = {
 }
 
 
-def options(session: OpenedSession) -> dict[str, Any]:
+def client_options(session: OpenedSession) -> dict[str, Any]:
     return {"base_url": session.base_url, "api_key": session.api_key, "max_retries": 0}
 
 
-async def ask_async(session: OpenedSession, **asked: Any) -> Any:
-    async with openai.AsyncOpenAI(**options(session)) as client:
-        return await client.responses.create(**asked)
+async def ask_async(session: OpenedSession, **params: Any) -> Any:
+    async with openai.AsyncOpenAI(**client_options(session)) as client:
+        return await client.responses.create(**params)
 
 
-async def ask_async_streamed(session: OpenedSession, **asked: Any) -> Any:
-    async with openai.AsyncOpenAI(**options(session)) as client, client.responses.stream(**asked) as stream:
+async def ask_async_streamed(session: OpenedSession, **params: Any) -> Any:
+    async with (
+        openai.AsyncOpenAI(**client_options(session)) as client,
+        client.responses.stream(**params) as stream,
+    ):
         return await stream.get_final_response()
 
 
-async def ask_sync(session: OpenedSession, **asked: Any) -> Any:
+async def ask_sync(session: OpenedSession, **params: Any) -> Any:
     def ask() -> Any:
-        with openai.OpenAI(**options(session)) as client:
-            return client.responses.create(**asked)
+        with openai.OpenAI(**client_options(session)) as client:
+            return client.responses.create(**params)
 
     return await asyncio.to_thread(ask)
 
 
-async def ask_sync_streamed(session: OpenedSession, **asked: Any) -> Any:
+async def ask_sync_streamed(session: OpenedSession, **params: Any) -> Any:
     def ask() -> Any:
-        with openai.OpenAI(**options(session)) as client, client.responses.stream(**asked) as stream:
+        with openai.OpenAI(**client_options(session)) as client, client.responses.stream(**params) as stream:
             return stream.get_final_response()
 
     return await asyncio.to_thread(ask)
 
 
-WAYS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
+ASK_FUNCTIONS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
 
 
-def result(call: Any) -> dict[str, Any]:
+def make_result(call: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call.call_id, "output": "7440"}
 
 
-@pytest.mark.parametrize("ask", WAYS)
-async def test_openai_sdk_turns_with_a_tool_extend_exactly(gateway: Served, ask: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("ask", ASK_FUNCTIONS)
+async def test_openai_sdk_turns_with_a_tool_extend_exactly(
+    gateway: RunningGateway, ask: Callable[..., Any]
+) -> None:
     session = await gateway.open(channel="train")
-    asked: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": [TOOL]}
+    params: dict[str, Any] = {"model": "instar", "instructions": "Be exact.", "tools": [TOOL]}
     items: list[Any] = [{"role": "user", "content": "What is 24 * 310?"}]
-    first = await ask(session, input=items, **asked)
+    first = await ask(session, input=items, **params)
     assert first.output_text.strip() == "Let me see."
     call = first.output[-1]
     assert (call.type, call.name, call.arguments) == ("function_call", "calc", '{"expression": "24 * 310"}')
-    items += [*first.output, result(call)]
-    second = await ask(session, input=items, **asked)
+    items += [*first.output, make_result(call)]
+    second = await ask(session, input=items, **params)
     assert second.output_text == "The answer is 7440."
     items += [*second.output, {"role": "user", "content": "thanks"}]
-    third = await ask(session, input=items, **asked)
+    third = await ask(session, input=items, **params)
     assert third.output_text == "You said: thanks"
     assert third.usage.total_tokens == third.usage.input_tokens + third.usage.output_tokens
     assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
 
 
-@pytest.mark.parametrize("ask", WAYS)
-async def test_openai_sdk_continues_a_response_by_id(gateway: Served, ask: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("ask", ASK_FUNCTIONS)
+async def test_openai_sdk_continues_a_response_by_id(
+    gateway: RunningGateway, ask: Callable[..., Any]
+) -> None:
     session = await gateway.open(channel="train")
-    asked: dict[str, Any] = {"model": "instar", "tools": [TOOL]}
-    first = await ask(session, input="What is 24 * 310?", instructions="Be exact.", **asked)
+    params: dict[str, Any] = {"model": "instar", "tools": [TOOL]}
+    first = await ask(session, input="What is 24 * 310?", instructions="Be exact.", **params)
     call = first.output[-1]
     second = await ask(
-        session, input=[result(call)], instructions="Be exact.", previous_response_id=first.id, **asked
+        session, input=[make_result(call)], instructions="Be exact.", previous_response_id=first.id, **params
     )
     assert second.output_text == "The answer is 7440."
     assert second.previous_response_id == first.id
@@ -96,7 +103,7 @@ async def test_openai_sdk_continues_a_response_by_id(gateway: Served, ask: Calla
     assert roles == ["system", "user", "assistant", "tool"]
 
 
-async def test_openai_sdk_instructions_are_not_inherited(gateway: Served) -> None:
+async def test_openai_sdk_instructions_are_not_inherited(gateway: RunningGateway) -> None:
     session = await gateway.open()
     first = await ask_async(session, model="instar", input="Hello", instructions="One.")
     await ask_async(
@@ -104,13 +111,13 @@ async def test_openai_sdk_instructions_are_not_inherited(gateway: Served) -> Non
     )
     await ask_async(session, model="instar", input="Again", previous_response_id=first.id)
     calls = await gateway.calls(session)
-    actual = [
+    system_texts = [
         [message["content"] for message in call.messages if message["role"] == "system"] for call in calls
     ]
-    assert actual == [["One."], ["Two."], []]
+    assert system_texts == [["One."], ["Two."], []]
 
 
-async def test_openai_sdk_unknown_previous_response_is_rejected(gateway: Served) -> None:
+async def test_openai_sdk_unknown_previous_response_is_rejected(gateway: RunningGateway) -> None:
     session = await gateway.open()
     with pytest.raises(openai.APIStatusError) as caught:
         await ask_async(session, model="instar", input="Hello", previous_response_id="resp_unheard_of")
@@ -118,35 +125,35 @@ async def test_openai_sdk_unknown_previous_response_is_rejected(gateway: Served)
     assert caught.value.param == "previous_response_id"
 
 
-async def test_openai_sdk_streams_token_by_token(gateway: Served) -> None:
+async def test_openai_sdk_streams_token_by_token(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    asked: dict[str, Any] = {"model": "instar", "input": "Some words to say again", "stream": True}
-    async with openai.AsyncOpenAI(**options(session)) as client:
-        actual = [event async for event in await client.responses.create(**asked)]
-    deltas = [event.delta for event in actual if event.type == "response.output_text.delta"]
+    params: dict[str, Any] = {"model": "instar", "input": "Some words to say again", "stream": True}
+    async with openai.AsyncOpenAI(**client_options(session)) as client:
+        events = [event async for event in await client.responses.create(**params)]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert len(deltas) > 3
     assert "".join(deltas) == "You said: Some words to say again"
-    assert [event.sequence_number for event in actual] == list(range(len(actual)))
-    assert actual[-1].type == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type == "response.completed"
 
 
-async def test_openai_sdk_truncated_reply_is_incomplete(gateway: Served) -> None:
+async def test_openai_sdk_truncated_reply_is_incomplete(gateway: RunningGateway) -> None:
     session = await gateway.open()
     response = await ask_async(session, model="instar", input="long", max_output_tokens=5)
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
 
 
-async def test_openai_sdk_receives_logprobs(gateway: Served) -> None:
+async def test_openai_sdk_receives_logprobs(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    asked: dict[str, Any] = {"model": "instar", "input": "Hi", "include": ["message.output_text.logprobs"]}
-    response = await ask_async(session, **asked)
-    actual = response.output[0].content[0].logprobs
-    assert "".join(token.token for token in actual) == response.output_text
-    assert all(token.logprob <= 0 for token in actual)
+    params: dict[str, Any] = {"model": "instar", "input": "Hi", "include": ["message.output_text.logprobs"]}
+    response = await ask_async(session, **params)
+    logprobs = response.output[0].content[0].logprobs
+    assert "".join(token.token for token in logprobs) == response.output_text
+    assert all(token.logprob <= 0 for token in logprobs)
 
 
-async def test_openai_sdk_raises_its_own_error(gateway: Served) -> None:
+async def test_openai_sdk_raises_its_own_error(gateway: RunningGateway) -> None:
     session = await gateway.open()
     with pytest.raises(openai.BadRequestError) as caught:
         await ask_async(session, model="instar", input="Hi", truncation="auto")
@@ -154,11 +161,11 @@ async def test_openai_sdk_raises_its_own_error(gateway: Served) -> None:
     assert not await gateway.calls(session)
 
 
-async def test_openai_sdk_counts_input_tokens(gateway: Served) -> None:
+async def test_openai_sdk_counts_input_tokens(gateway: RunningGateway) -> None:
     session = await gateway.open()
     headers = {"Authorization": f"Bearer {session.api_key}"}
     async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as client:
         body = {"model": "instar", "input": "Hello"}
-        counted = (await client.post("/responses/input_tokens", json=body)).json()
+        count = (await client.post("/responses/input_tokens", json=body)).json()
     response = await ask_async(session, model="instar", input="Hello")
-    assert counted == {"object": "response.input_tokens", "input_tokens": response.usage.input_tokens}
+    assert count == {"object": "response.input_tokens", "input_tokens": response.usage.input_tokens}

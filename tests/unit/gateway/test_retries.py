@@ -17,7 +17,7 @@ from instar.gateway.upstream.http import HttpUpstream
 from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, CallStatus, Link
-from tests.unit.gateway.conftest import ADMIN, Serve, Served, run_gateway
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway, run_gateway
 from tests.unit.gateway.provider import TEXT, run_provider
 from tests.unit.gateway.wire import (
     PATHS,
@@ -30,112 +30,112 @@ from tests.unit.gateway.wire import (
 )
 
 DIALECTS = ("chat", "completions", "responses", "messages")
-AGAIN = {"x_stainless_retry_count": "1"}
+RETRY = {"x_stainless_retry_count": "1"}
 KEYED = {"idempotency_key": "one"}
 
 
-def without_creation_time(answer: httpx.Response) -> Any:
+def drop_creation_time(response: httpx.Response) -> Any:
     """Return the response without its creation time."""
-    assert answer.status_code == 200, answer.text
+    assert response.status_code == 200, response.text
     return {
         name: value
-        for name, value in answer.json().items()
+        for name, value in response.json().items()
         if name not in ("created", "created_at", "completed_at")
     }
 
 
-async def links(gateway: Served) -> list[Link]:
+async def list_links(gateway: RunningGateway) -> list[Link]:
     return [call.link for call in await list_all_calls(gateway)]
 
 
-# --- finished -----------------------------------------------------------------------------------
+# --- completed requests -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("evidence", [AGAIN, KEYED])
+@pytest.mark.parametrize("evidence", [RETRY, KEYED])
 async def test_retry_of_a_recorded_call_is_replayed(
-    gateway: Served, dialect: str, evidence: dict[str, str]
+    gateway: RunningGateway, dialect: str, evidence: dict[str, str]
 ) -> None:
     session = await gateway.open()
     body = build_request(dialect, "hi")
     first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
-    sent = evidence if evidence is KEYED else {**evidence, **KEYED}
-    again = await post(gateway, body, dialect, key=session.api_key, **sent)
-    assert without_creation_time(again) == without_creation_time(first)
+    headers = evidence if evidence is KEYED else {**evidence, **KEYED}
+    retry = await post(gateway, body, dialect, key=session.api_key, **headers)
+    assert drop_creation_time(retry) == drop_creation_time(first)
     assert len(await gateway.calls(session)) == 1
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_retry_of_a_first_call_finds_its_session(gateway: Served, dialect: str) -> None:
+async def test_retry_of_a_first_call_finds_its_session(gateway: RunningGateway, dialect: str) -> None:
     """The request has neither an id nor a key, so only its content identifies the session."""
     first = await post(gateway, build_request(dialect, "hi"), dialect)
-    again = await post(gateway, build_request(dialect, "hi"), dialect, **AGAIN)
-    assert without_creation_time(again) == without_creation_time(first)
-    assert get_session_id(again) == get_session_id(first)
-    assert await links(gateway) == [Link.ROOT]
+    retry = await post(gateway, build_request(dialect, "hi"), dialect, **RETRY)
+    assert drop_creation_time(retry) == drop_creation_time(first)
+    assert get_session_id(retry) == get_session_id(first)
+    assert await list_links(gateway) == [Link.ROOT]
     other = await post(gateway, build_request(dialect, "hi"), dialect)
     assert get_session_id(other) != get_session_id(first)
 
 
-async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: Served) -> None:
+async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: RunningGateway) -> None:
     first = await post(gateway, build_request("chat", "hi"), **KEYED)
-    assert without_creation_time(
+    assert drop_creation_time(
         await post(gateway, build_request("chat", "hi"), **KEYED)
-    ) == without_creation_time(first)
+    ) == drop_creation_time(first)
     assert get_session_id(
         await post(gateway, build_request("chat", "hi"), idempotency_key="two")
     ) != get_session_id(first)
-    assert await links(gateway) == [Link.ROOT] * 2
+    assert await list_links(gateway) == [Link.ROOT] * 2
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_replay_of_a_stream_request_is_streamed(gateway: Served, dialect: str) -> None:
+async def test_replay_of_a_stream_request_is_streamed(gateway: RunningGateway, dialect: str) -> None:
     session = await gateway.open()
     body = build_request(dialect, "hi", stream=True)
     first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
-    again = await post(gateway, body, dialect, key=session.api_key, **KEYED)
-    assert again.headers["content-type"].startswith("text/event-stream")
+    retry = await post(gateway, body, dialect, key=session.api_key, **KEYED)
+    assert retry.headers["content-type"].startswith("text/event-stream")
     (call,) = await gateway.calls(session)
     assert call.request_id in first.text
-    assert call.request_id in again.text
-    assert "You said: hi" in again.text
+    assert call.request_id in retry.text
+    assert "You said: hi" in retry.text
 
 
-async def test_replay_keeps_tool_call_ids(gateway: Served) -> None:
+async def test_replay_keeps_tool_call_ids(gateway: RunningGateway) -> None:
     session = await gateway.open()
     function = {"name": "calc", "parameters": {"type": "object", "properties": {}}}
     body = build_request("chat", "24 * 310", tools=[{"type": "function", "function": function}])
     first = await post(gateway, body, key=session.api_key)
     assert first.json()["choices"][0]["message"]["tool_calls"]
-    assert without_creation_time(
-        await post(gateway, body, key=session.api_key, **AGAIN)
-    ) == without_creation_time(first)
+    assert drop_creation_time(await post(gateway, body, key=session.api_key, **RETRY)) == drop_creation_time(
+        first
+    )
 
 
-async def test_replay_returns_all_choices(gateway: Served) -> None:
+async def test_replay_returns_all_choices(gateway: RunningGateway) -> None:
     session = await gateway.open(seed=1)
     body = build_request("chat", "seed", n=3)
     first = await post(gateway, body, key=session.api_key)
-    assert without_creation_time(
-        await post(gateway, body, key=session.api_key, **AGAIN)
-    ) == without_creation_time(first)
-    fewer = await post(gateway, {**body, "n": 2}, key=session.api_key, **AGAIN)
+    assert drop_creation_time(await post(gateway, body, key=session.api_key, **RETRY)) == drop_creation_time(
+        first
+    )
+    fewer = await post(gateway, {**body, "n": 2}, key=session.api_key, **RETRY)
     assert len(fewer.json()["choices"]) == 2
     assert len(await gateway.calls(session)) == 5
 
 
-async def test_replay_of_generate_returns_the_tokens(gateway: Served) -> None:
+async def test_replay_of_generate_returns_the_tokens(gateway: RunningGateway) -> None:
     session = await gateway.open()
     headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": "one"}
-    prompt = {"prompt_ids": gateway_prompt(), "temperature": 0.5}
+    prompt = {"prompt_ids": encode_prompt(), "temperature": 0.5}
     first = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
-    again = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
+    retry = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
     assert first.status_code == 200, first.text
-    (one,), (two,) = first.json()["choices"], again.json()["choices"]
-    for name in ("logprobs", "behavior_logprobs"):  # kept with 32 bits
-        assert two.pop(name) == pytest.approx(one.pop(name))
-    assert again.json()["id"] == first.json()["id"]
-    assert two == one
+    (first_choice,), (retried_choice,) = first.json()["choices"], retry.json()["choices"]
+    for name in ("logprobs", "behavior_logprobs"):  # stored as 32-bit floats
+        assert retried_choice.pop(name) == pytest.approx(first_choice.pop(name))
+    assert retry.json()["id"] == first.json()["id"]
+    assert retried_choice == first_choice
     streamed = await gateway.http.post("/v1/generate", json={**prompt, "stream": True}, headers=headers)
     lines = [httpx.Response(200, content=line).json() for line in streamed.text.splitlines()]
     tokens = [token for line in lines for token in line["token_ids"]]
@@ -144,22 +144,22 @@ async def test_replay_of_generate_returns_the_tokens(gateway: Served) -> None:
     assert len(await gateway.calls(session)) == 1
 
 
-def gateway_prompt() -> list[int]:
+def encode_prompt() -> list[int]:
     from tests.tiny import make_tiny_tokenizer
 
     return make_tiny_tokenizer().encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_request_with_another_idempotency_key_is_sampled(gateway: Served) -> None:
+async def test_request_with_another_idempotency_key_is_sampled(gateway: RunningGateway) -> None:
     session = await gateway.open()
     body = build_request("chat", "hi")
     first = await post(gateway, body, key=session.api_key, **KEYED)
-    other = await post(gateway, body, key=session.api_key, idempotency_key="two", **AGAIN)
+    other = await post(gateway, body, key=session.api_key, idempotency_key="two", **RETRY)
     assert other.json()["id"] != first.json()["id"]
-    assert await links(gateway) == [Link.ROOT, Link.SIBLING]
+    assert await list_links(gateway) == [Link.ROOT, Link.SIBLING]
 
 
-async def test_idempotency_key_with_another_body_is_sampled(gateway: Served) -> None:
+async def test_idempotency_key_with_another_body_is_sampled(gateway: RunningGateway) -> None:
     session = await gateway.open()
     first = await post(gateway, build_request("chat", "hi"), key=session.api_key, **KEYED)
     other = await post(gateway, build_request("chat", "ho"), key=session.api_key, **KEYED)
@@ -167,97 +167,101 @@ async def test_idempotency_key_with_another_body_is_sampled(gateway: Served) -> 
     assert other.json()["id"] != first.json()["id"]
 
 
-async def test_repeated_request_without_evidence_is_a_sibling(gateway: Served) -> None:
+async def test_repeated_request_without_evidence_is_a_sibling(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    answers = [await post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(3)]
-    assert len({answer.json()["id"] for answer in answers}) == 3
-    assert await links(gateway) == [Link.ROOT, Link.SIBLING, Link.SIBLING]
+    responses = [await post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(3)]
+    assert len({response.json()["id"] for response in responses}) == 3
+    assert await list_links(gateway) == [Link.ROOT, Link.SIBLING, Link.SIBLING]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_retry_after_a_restart_is_replayed(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
-    at = (tmp_path / "store.db", model, renderer)
+    gateway_args = (tmp_path / "store.db", model, renderer)
     body = build_request(dialect, "hi")
-    async with run_scripted_gateway(*at) as gateway:
+    async with run_scripted_gateway(*gateway_args) as gateway:
         session = await gateway.open()
-        sent = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
-        first = await post(gateway, body, dialect, **sent, **KEYED)
-    async with run_scripted_gateway(*at) as gateway:
-        assert without_creation_time(
-            await post(gateway, body, dialect, **sent, **KEYED)
-        ) == without_creation_time(first)
-        assert without_creation_time(
-            await post(gateway, body, dialect, **sent, **AGAIN)
-        ) == without_creation_time(first)
-        other = await post(gateway, body, dialect, **sent, idempotency_key="two")
+        request_options = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
+        first = await post(gateway, body, dialect, **request_options, **KEYED)
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        assert drop_creation_time(
+            await post(gateway, body, dialect, **request_options, **KEYED)
+        ) == drop_creation_time(first)
+        assert drop_creation_time(
+            await post(gateway, body, dialect, **request_options, **RETRY)
+        ) == drop_creation_time(first)
+        other = await post(gateway, body, dialect, **request_options, idempotency_key="two")
         assert other.json()["id"] != first.json()["id"]
-        assert await links(gateway) == [Link.ROOT, Link.SIBLING]
+        assert await list_links(gateway) == [Link.ROOT, Link.SIBLING]
 
 
 # --- in flight ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("evidence", [AGAIN, KEYED])
-async def test_retry_waits_for_the_request_in_progress(serving: Serve, evidence: dict[str, str]) -> None:
-    gateway = await serving(delay=0.01)
+@pytest.mark.parametrize("evidence", [RETRY, KEYED])
+async def test_retry_waits_for_the_request_in_progress(
+    start_gateway: StartGateway, evidence: dict[str, str]
+) -> None:
+    gateway = await start_gateway(delay=0.01)
     body = build_request("chat", "hi there")
-    first = asyncio.create_task(post(gateway, body, **({} if evidence is AGAIN else KEYED)))
+    first = asyncio.create_task(post(gateway, body, **({} if evidence is RETRY else KEYED)))
     await wait_for_in_flight(gateway, 1)
-    joined = await asyncio.gather(*(post(gateway, body, **evidence) for _ in range(3)))
-    for answer in joined:
-        assert without_creation_time(answer) == without_creation_time(await first)
-    assert await links(gateway) == [Link.ROOT]
+    retries = await asyncio.gather(*(post(gateway, body, **evidence) for _ in range(3)))
+    for response in retries:
+        assert drop_creation_time(response) == drop_creation_time(await first)
+    assert await list_links(gateway) == [Link.ROOT]
 
 
-async def test_retry_waits_for_the_request_with_its_key(serving: Serve) -> None:
-    gateway = await serving(delay=0.01)
+async def test_retry_waits_for_the_request_with_its_key(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(delay=0.01)
     session = await gateway.open(seed=3)
     body = build_request("chat", "seed")
     tasks: list[asyncio.Task[httpx.Response]] = []
     for i, name in enumerate(("one", "two")):
         tasks.append(asyncio.create_task(post(gateway, body, key=session.api_key, idempotency_key=name)))
         await wait_for_in_flight(gateway, i + 1)
-    joined = [await post(gateway, body, key=session.api_key, idempotency_key=name) for name in ("one", "two")]
-    assert [answer.json()["id"] for answer in joined] == [(await task).json()["id"] for task in tasks]
+    retries = [
+        await post(gateway, body, key=session.api_key, idempotency_key=name) for name in ("one", "two")
+    ]
+    assert [response.json()["id"] for response in retries] == [(await task).json()["id"] for task in tasks]
     assert len(await gateway.calls(session)) == 2
 
 
-async def test_concurrent_identical_requests_are_siblings(serving: Serve) -> None:
-    gateway = await serving(delay=0.005)
+async def test_concurrent_identical_requests_are_siblings(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(delay=0.005)
     session = await gateway.open()
-    answers = await asyncio.gather(
+    responses = await asyncio.gather(
         *(post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(5))
     )
-    assert len({answer.json()["id"] for answer in answers}) == 5
-    assert sorted(await links(gateway)) == [Link.ROOT, *[Link.SIBLING] * 4]
+    assert len({response.json()["id"] for response in responses}) == 5
+    assert sorted(await list_links(gateway)) == [Link.ROOT, *[Link.SIBLING] * 4]
 
 
-# --- clients that go away -----------------------------------------------------------------------
+# --- disconnected clients -----------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def read_partial_stream(
-    gateway: Served, dialect: str, key: str = ADMIN, **headers: str
+    gateway: RunningGateway, dialect: str, key: str = ADMIN, **headers: str
 ) -> AsyncGenerator[httpx.Response]:
     """Return a streamed response after a part of it has arrived."""
     body = build_request(dialect, "long", stream=True)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    http_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
         httpx.AsyncClient(base_url=gateway.url, timeout=30) as http,
         http.stream(
-            "POST", PATHS[dialect], json=body, headers={"Authorization": f"Bearer {key}", **named}
-        ) as answer,
+            "POST", PATHS[dialect], json=body, headers={"Authorization": f"Bearer {key}", **http_headers}
+        ) as response,
     ):
-        text, pieces = "", answer.aiter_text()
+        text, pieces = "", response.aiter_text()
         while text.count("data: ") < 12:
             text += await anext(pieces)
-        yield answer
+        yield response
         await pieces.aclose()
 
 
-async def get_aborted_call(gateway: Served, session: OpenedSession) -> Call:
+async def get_aborted_call(gateway: RunningGateway, session: OpenedSession) -> Call:
     await wait_for_in_flight(gateway, 0)
     (call,) = await gateway.calls(session)
     assert call.status is CallStatus.ABORTED
@@ -265,8 +269,8 @@ async def get_aborted_call(gateway: Served, session: OpenedSession) -> Call:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_aborted_stream_is_recorded_with_its_tokens(serving: Serve, dialect: str) -> None:
-    gateway = await serving(delay=0.005)
+async def test_aborted_stream_is_recorded_with_its_tokens(start_gateway: StartGateway, dialect: str) -> None:
+    gateway = await start_gateway(delay=0.005)
     session = await gateway.open()
     async with read_partial_stream(gateway, dialect, session.api_key, idempotency_key="one"):
         pass
@@ -276,21 +280,21 @@ async def test_aborted_stream_is_recorded_with_its_tokens(serving: Serve, dialec
     assert aborted.reason == "the client disconnected"
     assert 0 < len(aborted.sampled_ids) < 200
     assert aborted.reply["content"].startswith("word")
-    again = await post(
+    retry = await post(
         gateway, build_request(dialect, "long"), dialect, key=session.api_key, idempotency_key="one"
     )
-    assert again.status_code == 200, again.text
-    _, beside = await gateway.calls(session)
-    assert (beside.link, beside.status, beside.trainable) == (Link.SIBLING, CallStatus.OK, True)
-    assert beside.request_id != aborted.request_id
+    assert retry.status_code == 200, retry.text
+    _, sibling = await gateway.calls(session)
+    assert (sibling.link, sibling.status, sibling.trainable) == (Link.SIBLING, CallStatus.OK, True)
+    assert sibling.request_id != aborted.request_id
 
 
-async def test_retries_of_an_aborted_request_are_sampled(serving: Serve) -> None:
-    gateway = await serving(delay=0.002)
+async def test_retries_of_an_aborted_request_are_sampled(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(delay=0.002)
     session = await gateway.open()
     async with read_partial_stream(gateway, "chat", session.api_key):
         waiting = [
-            asyncio.create_task(post(gateway, build_request("chat", "long"), key=session.api_key, **AGAIN))
+            asyncio.create_task(post(gateway, build_request("chat", "long"), key=session.api_key, **RETRY))
             for _ in range(3)
         ]
         await wait_for_in_flight(gateway, 4)
@@ -309,12 +313,14 @@ class SlowStore(SqliteStore):
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_undelivered_reply_is_replayed_to_the_next_request(serving: Serve, late: bool) -> None:
-    gateway = await serving(store=SlowStore)
-    for sent in ({"key": (await gateway.open()).api_key}, {}):
+async def test_undelivered_reply_is_replayed_to_the_next_request(
+    start_gateway: StartGateway, late: bool
+) -> None:
+    gateway = await start_gateway(store=SlowStore)
+    for request_options in ({"key": (await gateway.open()).api_key}, {}):
         body = build_request("chat", "hi")
         async with httpx.AsyncClient(base_url=gateway.url) as http:
-            headers = {"Authorization": f"Bearer {sent.get('key', ADMIN)}"}
+            headers = {"Authorization": f"Bearer {request_options.get('key', ADMIN)}"}
             first = asyncio.create_task(http.post(PATHS["chat"], json=body, headers=headers))
             await wait_for_in_flight(gateway, 1)
             await asyncio.sleep(0.1)
@@ -325,20 +331,20 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(serving: Serve,
         else:
             await asyncio.sleep(0.05)
         before = len(await list_all_calls(gateway))
-        response = await post(gateway, body, **sent)
+        response = await post(gateway, body, **request_options)
         assert response.json()["choices"][0]["message"]["content"] == "You said: hi"
         calls = await gateway.store.calls(get_session_id(response))
         assert [call.request_id for call in calls] == [response.json()["id"]]
         assert len(await list_all_calls(gateway)) == before + (0 if late else 1)
-        once_more = await post(gateway, body, **sent)
-        assert once_more.json()["id"] != response.json()["id"]
+        third = await post(gateway, body, **request_options)
+        assert third.json()["id"] != response.json()["id"]
 
 
 # --- providers ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-async def provider_gateway(tmp_path: Path) -> AsyncGenerator[Served]:
+async def provider_gateway(tmp_path: Path) -> AsyncGenerator[RunningGateway]:
     """Yield a gateway in front of a provider."""
     async with run_provider() as provider:
         upstream = HttpUpstream(
@@ -358,20 +364,20 @@ async def provider_gateway(tmp_path: Path) -> AsyncGenerator[Served]:
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_retry_of_a_providers_call_is_replayed(
-    provider_gateway: Served, dialect: str, stream: bool
+    provider_gateway: RunningGateway, dialect: str, stream: bool
 ) -> None:
     body = build_request(dialect, "hi", stream=stream) | {"model": "plain"}
     first = await post(provider_gateway, body, dialect, user_agent="x", **KEYED)
     assert first.status_code == 200, first.text
-    again = await post(provider_gateway, body, dialect, **KEYED)
-    assert again.status_code == 200, again.text
-    assert again.headers["content-type"].split(";")[0] == first.headers["content-type"].split(";")[0]
+    retry = await post(provider_gateway, body, dialect, **KEYED)
+    assert retry.status_code == 200, retry.text
+    assert retry.headers["content-type"].split(";")[0] == first.headers["content-type"].split(";")[0]
     (call,) = await list_all_calls(provider_gateway)
     assert call.reply["content"] == TEXT
     if not stream:
-        assert TEXT in again.text
+        assert TEXT in retry.text
     other = await post(
         provider_gateway, body, dialect, prefix=f"/s/{get_session_id(first)}", idempotency_key="two"
     )
     assert get_session_id(other) == get_session_id(first)
-    assert await links(provider_gateway) == [Link.ROOT, Link.SIBLING]
+    assert await list_links(provider_gateway) == [Link.ROOT, Link.SIBLING]

@@ -10,67 +10,73 @@ import pytest
 from instar.config import GatewayConfig
 from instar.http.auth import hash_key
 from instar.types import Channel, Link, RewardSource, SessionStatus
-from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def chat(
-    gateway: Served, key: str | None, prefix: str = "", body: Any = CHAT, **headers: str
+    gateway: RunningGateway, key: str | None, prefix: str = "", body: Any = CHAT, **headers: str
 ) -> httpx.Response:
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     return await gateway.http.post(f"{prefix}/v1/chat/completions", json=body, headers=headers)
 
 
-def error(answer: httpx.Response) -> tuple[int, str | None]:
-    error_body = answer.json()["error"]
+def get_error(response: httpx.Response) -> tuple[int, str | None]:
+    error_body = response.json()["error"]
     assert error_body["message"]
-    return answer.status_code, error_body["code"]
+    return response.status_code, error_body["code"]
 
 
-async def test_session_is_selected_by_url_key_or_header(gateway: Served) -> None:
+async def test_session_is_selected_by_url_key_or_header(gateway: RunningGateway) -> None:
     session = await gateway.open()
     url = f"/s/{session.session_id}"
     named = {"X-Instar-Session": session.session_id}
-    for answer in [
+    for response in [
         await chat(gateway, session.api_key, url),
         await chat(gateway, session.api_key),
         await chat(gateway, session.api_key, url, **named),
         await chat(gateway, ADMIN, url),
         await chat(gateway, ADMIN, **named),
     ]:
-        assert answer.status_code == 200
+        assert response.status_code == 200
     assert len(await gateway.calls(session)) == 5
 
 
-async def test_session_requests_without_access_are_refused(gateway: Served) -> None:
+async def test_session_requests_without_access_are_refused(gateway: RunningGateway) -> None:
     session, other = await gateway.open(), await gateway.open()
-    assert error(await chat(gateway, None)) == (401, "missing_api_key")
-    assert error(await chat(gateway, "sk-instar-wrong")) == (401, "invalid_api_key")
-    assert error(await chat(gateway, session.api_key, f"/s/{other.session_id}")) == (403, "session_conflict")
+    assert get_error(await chat(gateway, None)) == (401, "missing_api_key")
+    assert get_error(await chat(gateway, "sk-instar-wrong")) == (401, "invalid_api_key")
+    assert get_error(await chat(gateway, session.api_key, f"/s/{other.session_id}")) == (
+        403,
+        "session_conflict",
+    )
     named = {"X-Instar-Session": other.session_id}
-    assert error(await chat(gateway, session.api_key, **named)) == (403, "session_conflict")
-    assert error(await chat(gateway, ADMIN, f"/s/{session.session_id}", **named)) == (403, "session_conflict")
-    assert error(await chat(gateway, ADMIN, "/s/sess-none")) == (404, "session_not_found")
+    assert get_error(await chat(gateway, session.api_key, **named)) == (403, "session_conflict")
+    assert get_error(await chat(gateway, ADMIN, f"/s/{session.session_id}", **named)) == (
+        403,
+        "session_conflict",
+    )
+    assert get_error(await chat(gateway, ADMIN, "/s/sess-none")) == (404, "session_not_found")
     assert await gateway.calls(session) == await gateway.calls(other) == []
 
 
-async def test_session_key_uses_its_session_only(gateway: Served) -> None:
+async def test_session_key_uses_its_session_only(gateway: RunningGateway) -> None:
     session, other = await gateway.open(), await gateway.open()
     key = session.api_key
-    assert error(await gateway.control("/sessions", {}, key)) == (403, "not_allowed")
+    assert get_error(await gateway.control("/sessions", {}, key)) == (403, "not_allowed")
     path = f"/sessions/{other.session_id}"
-    assert error(await gateway.control(f"{path}/complete", {"reward": 1}, key)) == (403, "wrong_session")
-    assert error(await gateway.control(f"{path}/fail", {"reason": "x"}, key)) == (403, "wrong_session")
+    assert get_error(await gateway.control(f"{path}/complete", {"reward": 1}, key)) == (403, "wrong_session")
+    assert get_error(await gateway.control(f"{path}/fail", {"reason": "x"}, key)) == (403, "wrong_session")
     read = await gateway.http.get(path, headers={"Authorization": f"Bearer {key}"})
-    assert error(read) == (403, "wrong_session")
+    assert get_error(read) == (403, "wrong_session")
     own = f"/sessions/{session.session_id}/complete"
     body = {"rewards": [{"value": 1.0, "source": "rule"}]}
-    assert error(await gateway.control(own, body, key)) == (403, "not_allowed")
+    assert get_error(await gateway.control(own, body, key)) == (403, "not_allowed")
 
 
-async def test_session_key_is_stored_as_a_hash(gateway: Served) -> None:
+async def test_session_key_is_stored_as_a_hash(gateway: RunningGateway) -> None:
     session = await gateway.open()
     stored = await gateway.store.session_by_key(hash_key(session.api_key))
     assert stored is not None
@@ -80,7 +86,7 @@ async def test_session_key_is_stored_as_a_hash(gateway: Served) -> None:
     assert all(session.api_key.encode() not in file.read_bytes() for file in files)
 
 
-async def test_session_is_opened_completed_and_read(gateway: Served) -> None:
+async def test_session_is_opened_completed_and_read(gateway: RunningGateway) -> None:
     session = await gateway.open(
         channel="train",
         group_id="g",
@@ -94,10 +100,10 @@ async def test_session_is_opened_completed_and_read(gateway: Served) -> None:
     await chat(gateway, session.api_key)
     path = f"/sessions/{session.session_id}"
     body = {"reward": 0.5, "metadata": {"b": 2}}
-    ended = (await gateway.control(f"{path}/complete", body, session.api_key)).json()
-    assert ended == {"session_id": session.session_id, "status": "completed", "changed": True}
-    again = (await gateway.control(f"{path}/fail", {"reason": "late"})).json()
-    assert again == {"session_id": session.session_id, "status": "completed", "changed": False}
+    response = (await gateway.control(f"{path}/complete", body, session.api_key)).json()
+    assert response == {"session_id": session.session_id, "status": "completed", "changed": True}
+    repeated = (await gateway.control(f"{path}/fail", {"reason": "late"})).json()
+    assert repeated == {"session_id": session.session_id, "status": "completed", "changed": False}
     view = (await gateway.http.get(path, headers={"Authorization": f"Bearer {session.api_key}"})).json()
     assert (view["status"], view["slot"], view["attempt"], view["task_id"]) == ("completed", 3, 1, "t")
     assert view["metadata"] == {"a": 1, "task": {"q": 1}, "b": 2}
@@ -109,11 +115,11 @@ async def test_session_is_opened_completed_and_read(gateway: Served) -> None:
     assert (stored.channel, stored.group_id, stored.seed) == (Channel.TRAIN, "g", 9)
 
 
-async def test_session_fails_with_rewards_of_other_sources(gateway: Served) -> None:
+async def test_session_fails_with_rewards_of_other_sources(gateway: RunningGateway) -> None:
     session = await gateway.open()
     body = {"reason": "crashed", "rewards": [{"value": -1.0, "source": "fallback", "scorer": "runner"}]}
-    ended = (await gateway.control(f"/sessions/{session.session_id}/fail", body)).json()
-    assert ended["status"] == "failed"
+    response = (await gateway.control(f"/sessions/{session.session_id}/fail", body)).json()
+    assert response["status"] == "failed"
     stored = await gateway.store.session(session.session_id)
     assert stored is not None
     assert (stored.status, stored.reason) == (SessionStatus.FAILED, "crashed")
@@ -121,17 +127,17 @@ async def test_session_fails_with_rewards_of_other_sources(gateway: Served) -> N
     assert (reward.value, reward.source, reward.scorer) == (-1.0, RewardSource.FALLBACK, "runner")
 
 
-async def test_ended_session_refuses_calls(gateway: Served) -> None:
+async def test_ended_session_refuses_calls(gateway: RunningGateway) -> None:
     session = await gateway.open()
     await gateway.control(f"/sessions/{session.session_id}/complete", {})
-    assert error(await chat(gateway, session.api_key)) == (410, "session_ended")
+    assert get_error(await chat(gateway, session.api_key)) == (410, "session_ended")
 
 
-async def test_live_session_is_found_by_content(gateway: Served) -> None:
+async def test_live_session_is_found_by_content(gateway: RunningGateway) -> None:
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ADMIN, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": "one"}]
-        answer = await client.chat.completions.create(model="m", messages=messages)
-        messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
+        response = await client.chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": response.choices[0].message.content}]
         messages += [{"role": "user", "content": "two"}]
         await client.chat.completions.create(model="m", messages=messages)
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "else"}])
@@ -141,8 +147,8 @@ async def test_live_session_is_found_by_content(gateway: Served) -> None:
     assert [(row.session.channel, row.calls) for row in rows] == [(Channel.LIVE, 2), (Channel.LIVE, 1)]
 
 
-async def test_evicted_session_is_loaded_again(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
+async def test_evicted_session_is_loaded_again(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=1))
     sessions = [await gateway.open() for _ in range(3)]
     for session in sessions:
         await chat(gateway, session.api_key)
@@ -156,27 +162,27 @@ async def test_evicted_session_is_loaded_again(serving: Serve) -> None:
         assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.EXTENDS]
 
 
-async def test_sessions_in_flight_are_not_evicted(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
+async def test_sessions_in_flight_are_not_evicted(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=1))
     sessions = [await gateway.open() for _ in range(6)]
-    answers = await asyncio.gather(*(chat(gateway, session.api_key) for session in sessions))
-    assert [answer.status_code for answer in answers] == [200] * 6
+    responses = await asyncio.gather(*(chat(gateway, session.api_key) for session in sessions))
+    assert [response.status_code for response in responses] == [200] * 6
 
 
 @pytest.mark.parametrize(
     "body", [b'{"metadata": {"a": "\xff"}}', b'{"metadata": {"a": ' + b"[" * 3000 + b"]" * 3000 + b"}}"]
 )
-async def test_malformed_control_body_responds_with_400(gateway: Served, body: bytes) -> None:
+async def test_malformed_control_body_responds_with_400(gateway: RunningGateway, body: bytes) -> None:
     session = await gateway.open()
-    answer = await gateway.http.post(
+    response = await gateway.http.post(
         f"/sessions/{session.session_id}/complete",
         content=body,
         headers={"Authorization": f"Bearer {session.api_key}"},
     )
-    assert answer.status_code == 400
+    assert response.status_code == 400
 
 
-async def test_health_check_needs_no_key(gateway: Served) -> None:
+async def test_health_check_needs_no_key(gateway: RunningGateway) -> None:
     assert (await gateway.http.get("/healthz")).json() == {"status": "ok", "engine": "up", "version": 0}
 
 
@@ -193,7 +199,7 @@ async def test_health_check_needs_no_key(gateway: Served) -> None:
         ({"slot": 10**22}, "slot"),
     ],
 )
-async def test_invalid_open_request_is_refused(gateway: Served, body: Any, param: str) -> None:
-    answer = await gateway.control("/sessions", body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+async def test_invalid_open_request_is_refused(gateway: RunningGateway, body: Any, param: str) -> None:
+    response = await gateway.control("/sessions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param

@@ -10,29 +10,36 @@ import numpy as np
 from instar.gateway.base import OpenedSession
 from instar.record.base import Renderer
 from instar.types import Link
-from tests.unit.gateway.conftest import Served
+from tests.unit.gateway.conftest import RunningGateway
 
 
-async def post(gateway: Served, path: str, body: Any, session: OpenedSession) -> Any:
+async def post(gateway: RunningGateway, path: str, body: Any, session: OpenedSession) -> Any:
     headers = {"Authorization": f"Bearer {session.api_key}"}
     return await gateway.http.post(path, json=body, headers=headers)
 
 
-def prompt(renderer: Renderer, text: str) -> list[int]:
+def render_prompt(renderer: Renderer, text: str) -> list[int]:
     return renderer.render([{"role": "user", "content": text}])
 
 
-async def test_generate_returns_the_recorded_ids(gateway: Served, renderer: Renderer) -> None:
+async def test_generate_returns_the_recorded_ids(gateway: RunningGateway, renderer: Renderer) -> None:
     session = await gateway.open()
-    first = prompt(renderer, "hello")
-    answer = await post(gateway, "/v1/generate", {"prompt_ids": first, "n": 2}, session)
-    assert answer.status_code == 200, answer.text
-    one, two = answer.json()["choices"]
+    first = render_prompt(renderer, "hello")
+    response = await post(gateway, "/v1/generate", {"prompt_ids": first, "n": 2}, session)
+    assert response.status_code == 200, response.text
+    first_choice, second_choice = response.json()["choices"]
     calls = await gateway.calls(session)
-    assert [call.sampled_ids.tolist() for call in calls] == [one["token_ids"], two["token_ids"]]
-    assert np.allclose(calls[0].logprobs, one["logprobs"])
-    assert (one["text"], one["finish_reason"], one["versions"][0]) == ("You said: hello", "stop", 0)
-    longer = [*first, *one["token_ids"], 5, 6]
+    assert [call.sampled_ids.tolist() for call in calls] == [
+        first_choice["token_ids"],
+        second_choice["token_ids"],
+    ]
+    assert np.allclose(calls[0].logprobs, first_choice["logprobs"])
+    assert (first_choice["text"], first_choice["finish_reason"], first_choice["versions"][0]) == (
+        "You said: hello",
+        "stop",
+        0,
+    )
+    longer = [*first, *first_choice["token_ids"], 5, 6]
     await post(gateway, "/v1/generate", {"prompt_ids": longer}, session)
     third = (await gateway.calls(session))[2]
     assert (third.link, third.parent_id in {c.call_id for c in calls}) == (Link.EXTENDS, True)
@@ -40,25 +47,25 @@ async def test_generate_returns_the_recorded_ids(gateway: Served, renderer: Rend
     assert third.trainable
 
 
-async def test_generate_streams_lines_of_json(gateway: Served, renderer: Renderer) -> None:
+async def test_generate_streams_lines_of_json(gateway: RunningGateway, renderer: Renderer) -> None:
     session = await gateway.open()
-    body = {"prompt_ids": prompt(renderer, "hello"), "stream": True}
-    answer = await post(gateway, f"/s/{session.session_id}/v1/generate", body, session)
-    lines = [json.loads(line) for line in answer.text.splitlines()]
+    body = {"prompt_ids": render_prompt(renderer, "hello"), "stream": True}
+    response = await post(gateway, f"/s/{session.session_id}/v1/generate", body, session)
+    lines = [json.loads(line) for line in response.text.splitlines()]
     (call,) = await gateway.calls(session)
     assert [i for line in lines for i in line["token_ids"]] == call.sampled_ids.tolist()
     assert lines[-1]["finish_reason"] == "stop"
     assert not any("finish_reason" in line for line in lines[:-1])
 
 
-async def test_generate_unknown_token_id_error_names_the_path(gateway: Served) -> None:
+async def test_generate_unknown_token_id_error_names_the_path(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    answer = await post(gateway, "/v1/generate", {"prompt_ids": [1, 10**6]}, session)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_ids[1]")
+    response = await post(gateway, "/v1/generate", {"prompt_ids": [1, 10**6]}, session)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_ids[1]")
     assert await gateway.calls(session) == []
 
 
-def sampled(ids: list[int], **more: Any) -> dict[str, Any]:
+def make_sampled_fields(ids: list[int], **more: Any) -> dict[str, Any]:
     count = len(ids)
     return {
         "sampled_ids": ids,
@@ -69,43 +76,53 @@ def sampled(ids: list[int], **more: Any) -> dict[str, Any]:
     }
 
 
-async def test_submitted_calls_are_recorded_once(gateway: Served, renderer: Renderer) -> None:
+async def test_submitted_calls_are_recorded_once(gateway: RunningGateway, renderer: Renderer) -> None:
     session = await gateway.open()
-    first = prompt(renderer, "hello")
+    first = render_prompt(renderer, "hello")
     reply = [*renderer.encode("fine"), renderer.stop_token_ids[0]]
-    one = {"prompt_ids": first, "client_key": "k1", **sampled(reply)}
-    two = {"prompt_ids": [*first, *reply, 7], "client_key": "k2", **sampled(reply)}
+    first_call = {"prompt_ids": first, "client_key": "k1", **make_sampled_fields(reply)}
+    second_call = {"prompt_ids": [*first, *reply, 7], "client_key": "k2", **make_sampled_fields(reply)}
     path = f"/sessions/{session.session_id}/calls"
-    answer = await post(gateway, path, {"calls": [one, two]}, session)
-    assert answer.status_code == 201, answer.text
-    again = await post(gateway, path, {"calls": [one, two]}, session)
-    assert again.json() == answer.json()
+    response = await post(gateway, path, {"calls": [first_call, second_call]}, session)
+    assert response.status_code == 201, response.text
+    repeated = await post(gateway, path, {"calls": [first_call, second_call]}, session)
+    assert repeated.json() == response.json()
     root, child = await gateway.calls(session)
     assert (child.link, child.parent_id, child.trainable) == (Link.EXTENDS, root.call_id, True)
     assert root.reply["content"] == "fine"
 
 
-async def test_submitted_messages_extend_the_recorded_call(gateway: Served, renderer: Renderer) -> None:
+async def test_submitted_messages_extend_the_recorded_call(
+    gateway: RunningGateway, renderer: Renderer
+) -> None:
     session = await gateway.open()
     request_messages = [{"role": "user", "content": "hello"}]
-    chat = await post(gateway, "/v1/chat/completions", {"model": "m", "messages": request_messages}, session)
+    chat_response = await post(
+        gateway, "/v1/chat/completions", {"model": "m", "messages": request_messages}, session
+    )
     (root,) = await gateway.calls(session)
-    reply = {"role": "assistant", "content": chat.json()["choices"][0]["message"]["content"]}
+    reply = {"role": "assistant", "content": chat_response.json()["choices"][0]["message"]["content"]}
     messages = [*request_messages, reply, {"role": "user", "content": "more"}]
     prompt_ids = renderer.extend(
         root.prompt_ids.tolist(), root.sampled_ids.tolist(), [{"role": "user", "content": "more"}]
     )
-    call = {"prompt_ids": prompt_ids, "messages": messages, **sampled([3, 4], logprobs=[-1.0, None])}
-    answer = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
-    assert answer.status_code == 201, answer.text
+    call = {
+        "prompt_ids": prompt_ids,
+        "messages": messages,
+        **make_sampled_fields([3, 4], logprobs=[-1.0, None]),
+    }
+    response = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
+    assert response.status_code == 201, response.text
     child = (await gateway.calls(session))[1]
     assert (child.link, child.parent_id) == (Link.EXTENDS, root.call_id)
     assert (child.trainable, child.reason) == (False, "logprobs are missing")
 
 
-async def test_submitted_version_beyond_the_latest_is_refused(gateway: Served, renderer: Renderer) -> None:
+async def test_submitted_version_beyond_the_latest_is_refused(
+    gateway: RunningGateway, renderer: Renderer
+) -> None:
     session = await gateway.open()
-    call = {"prompt_ids": prompt(renderer, "hello"), **sampled([3], versions=[4])}
-    answer = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "calls[0].versions[0]")
+    call = {"prompt_ids": render_prompt(renderer, "hello"), **make_sampled_fields([3], versions=[4])}
+    response = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "calls[0].versions[0]")
     assert await gateway.calls(session) == []

@@ -1,4 +1,4 @@
-"""An upstream passes a provider's answers through, and reads them on the side."""
+"""An upstream passes a provider's responses through, and parses them for the record."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIALECTS = ("chat", "completions", "responses", "messages")
 IDS = {"chat": "chatcmpl-9", "completions": "cmpl-9", "responses": "resp_9", "messages": "msg_9"}
 WITH_TOOLS = ("chat", "responses", "messages")
 MESSAGES = [{"role": "user", "content": "hi"}]
-Make = Callable[..., HttpUpstream]
+CreateUpstream = Callable[..., HttpUpstream]
 
 
 @pytest.fixture
@@ -42,22 +42,22 @@ async def provider() -> AsyncGenerator[Provider]:
 @pytest.fixture(params=["direct", "proxied"])
 async def upstream(
     provider: Provider, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> AsyncGenerator[Make]:
+) -> AsyncGenerator[CreateUpstream]:
     """Return a function that connects to the provider, directly or with the provider as its own proxy."""
-    made: list[HttpUpstream] = []
+    upstreams: list[HttpUpstream] = []
     address = provider.url
     if request.param == "proxied":
         monkeypatch.setenv("http_proxy", provider.url)
         address = "http://provider.test"
 
-    def make(dialect: str = "chat", **settings: Any) -> HttpUpstream:
+    def create(dialect: str = "chat", **settings: Any) -> HttpUpstream:
         base = address + ("" if dialect == "messages" else "/v1")
-        made.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
-        return made[-1]
+        upstreams.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
+        return upstreams[-1]
 
-    yield make
-    for one in made:
-        await one.close()
+    yield create
+    for upstream in upstreams:
+        await upstream.close()
 
 
 async def ask(
@@ -70,52 +70,52 @@ async def ask(
 ) -> list[UpstreamChunk]:
     body = orjson.dumps({"model": model, "messages": MESSAGES, **more})
     request = ModelRequest(model, (), stream=more.get("stream", False), n=more.get("n", 1))
-    answer = upstream.send(request, dialect, body, headers or {}, forced)
-    async with aclosing(answer.chunks):
-        return [piece async for piece in answer.chunks]
+    response = upstream.send(request, dialect, body, headers or {}, forced)
+    async with aclosing(response.chunks):
+        return [chunk async for chunk in response.chunks]
 
 
-def get_message(piece: UpstreamChunk) -> Any:
-    assert piece.choices is not None
-    return piece.choices[0].message
+def get_message(chunk: UpstreamChunk) -> Any:
+    assert chunk.choices is not None
+    return chunk.choices[0].message
 
 
-# --- passed through -----------------------------------------------------------------------------
+# --- pass through -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_response_passes_through_unchanged(
-    provider: Provider, upstream: Make, dialect: str
+    provider: Provider, upstream: CreateUpstream, dialect: str
 ) -> None:
-    (piece,) = await ask(upstream(dialect), dialect)
-    assert orjson.loads(piece.raw) == RESPONSE_BUILDERS[dialect][0]("plain", 1)
-    assert piece.content_type == "application/json; charset=utf-8"
-    assert get_message(piece) == {"role": "assistant", "content": TEXT}
-    (choice,) = piece.choices or ()
+    (chunk,) = await ask(upstream(dialect), dialect)
+    assert orjson.loads(chunk.raw) == RESPONSE_BUILDERS[dialect][0]("plain", 1)
+    assert chunk.content_type == "application/json; charset=utf-8"
+    assert get_message(chunk) == {"role": "assistant", "content": TEXT}
+    (choice,) = chunk.choices or ()
     assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
     assert choice.finish_reason == ("length" if dialect == "completions" else "stop")
     assert choice.sampled_ids is None
-    assert piece.response_id == IDS[dialect]
+    assert chunk.response_id == IDS[dialect]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_request_body_is_forwarded_unchanged(
-    provider: Provider, upstream: Make, dialect: str
+    provider: Provider, upstream: CreateUpstream, dialect: str
 ) -> None:
     body = b'{ "model":"plain",\n "messages": [ {"role":"user","content":"h\\u0069"} ], "x" : 1.0e0 }'
-    answer = upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})
-    async with aclosing(answer.chunks):
-        assert [piece async for piece in answer.chunks]
+    response = upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})
+    async with aclosing(response.chunks):
+        assert [chunk async for chunk in response.chunks]
     assert provider.bodies == [body]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", WITH_TOOLS)
 async def test_upstream_response_yields_tool_calls_and_reasoning(
-    upstream: Make, dialect: str, stream: bool
+    upstream: CreateUpstream, dialect: str, stream: bool
 ) -> None:
-    pieces = await ask(upstream(dialect), dialect, "tools", stream=stream)
-    message = get_message(pieces[-1])
+    chunks = await ask(upstream(dialect), dialect, "tools", stream=stream)
+    message = get_message(chunks[-1])
     assert (message["content"], message["reasoning"]) == ("", "Look it up.")
     (call,) = message["tool_calls"]
     assert call["name"] == "weather"
@@ -125,22 +125,26 @@ async def test_upstream_response_yields_tool_calls_and_reasoning(
 
 @pytest.mark.parametrize("model", ["plain", "bytewise", "crlf"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_upstream_stream_passes_through_unchanged(upstream: Make, dialect: str, model: str) -> None:
-    pieces = await ask(upstream(dialect), dialect, model, stream=True)
+async def test_upstream_stream_passes_through_unchanged(
+    upstream: CreateUpstream, dialect: str, model: str
+) -> None:
+    chunks = await ask(upstream(dialect), dialect, model, stream=True)
     named = dialect in ("responses", "messages")
     expected = b"".join(encode_events(RESPONSE_BUILDERS[dialect][1](model, 1), named, model == "crlf"))
-    assert b"".join(piece.raw for piece in pieces) == expected
-    assert get_message(pieces[-1])["content"] == TEXT
-    assert pieces[-1].response_id == IDS[dialect]
-    assert [piece.choices for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-    assert pieces[0].content_type == "text/event-stream; charset=utf-8"
+    assert b"".join(chunk.raw for chunk in chunks) == expected
+    assert get_message(chunks[-1])["content"] == TEXT
+    assert chunks[-1].response_id == IDS[dialect]
+    assert [chunk.choices for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[0].content_type == "text/event-stream; charset=utf-8"
 
 
 @pytest.mark.parametrize("model", ["plain", "bytewise"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_upstream_stream_end_is_in_the_last_chunk(upstream: Make, dialect: str, model: str) -> None:
-    pieces = await ask(upstream(dialect), dialect, model, stream=True)
-    before = b"".join(piece.raw for piece in pieces[:-1])
+async def test_upstream_stream_end_is_in_the_last_chunk(
+    upstream: CreateUpstream, dialect: str, model: str
+) -> None:
+    chunks = await ask(upstream(dialect), dialect, model, stream=True)
+    before = b"".join(chunk.raw for chunk in chunks[:-1])
     ends = {
         "chat": b'"finish_reason":"stop"',
         "completions": b'"finish_reason":"length"',
@@ -148,41 +152,45 @@ async def test_upstream_stream_end_is_in_the_last_chunk(upstream: Make, dialect:
         "messages": b'"stop_reason":"end_turn"',
     }
     assert ends[dialect] not in before
-    assert ends[dialect] in pieces[-1].raw
+    assert ends[dialect] in chunks[-1].raw
     assert before.endswith(b"\n\n")
 
 
-async def test_upstream_stream_is_forwarded_while_it_arrives(provider: Provider, upstream: Make) -> None:
+async def test_upstream_stream_is_forwarded_while_it_arrives(
+    provider: Provider, upstream: CreateUpstream
+) -> None:
     provider.gate = asyncio.Event()
     request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True, "messages": MESSAGES})
-    answer = upstream().send(request, "chat", body, {})
-    async with aclosing(answer.chunks):
-        first = await asyncio.wait_for(anext(answer.chunks), 5)
+    response = upstream().send(request, "chat", body, {})
+    async with aclosing(response.chunks):
+        first = await asyncio.wait_for(anext(response.chunks), 5)
         assert b"chat.completion.chunk" in first.raw or b"hello" in first.raw
         provider.gate.set()
-        assert (await collect(answer))[-1].choices
+        assert (await collect(response))[-1].choices
 
 
-async def collect(answer: Any, into: list[UpstreamChunk] | None = None) -> list[UpstreamChunk]:
-    pieces = [] if into is None else into
-    async for piece in answer.chunks:
-        pieces.append(piece)
-    return pieces
+async def collect(response: Any, into: list[UpstreamChunk] | None = None) -> list[UpstreamChunk]:
+    chunks = [] if into is None else into
+    async for chunk in response.chunks:
+        chunks.append(chunk)
+    return chunks
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_upstream_stream_does_not_wait_after_its_last_event(upstream: Make, dialect: str) -> None:
-    pieces = await asyncio.wait_for(ask(upstream(dialect), dialect, "lingers", stream=True), 5)
-    assert get_message(pieces[-1])["content"] == TEXT
+async def test_upstream_stream_does_not_wait_after_its_last_event(
+    upstream: CreateUpstream, dialect: str
+) -> None:
+    chunks = await asyncio.wait_for(ask(upstream(dialect), dialect, "keep_open", stream=True), 5)
+    assert get_message(chunks[-1])["content"] == TEXT
 
 
-async def test_upstream_stream_ends_with_its_last_choice(upstream: Make) -> None:
-    pieces = await ask(upstream(), "chat", n=2, stream=True)
-    before = b"".join(piece.raw for piece in pieces[:-1])
+async def test_upstream_stream_ends_with_its_last_choice(upstream: CreateUpstream) -> None:
+    chunks = await ask(upstream(), "chat", n=2, stream=True)
+    before = b"".join(chunk.raw for chunk in chunks[:-1])
     assert before.count(b'"finish_reason":"stop"') == 1
-    assert [choice.message["content"] for choice in pieces[-1].choices or ()] == [TEXT, TEXT]
-    assert sum(choice.sampled_tokens for choice in pieces[-1].choices or ()) == 7
+    assert [choice.message["content"] for choice in chunks[-1].choices or ()] == [TEXT, TEXT]
+    assert sum(choice.sampled_tokens for choice in chunks[-1].choices or ()) == 7
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -190,7 +198,7 @@ async def test_upstream_stream_ends_with_its_last_choice(upstream: Make) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_upstream_error_is_forwarded(upstream: Make, dialect: str, stream: bool) -> None:
+async def test_upstream_error_is_forwarded(upstream: CreateUpstream, dialect: str, stream: bool) -> None:
     with pytest.raises(UpstreamError) as caught:
         await ask(upstream(dialect), dialect, "limited", stream=stream)
     error = caught.value
@@ -198,31 +206,31 @@ async def test_upstream_error_is_forwarded(upstream: Make, dialect: str, stream:
     assert orjson.loads(error.raw)["error"]["type"] == "rate_limit_error"
 
 
-async def test_upstream_error_without_json_is_forwarded(upstream: Make) -> None:
+async def test_upstream_error_without_json_is_forwarded(upstream: CreateUpstream) -> None:
     with pytest.raises(UpstreamError, match="Internal Server Error") as caught:
         await ask(upstream(), "chat", "broken")
     assert caught.value.status == 500
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_upstream_invalid_response_is_a_bad_gateway(upstream: Make, dialect: str) -> None:
+async def test_upstream_invalid_response_is_a_bad_gateway(upstream: CreateUpstream, dialect: str) -> None:
     with pytest.raises(UpstreamError, match="cannot be read") as caught:
-        await ask(upstream(dialect), dialect, "garbage")
+        await ask(upstream(dialect), dialect, "malformed")
     assert (caught.value.status, caught.value.raw) == (502, b"")
 
 
-@pytest.mark.parametrize("model", ["breaks", "dies"])
+@pytest.mark.parametrize("model", ["truncated", "disconnecting"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_broken_stream_raises_and_keeps_partial_choices(
-    upstream: Make, dialect: str, model: str
+    upstream: CreateUpstream, dialect: str, model: str
 ) -> None:
     request = ModelRequest(model, (), stream=True)
     body = orjson.dumps({"model": model, "stream": True})
-    answer = upstream(dialect).send(request, dialect, body, {})
-    assert answer.partial_choices() == []
+    response = upstream(dialect).send(request, dialect, body, {})
+    assert response.partial_choices() == []
     with pytest.raises(EngineUnavailable, match="before the end"):
-        await collect(answer)
-    (choice,) = answer.partial_choices()
+        await collect(response)
+    (choice,) = response.partial_choices()
     text = choice.message["content"]
     assert text
     assert TEXT.startswith(text)
@@ -231,32 +239,34 @@ async def test_upstream_broken_stream_raises_and_keeps_partial_choices(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_closed_response_keeps_partial_choices(
-    provider: Provider, upstream: Make, dialect: str
+    provider: Provider, upstream: CreateUpstream, dialect: str
 ) -> None:
     provider.gate = asyncio.Event()
     request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True})
-    answer = upstream(dialect).send(request, dialect, body, {})
-    async with aclosing(answer.chunks):
-        while not answer.partial_choices():
-            await asyncio.wait_for(anext(answer.chunks), 5)
+    response = upstream(dialect).send(request, dialect, body, {})
+    async with aclosing(response.chunks):
+        while not response.partial_choices():
+            await asyncio.wait_for(anext(response.chunks), 5)
     provider.gate.set()
-    (choice,) = answer.partial_choices()
+    (choice,) = response.partial_choices()
     assert choice.finish_reason == "aborted"
     assert TEXT.startswith(choice.message["content"])
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-async def test_upstream_error_in_a_stream_comes_after_earlier_chunks(upstream: Make, dialect: str) -> None:
-    request = ModelRequest("hiccup", (), stream=True)
-    body = orjson.dumps({"model": "hiccup", "stream": True})
-    answer = upstream(dialect).send(request, dialect, body, {})
-    seen: list[UpstreamChunk] = []
+async def test_upstream_error_in_a_stream_comes_after_earlier_chunks(
+    upstream: CreateUpstream, dialect: str
+) -> None:
+    request = ModelRequest("failing", (), stream=True)
+    body = orjson.dumps({"model": "failing", "stream": True})
+    response = upstream(dialect).send(request, dialect, body, {})
+    chunks: list[UpstreamChunk] = []
     with pytest.raises(UpstreamError, match="Overloaded") as caught:
-        await collect(answer, seen)
+        await collect(response, chunks)
     assert caught.value.status == 529
-    assert seen
-    assert b"Overloaded" not in b"".join(piece.raw for piece in seen)
+    assert chunks
+    assert b"Overloaded" not in b"".join(chunk.raw for chunk in chunks)
 
 
 async def test_upstream_unreachable_provider_is_unavailable() -> None:
@@ -266,14 +276,14 @@ async def test_upstream_unreachable_provider_is_unavailable() -> None:
     await upstream.close()
 
 
-# --- what is sent -------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------
 
 
-async def test_upstream_request_changes_only_the_model(provider: Provider, upstream: Make) -> None:
+async def test_upstream_request_changes_only_the_model(provider: Provider, upstream: CreateUpstream) -> None:
     body = b'{"model":"gpt-5","messages":[ {"role":"user","content":"h\\u0069"} ],"x":1.0e0}'
-    answer = upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})
-    async with aclosing(answer.chunks):
-        assert [piece async for piece in answer.chunks]
+    response = upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})
+    async with aclosing(response.chunks):
+        assert [chunk async for chunk in response.chunks]
     assert provider.bodies == [body.replace(b"gpt-5", b"plain")]
 
 
@@ -282,20 +292,20 @@ async def test_upstream_request_changes_only_the_model(provider: Provider, upstr
     [("chat", "max_tokens"), ("messages", "max_tokens"), ("responses", "max_output_tokens")],
 )
 async def test_upstream_sampling_overrides_replace_the_agents(
-    provider: Provider, upstream: Make, dialect: str, limit: str
+    provider: Provider, upstream: CreateUpstream, dialect: str, limit: str
 ) -> None:
     forced = {"temperature": 0, "max_tokens": 5}
     await ask(upstream(dialect), dialect, forced=forced, temperature=0.7)
     assert (provider.last_request["temperature"], provider.last_request[limit]) == (0, 5)
 
 
-async def test_upstream_large_body_is_forwarded(provider: Provider, upstream: Make) -> None:
+async def test_upstream_large_body_is_forwarded(provider: Provider, upstream: CreateUpstream) -> None:
     await ask(upstream(), "chat", padding="x" * (3 << 20))
     assert len(provider.bodies[0]) > 3 << 20
 
 
-async def test_upstream_forwards_only_known_headers(provider: Provider, upstream: Make) -> None:
-    given = {
+async def test_upstream_forwards_only_known_headers(provider: Provider, upstream: CreateUpstream) -> None:
+    agent_headers = {
         "authorization": "Bearer sk-agent",
         "openai-organization": "org-1",
         "user-agent": "agent/1",
@@ -305,7 +315,7 @@ async def test_upstream_forwards_only_known_headers(provider: Provider, upstream
         "x-instar-session": "s",
         "content-length": "1",
     }
-    await ask(upstream(headers={"x-extra": "1", "user-agent": "ours"}), "chat", headers=given)
+    await ask(upstream(headers={"x-extra": "1", "user-agent": "ours"}), "chat", headers=agent_headers)
     sent = provider.headers[0]
     assert sent["authorization"] == "Bearer sk-agent"
     assert (sent["openai-organization"], sent["x-extra"], sent["user-agent"]) == ("org-1", "1", "ours")
@@ -316,11 +326,11 @@ async def test_upstream_forwards_only_known_headers(provider: Provider, upstream
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 async def test_upstream_environment_key_replaces_the_agents(
-    provider: Provider, upstream: Make, dialect: str, monkeypatch: pytest.MonkeyPatch
+    provider: Provider, upstream: CreateUpstream, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROVIDER_KEY", "sk-provider")
-    given = {"authorization": "Bearer sk-agent", "x-api-key": "sk-agent"}
-    await ask(upstream(dialect, api_key_env="PROVIDER_KEY"), dialect, headers=given)
+    agent_headers = {"authorization": "Bearer sk-agent", "x-api-key": "sk-agent"}
+    await ask(upstream(dialect, api_key_env="PROVIDER_KEY"), dialect, headers=agent_headers)
     sent = provider.headers[0]
     assert "sk-agent" not in str(sent)
     if dialect == "messages":
@@ -331,7 +341,7 @@ async def test_upstream_environment_key_replaces_the_agents(
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "value"),
+    ("headers", "name", "value"),
     [
         ({"x-api-key": "k"}, "x-api-key", "k"),
         ({"authorization": "Bearer oat", "anthropic-version": "v"}, "authorization", "Bearer oat"),
@@ -339,9 +349,9 @@ async def test_upstream_environment_key_replaces_the_agents(
     ],
 )
 async def test_upstream_agent_key_is_forwarded_to_anthropic(
-    provider: Provider, upstream: Make, given: dict[str, str], name: str, value: str
+    provider: Provider, upstream: CreateUpstream, headers: dict[str, str], name: str, value: str
 ) -> None:
-    await ask(upstream("messages"), "messages", headers=given)
+    await ask(upstream("messages"), "messages", headers=headers)
     assert provider.headers[0][name] == value
 
 
@@ -360,12 +370,14 @@ async def test_upstream_base_url_is_interpreted_as_by_the_sdks(
 ) -> None:
     config = UpstreamEngineConfig(base_url=provider.url + base, dialect=dialect, also=["chat", "messages"])
     upstream = HttpUpstream(config)
-    for spoken in ("chat", "messages"):
-        assert (await ask(upstream, spoken))[-1].choices
+    for agent_dialect in ("chat", "messages"):
+        assert (await ask(upstream, agent_dialect))[-1].choices
     await upstream.close()
 
 
-async def test_upstream_counts_tokens_if_the_provider_can(provider: Provider, upstream: Make) -> None:
+async def test_upstream_counts_tokens_if_the_provider_can(
+    provider: Provider, upstream: CreateUpstream
+) -> None:
     body = orjson.dumps({"model": "claude", "messages": MESSAGES})
     counted = await upstream("messages", model="m").count_tokens(body, {})
     assert orjson.loads(counted) == {"input_tokens": 12}
@@ -379,13 +391,13 @@ async def test_upstream_counts_tokens_if_the_provider_can(provider: Provider, up
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
 async def test_upstream_token_ids_are_requested_and_stripped(
-    provider: Provider, upstream: Make, dialect: str
+    provider: Provider, upstream: CreateUpstream, dialect: str
 ) -> None:
-    (piece,) = await ask(upstream(dialect, token_ids=True), dialect, "exact", temperature=0.5)
+    (chunk,) = await ask(upstream(dialect, token_ids=True), dialect, "exact", temperature=0.5)
     assert provider.last_request["return_token_ids"] is True
     assert provider.last_request["logprobs"] == (True if dialect == "chat" else 0)
     assert (provider.last_request["temperature"], provider.last_request["top_p"]) == (0.5, 1.0)
-    (choice,) = piece.choices or ()
+    (choice,) = chunk.choices or ()
     assert choice.prompt_ids is not None
     assert choice.sampled_ids is not None
     assert choice.sampled_logprobs is not None
@@ -394,32 +406,32 @@ async def test_upstream_token_ids_are_requested_and_stripped(
     assert choice.sampled_logprobs.tolist()[:2] == [-0.5, -0.5]
     assert math.isnan(choice.sampled_logprobs[2]) == (dialect == "completions")
     assert (choice.prompt_tokens, choice.sampled_tokens) == (3, 3)
-    assert b"token_ids" not in piece.raw
-    assert orjson.loads(piece.raw)["choices"][0]["logprobs"] is None
+    assert b"token_ids" not in chunk.raw
+    assert orjson.loads(chunk.raw)["choices"][0]["logprobs"] is None
 
 
-async def test_upstream_token_ids_are_stripped_from_streams(upstream: Make) -> None:
-    pieces = await ask(upstream(token_ids=True), "chat", "exact", stream=True)
-    (choice,) = pieces[-1].choices or ()
+async def test_upstream_token_ids_are_stripped_from_streams(upstream: CreateUpstream) -> None:
+    chunks = await ask(upstream(token_ids=True), "chat", "exact", stream=True)
+    (choice,) = chunks[-1].choices or ()
     assert choice.sampled_ids is not None
     assert choice.sampled_logprobs is not None
     assert choice.sampled_ids.tolist() == [7, 8, 2]
     assert choice.sampled_logprobs.tolist() == [-0.5, -0.5, -0.25]
-    raw = b"".join(piece.raw for piece in pieces)
+    raw = b"".join(chunk.raw for chunk in chunks)
     assert b"token_ids" not in raw
     assert b'"logprob":' not in raw
     assert raw.endswith(b"data: [DONE]\n\n")
 
 
-async def test_upstream_token_ids_are_kept_if_the_agent_requests_them(upstream: Make) -> None:
+async def test_upstream_token_ids_are_kept_if_the_agent_requests_them(upstream: CreateUpstream) -> None:
     exact = upstream(token_ids=True)
-    (piece,) = await ask(exact, "chat", "exact", logprobs=True, return_token_ids=True)
-    answer = orjson.loads(piece.raw)
-    assert answer["prompt_token_ids"] == [1, 5, 6]
-    assert answer["choices"][0]["token_ids"] == [7, 8, 2]
-    assert answer["choices"][0]["logprobs"]
+    (chunk,) = await ask(exact, "chat", "exact", logprobs=True, return_token_ids=True)
+    response = orjson.loads(chunk.raw)
+    assert response["prompt_token_ids"] == [1, 5, 6]
+    assert response["choices"][0]["token_ids"] == [7, 8, 2]
+    assert response["choices"][0]["logprobs"]
 
 
-async def test_upstream_without_token_ids_returns_none(upstream: Make) -> None:
-    (piece,) = await ask(upstream(token_ids=True), "chat")
-    assert [choice.sampled_ids for choice in piece.choices or ()] == [None]
+async def test_upstream_without_token_ids_returns_none(upstream: CreateUpstream) -> None:
+    (chunk,) = await ask(upstream(token_ids=True), "chat")
+    assert [choice.sampled_ids for choice in chunk.choices or ()] == [None]

@@ -1,4 +1,4 @@
-"""The official SDKs, through a gateway, to a provider that speaks their dialect or another."""
+"""The official SDKs, through a gateway, to a provider with their dialect or another."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from instar.config import GatewayConfig, UpstreamEngineConfig
 from instar.gateway.base import OpenedSession
 from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Call, CallStatus
-from tests.unit.gateway.conftest import Served, run_gateway
+from tests.unit.gateway.conftest import RunningGateway, run_gateway
 from tests.unit.gateway.provider import ARGUMENTS, TEXT, Provider, run_provider
 
-Start = Callable[..., Any]
+StartGateway = Callable[..., Any]
 USER: Any = [{"role": "user", "content": "hi"}]
 AGENTS = ("chat", "responses", "messages")
 PAIRS = [(agent, dialect) for agent in AGENTS for dialect in dict.fromkeys(("chat", "messages", agent))]
@@ -33,10 +33,10 @@ async def provider() -> AsyncGenerator[Provider]:
 
 
 @pytest.fixture
-async def start(tmp_path: Path, provider: Provider) -> AsyncGenerator[Start]:
+async def start_gateway(tmp_path: Path, provider: Provider) -> AsyncGenerator[StartGateway]:
     async with AsyncExitStack() as stack:
 
-        async def start(dialect: str, **settings: Any) -> Served:
+        async def start_gateway(dialect: str, **settings: Any) -> RunningGateway:
             base = provider.url + ("" if dialect == "messages" else "/v1")
             upstream = HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings))
             stack.push_async_callback(upstream.close)
@@ -44,37 +44,37 @@ async def start(tmp_path: Path, provider: Provider) -> AsyncGenerator[Start]:
             gateway = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
             return await stack.enter_async_context(gateway)
 
-        yield start
+        yield start_gateway
 
 
-def claude(session: OpenedSession) -> anthropic.AsyncAnthropic:
+def create_anthropic_client(session: OpenedSession) -> anthropic.AsyncAnthropic:
     base = session.base_url.removesuffix("/v1")
     return anthropic.AsyncAnthropic(base_url=base, api_key=session.api_key, max_retries=0)
 
 
-async def ask(gateway: Served, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
+async def ask(gateway: RunningGateway, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
     """Return the text and the tool call arguments that the agent's SDK parsed."""
     if agent == "messages":
-        async with claude(session) as client:
-            said = await client.messages.create(model=model, max_tokens=50, messages=USER)
-        texts = [block.text for block in said.content if block.type == "text"]
-        inputs = [orjson.dumps(block.input).decode() for block in said.content if block.type == "tool_use"]
+        async with create_anthropic_client(session) as client:
+            message = await client.messages.create(model=model, max_tokens=50, messages=USER)
+        texts = [block.text for block in message.content if block.type == "text"]
+        inputs = [orjson.dumps(block.input).decode() for block in message.content if block.type == "tool_use"]
         return "".join(texts), "".join(inputs)
     async with gateway.client(session) as client:
         if agent == "responses":
             response = await client.responses.create(model=model, input="hi")
             calls = [item.arguments for item in response.output if item.type == "function_call"]
             return response.output_text, "".join(calls)
-        answer = await client.chat.completions.create(model=model, messages=USER)
-    message = answer.choices[0].message
-    arguments = [call.function.arguments for call in message.tool_calls or () if call.type == "function"]
-    return message.content or "", "".join(arguments)
+        completion = await client.chat.completions.create(model=model, messages=USER)
+    chat_message = completion.choices[0].message
+    arguments = [call.function.arguments for call in chat_message.tool_calls or () if call.type == "function"]
+    return chat_message.content or "", "".join(arguments)
 
 
-async def stream(gateway: Served, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
+async def stream(gateway: RunningGateway, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
     text = arguments = ""
     if agent == "messages":
-        async with claude(session) as client:
+        async with create_anthropic_client(session) as client:
             async with client.messages.stream(model=model, max_tokens=50, messages=USER) as events:
                 async for event in events:
                     text += event.text if event.type == "text" else ""
@@ -85,7 +85,7 @@ async def stream(gateway: Served, session: OpenedSession, agent: str, model: str
             async for event in await client.responses.create(model=model, input="hi", stream=True):
                 text += event.delta if event.type == "response.output_text.delta" else ""
                 arguments += event.delta if event.type == "response.function_call_arguments.delta" else ""
-                if event.type == "response.failed":  # which the SDK leaves to its user
+                if event.type == "response.failed":  # the SDK does not raise an error for it
                     raise openai.OpenAIError(str(event.response.error))
             return text, arguments
         async for chunk in await client.chat.completions.create(model=model, messages=USER, stream=True):
@@ -97,14 +97,14 @@ async def stream(gateway: Served, session: OpenedSession, agent: str, model: str
 
 
 @pytest.mark.parametrize("model", ["plain", "tools"])
-@pytest.mark.parametrize("how", [ask, stream])
+@pytest.mark.parametrize("send", [ask, stream])
 @pytest.mark.parametrize(("agent", "dialect"), PAIRS)
 async def test_upstream_serves_every_agent_dialect_from_every_provider(
-    start: Start, agent: str, dialect: str, how: Any, model: str
+    start_gateway: StartGateway, agent: str, dialect: str, send: Any, model: str
 ) -> None:
-    gateway = await start(dialect)
+    gateway = await start_gateway(dialect)
     session = await gateway.open()
-    text, arguments = await how(gateway, session, agent, model)
+    text, arguments = await send(gateway, session, agent, model)
     assert text == (TEXT if model == "plain" else "")
     assert not arguments if model == "plain" else orjson.loads(arguments) == orjson.loads(ARGUMENTS)
     (call,) = await gateway.calls(session)
@@ -114,8 +114,8 @@ async def test_upstream_serves_every_agent_dialect_from_every_provider(
     assert call.dialect == agent
 
 
-async def test_upstream_exact_tokens_are_recorded(start: Start) -> None:
-    gateway = await start("chat", token_ids=True)
+async def test_upstream_exact_tokens_are_recorded(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway("chat", token_ids=True)
     session = await gateway.open()
     await ask(gateway, session, "chat", "exact")
     (call,) = await gateway.calls(session)
@@ -125,8 +125,8 @@ async def test_upstream_exact_tokens_are_recorded(start: Start) -> None:
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_upstream_error_reaches_the_agent(start: Start, agent: str) -> None:
-    gateway = await start("chat", also=["responses", "messages"])
+async def test_upstream_error_reaches_the_agent(start_gateway: StartGateway, agent: str) -> None:
+    gateway = await start_gateway("chat", also=["responses", "messages"])
     session = await gateway.open()
     expected = anthropic.RateLimitError if agent == "messages" else openai.RateLimitError
     with pytest.raises(expected, match="Slow down") as caught:
@@ -136,18 +136,18 @@ async def test_upstream_error_reaches_the_agent(start: Start, agent: str) -> Non
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_upstream_partial_reply_is_recorded_as_aborted(start: Start, agent: str) -> None:
-    gateway = await start("chat", also=["responses", "messages"])
+async def test_upstream_partial_reply_is_recorded_as_aborted(start_gateway: StartGateway, agent: str) -> None:
+    gateway = await start_gateway("chat", also=["responses", "messages"])
     session = await gateway.open()
     with pytest.raises((openai.OpenAIError, anthropic.APIError)):
-        await stream(gateway, session, agent, "breaks")
+        await stream(gateway, session, agent, "truncated")
     call = await get_only_call(gateway, session)
     assert call.status is CallStatus.ABORTED
     assert call.reply["content"]
     assert TEXT.startswith(call.reply["content"])
 
 
-async def get_only_call(gateway: Served, session: OpenedSession) -> Call:
+async def get_only_call(gateway: RunningGateway, session: OpenedSession) -> Call:
     for _ in range(100):
         if calls := await gateway.calls(session):
             return calls[0]
@@ -155,36 +155,42 @@ async def get_only_call(gateway: Served, session: OpenedSession) -> Call:
     raise AssertionError("nothing was recorded")
 
 
-async def test_upstream_does_not_receive_session_keys(start: Start, provider: Provider) -> None:
-    gateway = await start("chat", also=["messages"])
+async def test_upstream_does_not_receive_session_keys(
+    start_gateway: StartGateway, provider: Provider
+) -> None:
+    gateway = await start_gateway("chat", also=["messages"])
     session = await gateway.open()
     for agent in ("chat", "messages"):
         await ask(gateway, session, agent, "plain")
     assert session.api_key not in str(provider.headers)
 
 
-async def test_upstream_receives_the_agents_own_login(start: Start, provider: Provider) -> None:
-    gateway = await start("chat")
+async def test_upstream_receives_the_agents_own_login(
+    start_gateway: StartGateway, provider: Provider
+) -> None:
+    gateway = await start_gateway("chat")
     session = await gateway.open()
-    ours = {"x-instar-key": session.api_key}
+    headers = {"x-instar-key": session.api_key}
     async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="their-login", default_headers=ours, max_retries=0
+        base_url=f"{gateway.url}/v1", api_key="their-login", default_headers=headers, max_retries=0
     ) as client:
         await client.chat.completions.create(model="plain", messages=USER)
-    sent = provider.headers[-1]
-    assert sent["authorization"] == "Bearer their-login"
-    assert "x-instar-key" not in sent
-    assert session.api_key not in str(sent)
+    provider_headers = provider.headers[-1]
+    assert provider_headers["authorization"] == "Bearer their-login"
+    assert "x-instar-key" not in provider_headers
+    assert session.api_key not in str(provider_headers)
     assert (await get_only_call(gateway, session)).status is CallStatus.OK
 
 
-async def test_upstream_response_can_be_continued_by_id(start: Start, provider: Provider) -> None:
-    gateway = await start("responses")
+async def test_upstream_response_can_be_continued_by_id(
+    start_gateway: StartGateway, provider: Provider
+) -> None:
+    gateway = await start_gateway("responses")
     session = await gateway.open()
     async with gateway.client(session) as client:
         first = await client.responses.create(model="plain", input="hi")
         await client.responses.create(model="plain", input="and?", previous_response_id=first.id)
     assert provider.last_request["previous_response_id"] == first.id == "resp_9"
-    one, two = await gateway.calls(session)
-    assert two.parent_id == one.call_id
-    assert [message["content"] for message in two.messages] == ["hi", TEXT, "and?"]
+    first_call, second_call = await gateway.calls(session)
+    assert second_call.parent_id == first_call.call_id
+    assert [message["content"] for message in second_call.messages] == ["hi", TEXT, "and?"]

@@ -1,4 +1,4 @@
-"""The small client for providers next door, against servers that answer what bytes they like."""
+"""The HTTP client for providers without TLS, against servers that send arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from instar.http.plain import PlainClient, PlainResponse
 
-Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+ConnectionHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
-class Server:
-    def __init__(self, handle: Handle) -> None:
+class CountingServer:
+    def __init__(self, handle: ConnectionHandler) -> None:
         self.connections = 0
         self._handle = handle
 
@@ -25,14 +25,16 @@ class Server:
         try:
             await self._handle(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client hung up
+            pass  # the client disconnected
         finally:
             writer.close()
 
 
 @asynccontextmanager
-async def serving(handle: Handle, idle_seconds: float = 5.0) -> AsyncGenerator[tuple[PlainClient, Server]]:
-    server = Server(handle)
+async def run_server(
+    handle: ConnectionHandler, idle_seconds: float = 5.0
+) -> AsyncGenerator[tuple[PlainClient, CountingServer]]:
+    server = CountingServer(handle)
     listener = await asyncio.start_server(server.accept, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
     client = PlainClient("127.0.0.1", port, idle_seconds=idle_seconds, connect_seconds=5)
@@ -43,20 +45,20 @@ async def serving(handle: Handle, idle_seconds: float = 5.0) -> AsyncGenerator[t
         listener.close()
 
 
-async def handle_request(reader: asyncio.StreamReader) -> bytes:
+async def read_request(reader: asyncio.StreamReader) -> bytes:
     """Return the bytes of the next request."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
     return head + await reader.readexactly(length)
 
 
-def respond_always(answer: bytes, *, hang_up: bool = False) -> Handle:
+def respond_always(raw_response: bytes, *, disconnect: bool = False) -> ConnectionHandler:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            await handle_request(reader)
-            writer.write(answer)
+            await read_request(reader)
+            writer.write(raw_response)
             await writer.drain()
-            if hang_up:
+            if disconnect:
                 return
 
     return handle
@@ -67,7 +69,7 @@ async def post(client: PlainClient, body: bytes = b"{}") -> PlainResponse:
 
 
 async def test_plain_client_reuses_connections() -> None:
-    async with serving(respond_always(OK)) as (client, server):
+    async with run_server(respond_always(OK)) as (client, server):
         for _ in range(3):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
@@ -75,42 +77,42 @@ async def test_plain_client_reuses_connections() -> None:
 
 
 async def test_plain_client_opens_a_connection_per_concurrent_request() -> None:
-    async with serving(respond_always(OK)) as (client, server):
+    async with run_server(respond_always(OK)) as (client, server):
         responses = await asyncio.gather(*[post(client) for _ in range(5)])
         assert [await response.read() for response in responses] == [b"hi"] * 5
         assert server.connections == 5
 
 
 async def test_plain_client_drops_idle_connections() -> None:
-    async with serving(respond_always(OK), idle_seconds=0.0) as (client, server):
+    async with run_server(respond_always(OK), idle_seconds=0.0) as (client, server):
         for _ in range(2):
             await (await post(client)).read()
         assert server.connections == 2
 
 
 async def test_plain_client_sends_the_request() -> None:
-    seen: list[bytes] = []
+    requests: list[bytes] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await handle_request(reader))
+        requests.append(await read_request(reader))
         writer.write(OK)
 
-    async with serving(handle) as (client, _):
+    async with run_server(handle) as (client, _):
         await (await post(client, b"body")).read()
-    lines = seen[0].split(b"\r\n")
+    lines = requests[0].split(b"\r\n")
     assert lines[0] == b"POST /v1/x?y=1 HTTP/1.1"
     assert lines[1].startswith(b"host: 127.0.0.1:")
     assert lines[2:] == [b"content-length: 4", b"a: b", b"", b"body"]
 
 
 async def test_plain_client_rejects_line_breaks_in_headers() -> None:
-    async with serving(respond_always(OK)) as (client, _):
+    async with run_server(respond_always(OK)) as (client, _):
         with pytest.raises(ValueError, match="line break"):
             await client.post("/", {"a": "b\r\nc: d"}, b"")
 
 
 @pytest.mark.parametrize(
-    ("answer", "hang_up", "reused"),
+    ("raw_response", "disconnect", "reused"),
     [
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nh\r\n1\r\ni\r\n0\r\n\r\n", False, True),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, False, True),
@@ -119,8 +121,10 @@ async def test_plain_client_rejects_line_breaks_in_headers() -> None:
         (b"HTTP/1.0 200 OK\r\n\r\nhi", True, False),
     ],
 )
-async def test_plain_client_reads_every_kind_of_body_end(answer: bytes, hang_up: bool, reused: bool) -> None:
-    async with serving(respond_always(answer, hang_up=hang_up)) as (client, server):
+async def test_plain_client_reads_every_kind_of_body_end(
+    raw_response: bytes, disconnect: bool, reused: bool
+) -> None:
+    async with run_server(respond_always(raw_response, disconnect=disconnect)) as (client, server):
         for _ in range(2):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
@@ -128,27 +132,27 @@ async def test_plain_client_reads_every_kind_of_body_end(answer: bytes, hang_up:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "raw_response",
     [
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
     ],
 )
-async def test_plain_client_raises_for_truncated_responses(answer: bytes) -> None:
-    async with serving(respond_always(answer, hang_up=True)) as (client, _):
+async def test_plain_client_raises_for_truncated_responses(raw_response: bytes) -> None:
+    async with run_server(respond_always(raw_response, disconnect=True)) as (client, _):
         response = await post(client)
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
 
 
 async def test_plain_client_raises_when_the_server_disconnects() -> None:
-    async with serving(respond_always(b"", hang_up=True)) as (client, _):
+    async with run_server(respond_always(b"", disconnect=True)) as (client, _):
         with pytest.raises(aiohttp.ServerDisconnectedError):
             await post(client)
 
 
 async def test_plain_client_raises_for_invalid_http() -> None:
-    async with serving(respond_always(b"220 mail.example ESMTP\r\n")) as (client, _):
+    async with run_server(respond_always(b"220 mail.example ESMTP\r\n")) as (client, _):
         with pytest.raises(aiohttp.ClientPayloadError, match="not valid HTTP"):
             await post(client)
 
@@ -158,14 +162,14 @@ async def test_plain_client_applies_back_pressure() -> None:
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
-        await handle_request(reader)
+        await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
         while sent < size:
             writer.write(bytes(1 << 16))
             sent += 1 << 16
             await writer.drain()
 
-    async with serving(handle) as (client, _):
+    async with run_server(handle) as (client, _):
         response = await post(client)
         await asyncio.sleep(0.3)
         assert sent < size // 2
@@ -178,29 +182,29 @@ async def test_plain_client_closes_after_an_early_response() -> None:
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
         await asyncio.sleep(0.2)
 
-    async with serving(handle) as (client, server):
+    async with run_server(handle) as (client, server):
         for _ in range(2):
             response = await post(client, bytes(64 << 20))
             assert (response.status, await response.read()) == (413, b"")
         assert server.connections == 2
 
 
-@pytest.mark.parametrize("began", [False, True])
-async def test_plain_client_closes_the_connection_of_a_cancelled_request(began: bool) -> None:
-    gone = asyncio.Event()
+@pytest.mark.parametrize("has_response", [False, True])
+async def test_plain_client_closes_the_connection_of_a_cancelled_request(has_response: bool) -> None:
+    disconnected = asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await handle_request(reader)
-        if began:
+        await read_request(reader)
+        if has_response:
             writer.write(OK[:-1])
         assert await reader.read() == b""
-        gone.set()
+        disconnected.set()
 
-    async with serving(handle) as (client, _):
+    async with run_server(handle) as (client, _):
         request_task = asyncio.create_task(post(client))
         await asyncio.sleep(0.1)
-        if began:
+        if has_response:
             (await request_task).close()
         else:
             request_task.cancel()
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(disconnected.wait(), 5)

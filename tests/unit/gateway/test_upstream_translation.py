@@ -1,4 +1,4 @@
-"""Agents whose dialect a provider does not speak: requests and answers are translated."""
+"""Requests and responses are translated for providers that do not support the agent's dialect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ AGENTS = ("chat", "responses", "messages")
 PROVIDERS = ("chat", "messages")
 PAIRS = [(agent, provider) for agent in AGENTS for provider in PROVIDERS if agent != provider]
 
-TOOL = Tool(name="weather", description="Tells it.", parameters={"properties": {"city": {"type": "string"}}})
+TOOL = Tool(
+    name="weather", description="Get the weather.", parameters={"properties": {"city": {"type": "string"}}}
+)
 CALLS = [
     ToolCall(id="functions.weather:0", name="weather", arguments=ARGUMENTS),
     ToolCall(id="call_2", name="weather", arguments='{"city": '),
@@ -37,7 +39,7 @@ CONVERSATION = (
     Message(role="tool", content="bad call", tool_call_id="call_2"),
     Message(role="user", content="And?"),
 )
-Make = Callable[..., HttpUpstream]
+CreateUpstream = Callable[..., HttpUpstream]
 
 
 @pytest.fixture
@@ -47,17 +49,17 @@ async def provider() -> AsyncGenerator[Provider]:
 
 
 @pytest.fixture
-async def upstream(provider: Provider) -> AsyncGenerator[Make]:
-    made: list[HttpUpstream] = []
+async def upstream(provider: Provider) -> AsyncGenerator[CreateUpstream]:
+    upstreams: list[HttpUpstream] = []
 
-    def make(dialect: str, **settings: Any) -> HttpUpstream:
+    def create(dialect: str, **settings: Any) -> HttpUpstream:
         base = provider.url + ("" if dialect == "messages" else "/v1")
-        made.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
-        return made[-1]
+        upstreams.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
+        return upstreams[-1]
 
-    yield make
-    for one in made:
-        await one.close()
+    yield create
+    for upstream in upstreams:
+        await upstream.close()
 
 
 def build_request(model: str = "plain", **more: Any) -> ModelRequest:
@@ -67,16 +69,16 @@ def build_request(model: str = "plain", **more: Any) -> ModelRequest:
 async def ask(
     upstream: HttpUpstream, dialect: str, request: ModelRequest, headers: dict[str, str] | None = None
 ) -> list[UpstreamChunk]:
-    answer = upstream.send(request, dialect, b"not for the provider", headers or {})
-    async with aclosing(answer.chunks):
-        return [piece async for piece in answer.chunks]
+    response = upstream.send(request, dialect, b"not for the provider", headers or {})
+    async with aclosing(response.chunks):
+        return [chunk async for chunk in response.chunks]
 
 
-def join_deltas(pieces: list[UpstreamChunk]) -> Message:
+def join_deltas(chunks: list[UpstreamChunk]) -> Message:
     """Return the sum of the deltas."""
     message = Message(role="assistant", content="")
     reasoning, calls = "", list[ToolCall]()
-    for index, delta in [delta for piece in pieces for delta in piece.deltas]:
+    for index, delta in [delta for chunk in chunks for delta in chunk.deltas]:
         assert index == 0
         message["content"] += delta.text
         reasoning += delta.reasoning
@@ -94,11 +96,11 @@ def join_deltas(pieces: list[UpstreamChunk]) -> Message:
 @pytest.mark.parametrize("model", ["plain", "tools"])
 @pytest.mark.parametrize(("agent", "dialect"), PAIRS)
 async def test_translation_of_a_response_yields_deltas_and_choices(
-    upstream: Make, agent: str, dialect: str, model: str
+    upstream: CreateUpstream, agent: str, dialect: str, model: str
 ) -> None:
-    (piece,) = await ask(upstream(dialect), agent, build_request(model))
-    assert (piece.raw, piece.deltas) == (b"", [])
-    (choice,) = piece.choices or ()
+    (chunk,) = await ask(upstream(dialect), agent, build_request(model))
+    assert (chunk.raw, chunk.deltas) == (b"", [])
+    (choice,) = chunk.choices or ()
     assert choice.message["content"] == ("" if model == "tools" else TEXT)
     assert (choice.finish_reason, choice.prompt_tokens, choice.sampled_tokens) == ("stop", 12, 7)
 
@@ -106,14 +108,14 @@ async def test_translation_of_a_response_yields_deltas_and_choices(
 @pytest.mark.parametrize("model", ["plain", "tools", "bytewise"])
 @pytest.mark.parametrize(("agent", "dialect"), PAIRS)
 async def test_translation_deltas_add_up_to_the_reply(
-    upstream: Make, agent: str, dialect: str, model: str
+    upstream: CreateUpstream, agent: str, dialect: str, model: str
 ) -> None:
-    pieces = await ask(upstream(dialect), agent, build_request(model, stream=True))
-    assert all(piece.raw == b"" for piece in pieces)
-    (choice,) = pieces[-1].choices or ()
-    assert join_deltas(pieces) == choice.message
+    chunks = await ask(upstream(dialect), agent, build_request(model, stream=True))
+    assert all(chunk.raw == b"" for chunk in chunks)
+    (choice,) = chunks[-1].choices or ()
+    assert join_deltas(chunks) == choice.message
     assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
-    deltas = [delta for piece in pieces for _, delta in piece.deltas]
+    deltas = [delta for chunk in chunks for _, delta in chunk.deltas]
     assert len(deltas) >= 4
     if model == "tools":
         arguments = "".join(delta.call.arguments for delta in deltas if delta.call)
@@ -121,7 +123,9 @@ async def test_translation_deltas_add_up_to_the_reply(
 
 
 @pytest.mark.parametrize("agent", ["responses", "messages"])
-async def test_translation_builds_a_chat_request(provider: Provider, upstream: Make, agent: str) -> None:
+async def test_translation_builds_a_chat_request(
+    provider: Provider, upstream: CreateUpstream, agent: str
+) -> None:
     settings = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ("\n\n",), "seed": 3}
     await ask(upstream("chat", model="m"), agent, build_request(stream=True, **settings))
     body = provider.last_request
@@ -140,7 +144,9 @@ async def test_translation_builds_a_chat_request(provider: Provider, upstream: M
 
 
 @pytest.mark.parametrize("agent", ["chat", "responses"])
-async def test_translation_builds_a_messages_request(provider: Provider, upstream: Make, agent: str) -> None:
+async def test_translation_builds_a_messages_request(
+    provider: Provider, upstream: CreateUpstream, agent: str
+) -> None:
     await ask(upstream("messages", model="m"), agent, build_request(temperature=0.5, stop=("x",)))
     body = provider.last_request
     TypeAdapter(MessageCreateParams).validate_python(body)
@@ -156,15 +162,15 @@ async def test_translation_builds_a_messages_request(provider: Provider, upstrea
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("seed", 1)])
-async def test_translation_rejects_what_anthropic_does_not_support(
-    upstream: Make, name: str, value: int
+async def test_translation_rejects_fields_that_anthropic_does_not_support(
+    upstream: CreateUpstream, name: str, value: int
 ) -> None:
     with pytest.raises(ApiError, match=f"has no '{name}'") as caught:
         await ask(upstream("messages"), "chat", build_request(**{name: value}))
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-async def test_translation_rejects_unsupported_requests(upstream: Make) -> None:
+async def test_translation_rejects_unsupported_requests(upstream: CreateUpstream) -> None:
     with pytest.raises(ApiError, match="images"):
         await ask(upstream("chat"), "messages", build_request(unsupported_error=bad_request("No images.")))
 
@@ -173,14 +179,14 @@ async def test_translation_rejects_unsupported_requests(upstream: Make) -> None:
     ("dialect", "agent"), [("responses", "chat"), ("completions", "chat"), ("chat", "completions")]
 )
 async def test_translation_rejects_dialects_without_translation(
-    upstream: Make, dialect: str, agent: str
+    upstream: CreateUpstream, dialect: str, agent: str
 ) -> None:
     with pytest.raises(ApiError, match=f"does not support '{agent}'; it supports: {dialect}"):
         await ask(upstream(dialect), agent, build_request())
 
 
 async def test_translation_moves_the_agents_key_to_the_providers_header(
-    provider: Provider, upstream: Make
+    provider: Provider, upstream: CreateUpstream
 ) -> None:
     headers = {"x-api-key": "k", "anthropic-version": "2023-06-01", "anthropic-beta": "b"}
     await ask(upstream("chat"), "messages", build_request(), headers)
@@ -195,17 +201,17 @@ async def test_translation_moves_the_agents_key_to_the_providers_header(
     assert not {"authorization", "openai-project"} & set(sent)
 
 
-async def test_translation_of_an_error_drops_the_raw_body(upstream: Make) -> None:
+async def test_translation_of_an_error_drops_the_raw_body(upstream: CreateUpstream) -> None:
     with pytest.raises(UpstreamError, match=r"Slow down\.") as caught:
         await ask(upstream("chat"), "messages", build_request("limited"))
     assert (caught.value.status, caught.value.retry_after, caught.value.raw) == (429, 7, b"")
 
 
-async def test_translation_keeps_token_ids(upstream: Make) -> None:
+async def test_translation_keeps_token_ids(upstream: CreateUpstream) -> None:
     for stream in (False, True):
-        pieces = await ask(
+        chunks = await ask(
             upstream("chat", token_ids=True), "messages", build_request("exact", stream=stream)
         )
-        (choice,) = pieces[-1].choices or ()
+        (choice,) = chunks[-1].choices or ()
         assert choice.sampled_ids is not None
         assert choice.sampled_ids.tolist() == [7, 8, 2]

@@ -14,7 +14,7 @@ from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.record.base import Renderer
 from instar.types import Call
-from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -42,7 +42,12 @@ def build_request(dialect: str, *texts: str, **fields: Any) -> dict[str, Any]:
 
 
 async def post(
-    gateway: Served, body: Any, dialect: str = "chat", key: str = ADMIN, prefix: str = "", **headers: str
+    gateway: RunningGateway,
+    body: Any,
+    dialect: str = "chat",
+    key: str = ADMIN,
+    prefix: str = "",
+    **headers: str,
 ) -> httpx.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await gateway.http.post(
@@ -50,24 +55,24 @@ async def post(
     )
 
 
-def get_session_id(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return answer.headers["x-instar-session"]
+def get_session_id(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.headers["x-instar-session"]
 
 
-async def list_all_calls(gateway: Served) -> list[Call]:
+async def list_all_calls(gateway: RunningGateway) -> list[Call]:
     """Return the calls of every session, in the order in which the sessions were opened."""
     rows = await gateway.store.sessions("run")
     by_session = [await gateway.store.calls(row.session.session_id) for row in rows]
     return [call for calls in by_session for call in calls]
 
 
-async def count_in_flight(gateway: Served) -> int:
-    answer = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
-    return answer.json()["in_flight"]
+async def count_in_flight(gateway: RunningGateway) -> int:
+    response = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
+    return response.json()["in_flight"]
 
 
-async def wait_for_in_flight(gateway: Served, count: int, seconds: float = 10) -> None:
+async def wait_for_in_flight(gateway: RunningGateway, count: int, seconds: float = 10) -> None:
     """Wait until ``count`` model calls are in flight."""
     async with asyncio.timeout(seconds):
         while await count_in_flight(gateway) != count:  # noqa: ASYNC110 — the gateway sends no event
@@ -83,7 +88,7 @@ async def run_scripted_gateway(
     config: GatewayConfig | None = None,
     hash_key: bytes = b"key",
     delay: float = 0.0,
-) -> AsyncGenerator[Served]:
+) -> AsyncGenerator[RunningGateway]:
     """Yield a gateway on a new store, or on an existing store as after a restart."""
     script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
     engine = ScriptedEngine(model, script)

@@ -46,26 +46,26 @@ def test_encode_correction_can_be_continued_like_a_sampled_reply(
     ids = encode_correction(renderer, call, text).tolist()
     assert ids[-1] in renderer.stop_token_ids
     assert renderer.parse(ids)["content"].strip() == text.strip()
-    more = Message(role="user", content="And then?")
-    extended = renderer.extend(call.prompt_ids.tolist(), ids, [more])
-    assert extended == renderer.render([QUESTION, Message(role="assistant", content=text), more])
+    question = Message(role="user", content="And then?")
+    extended = renderer.extend(call.prompt_ids.tolist(), ids, [question])
+    assert extended == renderer.render([QUESTION, Message(role="assistant", content=text), question])
 
 
 def test_encode_correction_ends_with_the_sampled_stop_token(tiny: TemplateRenderer) -> None:
-    for end in tiny.stop_token_ids:
-        assert encode_correction(tiny, make_call(tiny, [5, end]), "7440").tolist()[-1] == end
+    for stop_token in tiny.stop_token_ids:
+        assert encode_correction(tiny, make_call(tiny, [5, stop_token]), "7440").tolist()[-1] == stop_token
 
 
 def test_encode_correction_closes_opened_reasoning(load: Load) -> None:
-    opens = CHATML.replace(
+    template = CHATML.replace(
         "<|im_start|>assistant\n' }}{% endif", "<|im_start|>assistant\n<think>\n' }}{% endif"
     )
-    assert opens != CHATML, "the template of the tiny model has changed"
-    thinks = load(template=opens)
-    call = make_call(thinks, [])
-    ids = encode_correction(thinks, make_call(thinks, [5, thinks.stop_token_ids[0]]), "7440").tolist()
-    said = thinks.parse(ids, prompt_ids=call.prompt_ids.tolist())
-    assert said["content"].strip() == "7440", "the answer, and not a thought"
+    assert template != CHATML, "the template of the tiny model has changed"
+    renderer = load(template=template)
+    call = make_call(renderer, [])
+    ids = encode_correction(renderer, make_call(renderer, [5, renderer.stop_token_ids[0]]), "7440").tolist()
+    reply = renderer.parse(ids, prompt_ids=call.prompt_ids.tolist())
+    assert reply["content"].strip() == "7440", "the correction is the content and not the reasoning"
 
 
 @pytest.mark.parametrize("text", TEXTS)

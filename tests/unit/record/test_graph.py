@@ -13,7 +13,7 @@ from instar.record.render import TemplateRenderer
 from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Link, Message, Tool, ToolCall, new_id
 from tests.unit.record.conftest import Load
-from tests.unit.record.talk import CALC, echo, follow_up, reply_text, words
+from tests.unit.record.conversations import CALC, echo_reply, make_follow_up, make_reply_text, make_words
 from tests.unit.record.test_render import COUNTING
 
 HASHER = MessageHasher(b"key")
@@ -23,8 +23,8 @@ def user(text: str) -> Message:
     return Message(role="user", content=text)
 
 
-class Talk:
-    """A graph with what was recorded in it, as the gateway would drive it."""
+class RecordedSession:
+    """A graph and the calls recorded in it, used as the gateway does."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -39,16 +39,16 @@ class Talk:
     def chain(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> HashChain:
         return self.graph.match_replies(HASHER.hash_messages(messages, tools), messages)
 
-    def say(
+    def add_call(
         self,
         messages: Sequence[Message],
         sampled: list[int],
         tools: Sequence[Tool] = (),
         status: CallStatus = CallStatus.OK,
     ) -> Call:
-        place, chain = self.place(messages, tools), self.chain(messages, tools)
+        placement, chain = self.place(messages, tools), self.chain(messages, tools)
         reply = self.renderer.parse(sampled, tools)
-        whole = chain.extend([HASHER.hash_message(reply)])
+        reply_chain = chain.extend([HASHER.hash_message(reply)])
         call = Call(
             call_id=new_id("call"),
             session_id="s",
@@ -56,7 +56,7 @@ class Talk:
             agent_id="a",
             policy_id="p",
             request_id=new_id("req"),
-            prompt_ids=place.prompt_ids,
+            prompt_ids=placement.prompt_ids,
             sampled_ids=np.asarray(sampled, np.int32),
             logprobs=np.zeros(len(sampled), np.float32),
             versions=np.zeros(len(sampled), np.int32),
@@ -64,21 +64,21 @@ class Talk:
             reply=reply,
             finish_reason="stop",
             tools=tuple(tools),
-            parent_id=place.parent_id,
-            link=place.link,
-            base_id=place.base_id,
-            base_tokens=place.base_tokens,
-            base_messages=place.base_messages,
+            parent_id=placement.parent_id,
+            link=placement.link,
+            base_id=placement.base_id,
+            base_tokens=placement.base_tokens,
+            base_messages=placement.base_messages,
             status=status,
-            digests=whole.pack(place.base_messages),
+            digests=reply_chain.pack(placement.base_messages),
         )
         self.check_base(call)
-        self.graph.add(call, place, whole)
+        self.graph.add(call, placement, reply_chain)
         self.calls.append(call)
         return call
 
     def check_base(self, call: Call) -> None:
-        """What is left to the base is there, token by token and byte by byte."""
+        """Check that the tokens and messages that are left to the base are those of the base."""
         if call.base_id is None:
             assert (call.base_tokens, call.base_messages) == (0, 0)
             return
@@ -94,93 +94,97 @@ class Talk:
 def test_random_sessions_extend_exactly(tiny: TemplateRenderer) -> None:
     rng = random.Random(3)
     for _ in range(60):
-        talk = Talk(tiny)
-        messages = [user(words(rng))]
+        session = RecordedSession(tiny)
+        messages = [user(make_words(rng))]
         tools = [CALC] if rng.random() < 0.8 else []
         parent: Call | None = None
         for _ in range(rng.randint(2, 6)):
-            call = talk.say(messages, talk.ids(reply_text(rng)), tools)
+            call = session.add_call(messages, session.ids(make_reply_text(rng)), tools)
             assert call.link is (Link.EXTENDS if parent else Link.ROOT)
             if parent:
                 assert call.parent_id == parent.call_id
                 assert np.array_equal(call.prompt_ids[: len(parent.sequence)], parent.sequence)
                 assert call.base_messages >= len(parent.messages)
             parent = call
-            messages = [*messages, echo(rng, call.reply), *follow_up(rng, call.reply)]
+            messages = [*messages, echo_reply(rng, call.reply), *make_follow_up(rng, call.reply)]
 
 
 def test_rewritten_history_is_a_branch_that_shares_its_prefix(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
+    session = RecordedSession(tiny)
     system = Message(role="system", content="You are careful, and this is long enough to share.")
-    first = talk.say([system, user("one")], talk.ids("two"))
-    second = talk.say([system, user("one"), first.reply, user("three")], talk.ids("four"))
+    first = session.add_call([system, user("one")], session.ids("two"))
+    second = session.add_call([system, user("one"), first.reply, user("three")], session.ids("four"))
     rewritten = [system, user("one"), Message(role="assistant", content="summary"), user("five")]
-    branch = talk.say(rewritten, talk.ids("six"))
+    branch = session.add_call(rewritten, session.ids("six"))
     assert branch.link is Link.BRANCH
     assert branch.parent_id is None
     assert branch.base_messages == 2
     assert branch.base_tokens >= len(tiny.render([system])) - 4
-    again = talk.say([*rewritten, branch.reply, user("seven")], talk.ids("eight"))
-    assert (again.link, again.parent_id) == (Link.EXTENDS, branch.call_id)
-    old = talk.say([*second.messages, second.reply, user("nine")], talk.ids("ten"))
-    assert (old.link, old.parent_id) == (Link.EXTENDS, second.call_id)
+    continued = session.add_call([*rewritten, branch.reply, user("seven")], session.ids("eight"))
+    assert (continued.link, continued.parent_id) == (Link.EXTENDS, branch.call_id)
+    old_branch = session.add_call([*second.messages, second.reply, user("nine")], session.ids("ten"))
+    assert (old_branch.link, old_branch.parent_id) == (Link.EXTENDS, second.call_id)
 
 
 def test_user_text_is_compared_exactly(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
-    first = talk.say([user("one")], talk.ids("two"))
-    assert talk.place([user("one "), first.reply, user("x")]).link is Link.BRANCH
+    session = RecordedSession(tiny)
+    first = session.add_call([user("one")], session.ids("two"))
+    assert session.place([user("one "), first.reply, user("x")]).link is Link.BRANCH
 
 
 def test_repeated_messages_are_a_sibling(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
-    root = talk.say([user("one")], talk.ids("two"))
-    child = talk.say([user("one"), root.reply, user("x")], talk.ids("three"))
-    again = talk.say([user("one"), root.reply, user("x")], talk.ids("four"))
-    assert (again.link, again.parent_id, again.base_id) == (Link.SIBLING, root.call_id, child.call_id)
-    assert np.array_equal(again.prompt_ids, child.prompt_ids)
-    assert talk.graph.find_recorded(talk.place([user("one")]).key) == [root.call_id]
+    session = RecordedSession(tiny)
+    root = session.add_call([user("one")], session.ids("two"))
+    child = session.add_call([user("one"), root.reply, user("x")], session.ids("three"))
+    repeated = session.add_call([user("one"), root.reply, user("x")], session.ids("four"))
+    assert (repeated.link, repeated.parent_id, repeated.base_id) == (
+        Link.SIBLING,
+        root.call_id,
+        child.call_id,
+    )
+    assert np.array_equal(repeated.prompt_ids, child.prompt_ids)
+    assert session.graph.find_recorded(session.place([user("one")]).key) == [root.call_id]
 
 
 def test_identical_requests_in_flight_are_siblings(tiny: TemplateRenderer) -> None:
     graph, chain = MessageGraph(HASHER), HASHER.hash_messages([user("one")])
-    one = graph.place(chain, [user("one")], (), tiny)
-    two = graph.place(chain, [user("one")], (), tiny)
-    assert (one.link, two.link) == (Link.ROOT, Link.SIBLING)
-    graph.release(one)
-    graph.release(two)
+    first = graph.place(chain, [user("one")], (), tiny)
+    second = graph.place(chain, [user("one")], (), tiny)
+    assert (first.link, second.link) == (Link.ROOT, Link.SIBLING)
+    graph.release(first)
+    graph.release(second)
     assert graph.place(chain, [user("one")], (), tiny).link is Link.ROOT
 
 
 def test_parent_has_the_same_call_ids_or_is_the_newest(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
+    session = RecordedSession(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
-    old = talk.say([user("one")], talk.ids(text), [CALC])
-    new = talk.say([user("one")], talk.ids(text), [CALC])
+    old = session.add_call([user("one")], session.ids(text), [CALC])
+    new = session.add_call([user("one")], session.ids(text), [CALC])
     result = Message(role="tool", content="1")
-    assert talk.place([user("one"), old.reply, result], [CALC]).parent_id == old.call_id
-    anonymous = Message(role="assistant", content="", tool_calls=[_renamed(new)])
-    assert talk.place([user("one"), anonymous, result], [CALC]).parent_id == new.call_id
+    assert session.place([user("one"), old.reply, result], [CALC]).parent_id == old.call_id
+    anonymous = Message(role="assistant", content="", tool_calls=[_rename_call(new)])
+    assert session.place([user("one"), anonymous, result], [CALC]).parent_id == new.call_id
 
 
-def _renamed(call: Call) -> ToolCall:
-    (made,) = call.reply.get("tool_calls", ())
-    return ToolCall(id="x", name=made["name"], arguments='{ "expression" : "1" }')
+def _rename_call(call: Call) -> ToolCall:
+    (tool_call,) = call.reply.get("tool_calls", ())
+    return ToolCall(id="x", name=tool_call["name"], arguments='{ "expression" : "1" }')
 
 
 def test_changed_tools_branch(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
-    first = talk.say([user("one")], talk.ids("two"), [CALC])
-    assert talk.place([user("one"), first.reply, user("x")], []).link is Link.BRANCH
+    session = RecordedSession(tiny)
+    first = session.add_call([user("one")], session.ids("two"), [CALC])
+    assert session.place([user("one"), first.reply, user("x")], []).link is Link.BRANCH
 
 
 def test_template_that_cannot_be_bridged_branches(load: Load) -> None:
-    talk = Talk(load(COUNTING))
-    first = talk.say([user("one")], talk.ids("two"))
-    assert talk.say([user("one"), first.reply, user("x")], talk.ids("y")).link is Link.BRANCH
+    session = RecordedSession(load(COUNTING))
+    first = session.add_call([user("one")], session.ids("two"))
+    assert session.add_call([user("one"), first.reply, user("x")], session.ids("y")).link is Link.BRANCH
 
 
-def part(call: Call, *, digests: bool = True) -> CallDelta:
+def to_delta(call: Call, *, digests: bool = True) -> CallDelta:
     """Return the call as the store returns it."""
     return CallDelta(
         call_id=call.call_id,
@@ -207,79 +211,79 @@ def part(call: Call, *, digests: bool = True) -> CallDelta:
 @pytest.mark.parametrize("digests", [True, False])
 def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, digests: bool) -> None:
     rng = random.Random(4)
-    talk = Talk(tiny)
+    session = RecordedSession(tiny)
     messages = [user("go")]
     for _ in range(8):
-        call = talk.say(messages, talk.ids(reply_text(rng)), [CALC])
-        messages = [*messages, echo(rng, call.reply), *follow_up(rng, call.reply)]
+        call = session.add_call(messages, session.ids(make_reply_text(rng)), [CALC])
+        messages = [*messages, echo_reply(rng, call.reply), *make_follow_up(rng, call.reply)]
         if rng.random() < 0.3:
-            talk.say([user("elsewhere"), user(words(rng))], talk.ids("fine"), [CALC])
-    rebuilt = MessageGraph(HASHER, [part(call, digests=digests) for call in talk.calls])
-    one = talk.place(messages, [CALC])
-    two = rebuilt.place(talk.chain(messages, [CALC]), messages, [CALC], tiny)
-    assert one.link is Link.EXTENDS
-    assert np.array_equal(one.prompt_ids, two.prompt_ids)
-    assert (one.parent_id, one.base_tokens, one.base_messages) == (
-        two.parent_id,
-        two.base_tokens,
-        two.base_messages,
+            session.add_call([user("elsewhere"), user(make_words(rng))], session.ids("fine"), [CALC])
+    rebuilt = MessageGraph(HASHER, [to_delta(call, digests=digests) for call in session.calls])
+    expected = session.place(messages, [CALC])
+    actual = rebuilt.place(session.chain(messages, [CALC]), messages, [CALC], tiny)
+    assert expected.link is Link.EXTENDS
+    assert np.array_equal(expected.prompt_ids, actual.prompt_ids)
+    assert (expected.parent_id, expected.base_tokens, expected.base_messages) == (
+        actual.parent_id,
+        actual.base_tokens,
+        actual.base_messages,
     )
-    assert rebuilt.finished_requests == talk.graph.finished_requests == len(talk.calls)
+    assert rebuilt.finished_requests == session.graph.finished_requests == len(session.calls)
 
 
 def test_reply_with_added_defaults_is_matched_by_call_ids(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
+    session = RecordedSession(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
-    first = talk.say([user("one")], talk.ids(text), [CALC])
+    first = session.add_call([user("one")], session.ids(text), [CALC])
     result = Message(role="tool", content="1")
-    filled = _changed(first, '{"exact": false, "expression": "1"}')
-    second = talk.say([user("one"), filled, result], talk.ids("two"), [CALC])
+    filled = _change_arguments(first, '{"exact": false, "expression": "1"}')
+    second = session.add_call([user("one"), filled, result], session.ids("two"), [CALC])
     assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
-    third = talk.place([user("one"), filled, result, second.reply, user("x")], [CALC])
+    third = session.place([user("one"), filled, result, second.reply, user("x")], [CALC])
     assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
-    rebuilt = MessageGraph(HASHER, map(part, talk.calls))
-    again = [user("one"), filled, result, second.reply, user("x")]
-    chain = rebuilt.match_replies(HASHER.hash_messages(again, [CALC]), again)
-    assert rebuilt.place(chain, again, [CALC], tiny).parent_id == second.call_id
+    rebuilt = MessageGraph(HASHER, map(to_delta, session.calls))
+    request = [user("one"), filled, result, second.reply, user("x")]
+    chain = rebuilt.match_replies(HASHER.hash_messages(request, [CALC]), request)
+    assert rebuilt.place(chain, request, [CALC], tiny).parent_id == second.call_id
 
 
 def test_reply_with_a_changed_argument_is_a_branch(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
+    session = RecordedSession(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
-    first = talk.say([user("one")], talk.ids(text), [CALC])
-    edited = _changed(first, '{"expression": "2"}')
+    first = session.add_call([user("one")], session.ids(text), [CALC])
+    edited = _change_arguments(first, '{"expression": "2"}')
     result = Message(role="tool", content="1")
-    assert talk.place([user("one"), edited, result], [CALC]).link is Link.BRANCH
+    assert session.place([user("one"), edited, result], [CALC]).link is Link.BRANCH
 
 
-def _changed(call: Call, arguments: str) -> Message:
-    (made,) = call.reply.get("tool_calls", ())
-    plain = made["id"].replace("-", "")
+def _change_arguments(call: Call, arguments: str) -> Message:
+    (tool_call,) = call.reply.get("tool_calls", ())
+    call_id = tool_call["id"].replace("-", "")
     return Message(
         role="assistant",
         content=call.reply["content"],
-        tool_calls=[ToolCall(id=plain, name=made["name"], arguments=arguments)],
+        tool_calls=[ToolCall(id=call_id, name=tool_call["name"], arguments=arguments)],
     )
 
 
 def test_prompts_without_messages_continue_by_text_and_by_tokens(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
-    graph = talk.graph
+    session = RecordedSession(tiny)
+    graph = session.graph
     first = graph.place_prompt("Once upon", tiny)
     graph.release(first)
-    call = _prompted(talk, first, "Once upon", " a time")
+    call = _add_prompt_call(session, first, "Once upon", " a time")
     by_text = graph.place_prompt("Once upon a time there", tiny)
     assert (by_text.link, by_text.parent_id) == (Link.EXTENDS, call.call_id)
     assert by_text.prompt_ids.tolist() == [*call.sequence.tolist(), *tiny.encode(" there")]
     by_ids = graph.place_prompt([*call.sequence.tolist(), 5], tiny)
     assert (by_ids.link, by_ids.parent_id) == (Link.EXTENDS, call.call_id)
-    rebuilt = MessageGraph(HASHER, [part(call)])
+    rebuilt = MessageGraph(HASHER, [to_delta(call)])
     assert rebuilt.place_prompt("Once upon a time there", tiny).parent_id == call.call_id
     assert rebuilt.place_prompt("Once upon", tiny).link is Link.SIBLING
 
 
-def _prompted(talk: Talk, place: Placement, prompt: str, reply: str) -> Call:
-    sampled = np.asarray(talk.renderer.encode(reply), np.int32)
+def _add_prompt_call(session: RecordedSession, placement: Placement, prompt: str, reply: str) -> Call:
+    sampled = np.asarray(session.renderer.encode(reply), np.int32)
     call = Call(
         call_id=new_id("call"),
         session_id="s",
@@ -287,7 +291,7 @@ def _prompted(talk: Talk, place: Placement, prompt: str, reply: str) -> Call:
         agent_id="a",
         policy_id="p",
         request_id=new_id("req"),
-        prompt_ids=place.prompt_ids,
+        prompt_ids=placement.prompt_ids,
         sampled_ids=sampled,
         logprobs=np.zeros(len(sampled), np.float32),
         versions=np.zeros(len(sampled), np.int32),
@@ -296,23 +300,23 @@ def _prompted(talk: Talk, place: Placement, prompt: str, reply: str) -> Call:
         finish_reason="stop",
         digests=HASHER.pack_prompt(prompt, reply),
     )
-    talk.graph.add(call, place, None)
+    session.graph.add(call, placement, None)
     return call
 
 
 def test_aborted_calls_do_not_count_as_finished(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
-    talk.say([user("one")], talk.ids("tw"), status=CallStatus.ABORTED)
-    assert talk.graph.finished_requests == 0
-    assert talk.graph.find_recorded(talk.place([user("one")]).key) == []
+    session = RecordedSession(tiny)
+    session.add_call([user("one")], session.ids("tw"), status=CallStatus.ABORTED)
+    assert session.graph.finished_requests == 0
+    assert session.graph.find_recorded(session.place([user("one")]).key) == []
 
 
 def test_memory_is_linear_in_turns(tiny: TemplateRenderer) -> None:
-    talk = Talk(tiny)
+    session = RecordedSession(tiny)
     messages = [user("go")]
     for _ in range(60):
-        call = talk.say(messages, talk.ids("some words to say"))
+        call = session.add_call(messages, session.ids("some words to say"))
         messages = [*messages, call.reply, user("and then some more")]
-    nodes = talk.graph._nodes.values()
-    assert sum(len(node.prompt) + len(node.sampled) for node in nodes) == len(talk.calls[-1].sequence)
+    nodes = session.graph._nodes.values()
+    assert sum(len(node.prompt) + len(node.sampled) for node in nodes) == len(session.calls[-1].sequence)
     assert sum(len(node.exact) for node in nodes) == len(messages) - 1

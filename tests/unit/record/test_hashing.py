@@ -27,7 +27,7 @@ def user(text: str, **more: Any) -> Message:
 
 
 def reply(text: str = "", *arguments: str, ids: str = "c", **more: Any) -> Message:
-    calls = [ToolCall(id=f"{ids}{i}", name="f", arguments=given) for i, given in enumerate(arguments)]
+    calls = [ToolCall(id=f"{ids}{i}", name="f", arguments=value) for i, value in enumerate(arguments)]
     return Message(
         **{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}), **more}
     )
@@ -113,25 +113,25 @@ def random_message(rng: random.Random) -> Message:
 
 def test_hash_chain_links_are_equal_only_for_equal_prefixes() -> None:
     rng = random.Random(1)
-    seen: dict[bytes, str] = {}
+    prefixes: dict[bytes, str] = {}
     for _ in range(300):
         messages = [random_message(rng) for _ in range(rng.randint(1, 6))]
         chain = HASHER.hash_messages(messages, [TOOL] if rng.random() < 0.5 else [])
         assert len(chain) == len(messages)
         for count, link in enumerate(chain.exact):
             prefix = json.dumps(messages[:count])
-            assert seen.setdefault(link, prefix) == prefix
-    assert len(set(seen.values())) == len(seen)
+            assert prefixes.setdefault(link, prefix) == prefix
+    assert len(set(prefixes.values())) == len(prefixes)
 
 
 def test_hash_chain_prefix_can_be_extended() -> None:
     rng = random.Random(2)
     for _ in range(100):
         messages = [random_message(rng) for _ in range(8)]
-        whole, cut = HASHER.hash_messages(messages, [TOOL]), rng.randint(0, 8)
-        again = whole.prefix(cut).extend(map(HASHER.hash_message, messages[cut:]))
-        assert again == whole
-        assert whole.with_tools(HASHER.hash_tools([])) == HASHER.hash_messages(messages)
+        expected, cut = HASHER.hash_messages(messages, [TOOL]), rng.randint(0, 8)
+        extended = expected.prefix(cut).extend(map(HASHER.hash_message, messages[cut:]))
+        assert extended == expected
+        assert expected.with_tools(HASHER.hash_tools([])) == HASHER.hash_messages(messages)
 
 
 def test_hash_chain_key_covers_messages_and_tools() -> None:
@@ -143,12 +143,12 @@ def test_hash_chain_key_covers_messages_and_tools() -> None:
 
 def test_hash_chain_pack_can_be_unpacked() -> None:
     messages = [user("a"), reply("b"), user("c"), reply("d")]
-    whole: HashChain = HASHER.hash_messages(messages, [TOOL])
+    chain: HashChain = HASHER.hash_messages(messages, [TOOL])
     for since in range(5):
-        packed = whole.pack(since)
+        packed = chain.pack(since)
         assert not is_prompt_digest(packed)
         tools, digests = unpack_digests(packed)
-        assert whole.prefix(since).with_tools(tools).extend(digests) == whole
+        assert chain.prefix(since).with_tools(tools).extend(digests) == chain
     packed = HASHER.pack_prompt("once", " upon")
     assert is_prompt_digest(packed)
     assert unpack_prompt_digest(packed) == (HASHER.hash_text("once"), (9, HASHER.hash_text("once upon")))

@@ -124,15 +124,15 @@ def test_redactor_searches_tools() -> None:
 
     clean = (tool(),)
     assert REDACTOR.redact_tools(clean) is clean
-    for hiding in (
+    for tool_with_secret in (
         tool(description=f"use {KEY}"),
         tool(parameters={"properties": {"k": {"default": KEY}}}),
         tool(parameters={"properties": {KEY: {}}}),
         tool(parameters={"enum": [1, None, [KEY]]}),
     ):
-        found = REDACTOR.redact_tools((tool(), hiding))
-        assert KEY not in json.dumps(found)
-        assert found[0] == tool()
+        redacted = REDACTOR.redact_tools((tool(), tool_with_secret))
+        assert KEY not in json.dumps(redacted)
+        assert redacted[0] == tool()
 
 
 def test_redactor_applies_configured_patterns() -> None:

@@ -10,7 +10,7 @@ from instar.record.render import TemplateRenderer
 from instar.types import Message
 from tests.tiny import CHATML
 from tests.unit.record.conftest import Load
-from tests.unit.record.talk import CALC, follow_up, reply_text, words
+from tests.unit.record.conversations import CALC, make_follow_up, make_reply_text, make_words
 
 QUESTION = Message(role="user", content="What is 24 * 310?")
 
@@ -35,29 +35,29 @@ ALTERNATING = (
 def test_bridge_is_exact_over_random_sessions(renderer: TemplateRenderer) -> None:
     rng = random.Random(1)
     for _ in range(40):
-        messages = [Message(role="system", content=words(rng))] if rng.random() < 0.5 else []
-        messages.append(Message(role="user", content=words(rng)))
+        messages = [Message(role="system", content=make_words(rng))] if rng.random() < 0.5 else []
+        messages.append(Message(role="user", content=make_words(rng)))
         tools = [CALC] if rng.random() < 0.8 else []
         prompt = renderer.render(messages, tools)
         canonical = True
         for _ in range(rng.randint(1, 4)):
-            text = reply_text(rng)
+            text = make_reply_text(rng)
             sampled = renderer.encode(text)
             ended = rng.random() < 0.7
             if ended:
                 sampled.append(renderer.stop_token_ids[0])
             reply = renderer.parse(sampled, tools)
-            new = follow_up(rng, reply)
+            new = make_follow_up(rng, reply)
             extended = renderer.extend(prompt, sampled, new, tools)
             assert extended is not None
             assert extended[: len(prompt) + len(sampled)] == [*prompt, *sampled]
             messages += [Message(role="assistant", content=text), *new]
-            whole = renderer.render(messages, tools)
-            assert renderer._decode(extended) == renderer._decode(whole)
+            expected = renderer.render(messages, tools)
+            assert renderer._decode(extended) == renderer._decode(expected)
             # White space at the start of a sampled reply is a separate token, but the encoded text merges it.
             canonical = canonical and not text[:1].isspace()
             if canonical:
-                assert extended == whole
+                assert extended == expected
             prompt = extended
 
 
@@ -89,7 +89,7 @@ def test_template_with_tools_is_used(load: Load) -> None:
     sampled.append(renderer.stop_token_ids[0])
     prompt = renderer.render([QUESTION], [CALC])
     reply = renderer.parse(sampled, [CALC])
-    new = follow_up(random.Random(0), reply)
+    new = make_follow_up(random.Random(0), reply)
     extended = renderer.extend(prompt, sampled, new, [CALC])
     assert extended is not None
     rendered = renderer.render([QUESTION, reply, *new], [CALC])

@@ -9,12 +9,12 @@ from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
 from instar.record.render import TemplateRenderer
 from instar.record.tool_calls import JsonObjectTracker, format_call, parse_call
 from instar.types import Message, ToolCall
-from tests.unit.record.talk import CALC, call_text, calls_of, reply_text, words
+from tests.unit.record.conversations import CALC, collect_calls, make_call_text, make_reply_text, make_words
 
 CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
 
 
-def ids_of(renderer: TemplateRenderer, text: str) -> list[int]:
+def encode(renderer: TemplateRenderer, text: str) -> list[int]:
     return renderer.encode(text)
 
 
@@ -27,7 +27,7 @@ def feed_in_chunks(parser: StreamParser, ids: list[int], sizes: list[int]) -> li
     return [*deltas, *parser.feed(ids[at:]), *parser.finish()]
 
 
-def without_ids(message: Message) -> object:
+def drop_ids(message: Message) -> object:
     calls = [(call["name"], call["arguments"]) for call in message.get("tool_calls", ())]
     return message["content"], message.get("reasoning"), calls
 
@@ -37,23 +37,23 @@ def test_stream_yields_the_same_reply_for_any_chunking(renderer: TemplateRendere
     vocabulary = len(renderer._tokenizer)
     for turn in range(200):
         if turn % 3:
-            ids = ids_of(renderer, rng.choice(["", "<think>", " <think>hm</think>\n"]) + reply_text(rng))
+            ids = encode(renderer, rng.choice(["", "<think>", " <think>hm</think>\n"]) + make_reply_text(rng))
         else:
             ids = [rng.randrange(vocabulary) for _ in range(rng.randint(0, 80))]
         stop = rng.choice([(), ("stop",), ("\n\n", "wor")])
-        whole = renderer.parse(ids, [CALC], stop)
+        expected = renderer.parse(ids, [CALC], stop)
         parser = renderer.stream([CALC], stop)
         deltas = feed_in_chunks(parser, ids, [rng.choice([1, 1, 1, 2, 5]) for _ in range(len(ids))])
-        assert without_ids(parser.message) == without_ids(whole)
-        assert "".join(delta.text for delta in deltas) == whole["content"]
-        assert "".join(delta.reasoning for delta in deltas) == whole.get("reasoning", "")
-        assert calls_of(deltas) == parser.message.get("tool_calls", [])
+        assert drop_ids(parser.message) == drop_ids(expected)
+        assert "".join(delta.text for delta in deltas) == expected["content"]
+        assert "".join(delta.reasoning for delta in deltas) == expected.get("reasoning", "")
+        assert collect_calls(deltas) == parser.message.get("tool_calls", [])
 
 
 def test_stream_never_splits_characters(tiny: TemplateRenderer) -> None:
     text = "naïve 日本語 😀👩‍👩‍👧 end"
     parser = tiny.stream()
-    ids = ids_of(tiny, text)
+    ids = encode(tiny, text)
     deltas = feed_in_chunks(parser, ids, [1] * len(ids))
     assert len(ids) > len(text), "the tiny tokenizer has single bytes"
     assert len(deltas) > 10, "the reply is streamed"
@@ -62,19 +62,19 @@ def test_stream_never_splits_characters(tiny: TemplateRenderer) -> None:
 
 
 def test_stream_emits_invalid_bytes_without_delay(tiny: TemplateRenderer) -> None:
-    lone = ids_of(tiny, "é")[-1:]
+    lone = encode(tiny, "é")[-1:]
     parser = tiny.stream()
     assert sum(len(delta.text) for delta in parser.feed(lone * 50)) >= 45
 
 
 def test_stream_parses_calls_and_surrounding_text(tiny: TemplateRenderer) -> None:
-    reply = tiny.parse(ids_of(tiny, f"Let me.\n{CALL}\n{CALL}\n"), [CALC])
+    reply = tiny.parse(encode(tiny, f"Let me.\n{CALL}\n{CALL}\n"), [CALC])
     assert reply["content"] == "Let me."
     assert [call["arguments"] for call in reply.get("tool_calls", ())] == ['{"expression": "24 * 310"}'] * 2
 
 
 def test_stream_without_tools_treats_a_call_as_text(tiny: TemplateRenderer) -> None:
-    assert tiny.parse(ids_of(tiny, CALL)) == {"role": "assistant", "content": CALL}
+    assert tiny.parse(encode(tiny, CALL)) == {"role": "assistant", "content": CALL}
 
 
 @pytest.mark.parametrize(
@@ -92,26 +92,26 @@ def test_stream_without_tools_treats_a_call_as_text(tiny: TemplateRenderer) -> N
     ],
 )
 def test_stream_treats_malformed_calls_as_text(tiny: TemplateRenderer, text: str) -> None:
-    assert tiny.parse(ids_of(tiny, text), [CALC]) == {"role": "assistant", "content": text}
+    assert tiny.parse(encode(tiny, text), [CALC]) == {"role": "assistant", "content": text}
 
 
 def test_stream_parses_a_valid_call_after_a_broken_one(tiny: TemplateRenderer) -> None:
-    reply = tiny.parse(ids_of(tiny, f"<tool_call>oops {CALL}"), [CALC])
+    reply = tiny.parse(encode(tiny, f"<tool_call>oops {CALL}"), [CALC])
     assert reply["content"] == "<tool_call>oops"
     assert len(reply.get("tool_calls", ())) == 1
 
 
 def test_stream_holds_back_the_start_of_a_stop_string(tiny: TemplateRenderer) -> None:
     parser = tiny.stream(stop=["END"])
-    assert "".join(d.text for d in parser.feed(ids_of(tiny, "one EN"))) == "one"
-    assert "".join(d.text for d in parser.feed(ids_of(tiny, "GLAND EN"))) == " ENGLAND"
-    assert "".join(d.text for d in parser.feed(ids_of(tiny, "D two"))) == ""
+    assert "".join(d.text for d in parser.feed(encode(tiny, "one EN"))) == "one"
+    assert "".join(d.text for d in parser.feed(encode(tiny, "GLAND EN"))) == " ENGLAND"
+    assert "".join(d.text for d in parser.feed(encode(tiny, "D two"))) == ""
     assert "".join(d.text for d in parser.finish()) == " "
     assert parser.message["content"] == "one ENGLAND "
 
 
 def test_stream_parses_reasoning(tiny: TemplateRenderer) -> None:
-    reply = tiny.parse(ids_of(tiny, "<think>\nhm</think>\n\nYes"))
+    reply = tiny.parse(encode(tiny, "<think>\nhm</think>\n\nYes"))
     assert reply == {"role": "assistant", "content": "Yes", "reasoning": "\nhm"}
 
 
@@ -131,9 +131,9 @@ def test_format_call_quotes_invalid_arguments() -> None:
 
 def parse_eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[ReplyDelta], Message]:
     parser = renderer.stream([CALC], eager=True)
-    ids = ids_of(renderer, text)
+    ids = encode(renderer, text)
     deltas = feed_in_chunks(parser, ids, [size] * (len(ids) // size))
-    assert calls_of(deltas) == parser.message.get("tool_calls", [])
+    assert collect_calls(deltas) == parser.message.get("tool_calls", [])
     assert "".join(delta.text for delta in deltas) == parser.message["content"]
     return deltas, parser.message
 
@@ -141,9 +141,9 @@ def parse_eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple
 def test_eager_stream_yields_the_same_reply_for_valid_calls(renderer: TemplateRenderer) -> None:
     rng = random.Random(3)
     for _ in range(150):
-        text = f"{words(rng).replace('<', '')}{call_text(rng)}\n{call_text(rng)}"
+        text = f"{make_words(rng).replace('<', '')}{make_call_text(rng)}\n{make_call_text(rng)}"
         _, message = parse_eagerly(renderer, text, rng.choice([1, 1, 2, 7]))
-        assert without_ids(message) == without_ids(renderer.parse(ids_of(renderer, text), [CALC]))
+        assert drop_ids(message) == drop_ids(renderer.parse(encode(renderer, text), [CALC]))
 
 
 def test_eager_stream_emits_arguments_as_written(tiny: TemplateRenderer) -> None:
@@ -159,8 +159,8 @@ def test_eager_stream_emits_arguments_as_written(tiny: TemplateRenderer) -> None
 
 def test_eager_stream_announces_a_call_with_its_first_value(tiny: TemplateRenderer) -> None:
     parser = tiny.stream([CALC], eager=True)
-    assert not parser.feed(ids_of(tiny, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
-    first, second = parser.feed(ids_of(tiny, ","))
+    assert not parser.feed(encode(tiny, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
+    first, second = parser.feed(encode(tiny, ","))
     assert first.call == ToolCallDelta(0, first.call.id if first.call else "", "calc")
     assert second.call == ToolCallDelta(0, arguments='{"n": 1,')
 
@@ -233,5 +233,5 @@ def is_object(text: str) -> bool:
 def test_stream_text_yields_only_text(tiny: TemplateRenderer) -> None:
     text = f" <think>hm</think> {CALL}\n END two"
     parser = tiny.stream_text(["END"])
-    deltas = feed_in_chunks(parser, ids_of(tiny, text), [1] * 500)
+    deltas = feed_in_chunks(parser, encode(tiny, text), [1] * 500)
     assert "".join(d.text for d in deltas) == parser.message["content"] == text.removesuffix("END two")

@@ -1,7 +1,7 @@
-"""Recorded traffic of real agents, through the dialects and the message graph, and over a socket.
+"""Recorded traffic of real agents, replayed through the dialects and the message graph, and over HTTP.
 
-The links of a scenario are listed call by call: ``root``, ``branch``, or the number of the call that is
-extended, ``=n`` for a sibling of call n.
+A scenario lists the link of each call: ``root``, ``branch``, the number of the call that it extends, ``=n``
+for a sibling of call n, or ``failed``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from instar.record.tool_calls import format_call
 from instar.registry import list_names, resolve
 from instar.types import Call, CallStatus, Json, Link, Message, new_id
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
-from tests.unit.record.test_graph import part
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
+from tests.unit.record.test_graph import to_delta
 
 FOLDER = Path(__file__).parent / "fixtures" / "traffic"
 HASHER = MessageHasher(b"key")
@@ -72,7 +72,7 @@ DIALECTS: dict[str, Dialect] = {
 
 
 @dataclass
-class Entry:
+class RecordedRequest:
     path: str
     headers: dict[str, str]
     body: Json
@@ -82,7 +82,7 @@ class Entry:
     def dialect(self) -> Dialect:
         return DIALECTS[self.path.partition("?")[0]]
 
-    def said(self) -> Message:
+    def parse_reply(self) -> Message:
         """Return the reply, parsed from the format in which the agent sends it back."""
         reply = self.reply
         match self.dialect.name:
@@ -95,9 +95,9 @@ class Entry:
         return self.dialect.parse_request(json.dumps({"model": "m", **turn}).encode()).messages[-1]
 
 
-def entries(scenario: str) -> list[Entry]:
-    found = json.loads(gzip.decompress((FOLDER / f"{scenario}.json.gz").read_bytes()))
-    return [Entry(one["path"], one["headers"], one["body"], one["reply"]) for one in found]
+def load_requests(scenario: str) -> list[RecordedRequest]:
+    rows = json.loads(gzip.decompress((FOLDER / f"{scenario}.json.gz").read_bytes()))
+    return [RecordedRequest(row["path"], row["headers"], row["body"], row["reply"]) for row in rows]
 
 
 def list_scenarios(kind: str = "*") -> list[str]:
@@ -118,36 +118,36 @@ class Replay:
     restarted: bool = False
     """True if the graphs are restored before every call."""
     graphs: dict[str | None, MessageGraph] = field(default_factory=dict[str | None, MessageGraph])
-    of: dict[str | None, list[Call]] = field(default_factory=dict[str | None, list[Call]])
+    session_calls: dict[str | None, list[Call]] = field(default_factory=dict[str | None, list[Call]])
     """The calls of each session."""
     calls: dict[str, Call] = field(default_factory=dict[str, Call])
     numbers: dict[str, int] = field(default_factory=dict[str, int])
 
-    def play(self, scenario: str) -> list[str]:
-        return [self.step(number, entry) for number, entry in enumerate(entries(scenario))]
+    def run(self, scenario: str) -> list[str]:
+        return [self.step(number, request) for number, request in enumerate(load_requests(scenario))]
 
-    def step(self, number: int, entry: Entry) -> str:
-        request = entry.dialect.parse_request(json.dumps(entry.body).encode())
-        headers = {name.lower(): value for name, value in entry.headers.items()}
+    def step(self, number: int, recorded: RecordedRequest) -> str:
+        request = recorded.dialect.parse_request(json.dumps(recorded.body).encode())
+        headers = {name.lower(): value for name, value in recorded.headers.items()}
         session = parse_external_id(headers, request.session_hints)
         graph = self.graphs.setdefault(session, MessageGraph(HASHER))
         if self.restarted:
-            graph = MessageGraph(HASHER, [part(call) for call in self.of.get(session, ())])
+            graph = MessageGraph(HASHER, [to_delta(call) for call in self.session_calls.get(session, ())])
         chain = graph.match_replies(HASHER.hash_messages(request.messages, request.tools), request.messages)
         placement = graph.place(chain, request.messages, request.tools, self.renderer)
         graph.release(placement)
-        if "error" in entry.reply:
+        if "error" in recorded.reply:
             return "failed"
-        reply = entry.said()
-        whole = chain.extend([HASHER.hash_message(reply)])
-        call = self.recorded(placement, whole, request.messages, reply)
-        graph.add(call, placement, whole)
-        self.of.setdefault(session, []).append(call)
+        reply = recorded.parse_reply()
+        reply_chain = chain.extend([HASHER.hash_message(reply)])
+        call = self.make_call(placement, reply_chain, request.messages, reply)
+        graph.add(call, placement, reply_chain)
+        self.session_calls.setdefault(session, []).append(call)
         self.calls[call.call_id], self.numbers[call.call_id] = call, number
         return self.link(call)
 
-    def recorded(
-        self, placement: Placement, whole: HashChain, messages: Sequence[Message], reply: Message
+    def make_call(
+        self, placement: Placement, reply_chain: HashChain, messages: Sequence[Message], reply: Message
     ) -> Call:
         sampled = [*self.renderer.encode(format_reply(reply)), self.renderer.stop_token_ids[0]]
         return Call(
@@ -170,16 +170,16 @@ class Replay:
             base_tokens=placement.base_tokens,
             base_messages=placement.base_messages,
             status=CallStatus.OK,
-            digests=whole.pack(placement.base_messages),
+            digests=reply_chain.pack(placement.base_messages),
         )
 
     def link(self, call: Call) -> str:
-        """Return the expected notation of the link, and check the tokens of the call."""
+        """Check the tokens of the call, and return its link in the notation of `LINKS`."""
         base = self.calls.get(call.base_id or "")
         if base is not None:
             assert np.array_equal(base.sequence[: call.base_tokens], call.prompt_ids[: call.base_tokens])
-            said = [*base.messages, base.reply][: call.base_messages]
-            assert said == list(call.messages[: call.base_messages])
+            base_messages = [*base.messages, base.reply][: call.base_messages]
+            assert base_messages == list(call.messages[: call.base_messages])
         if call.link is Link.EXTENDS:
             parent = self.calls[call.parent_id or ""]
             assert np.array_equal(call.prompt_ids[: len(parent.sequence)], parent.sequence)
@@ -199,19 +199,19 @@ def test_traffic_fixtures_cover_every_scenario() -> None:
 def test_traffic_placements_have_the_expected_links(
     tiny: TemplateRenderer, scenario: str, restarted: bool
 ) -> None:
-    assert " ".join(Replay(tiny, restarted).play(scenario)) == LINKS[scenario]
+    assert " ".join(Replay(tiny, restarted).run(scenario)) == LINKS[scenario]
 
 
-# --- over a socket ------------------------------------------------------------------------------
+# --- over HTTP ----------------------------------------------------------------------------------
 
-NEXT: deque[str | None] = deque()
+NEXT_REPLIES: deque[str | None] = deque()
 """The next replies of the engine. None means that the engine is not ready."""
 
 
-def play(prompt: str, seed: int | None) -> str:
-    if (said := NEXT.popleft()) is None:
+def get_next_reply(prompt: str, seed: int | None) -> str:
+    if (reply := NEXT_REPLIES.popleft()) is None:
         raise EngineUnavailable("not now")
-    return said
+    return reply
 
 
 @pytest.fixture(scope="module")
@@ -223,10 +223,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def gateway(folder: Path, tmp_path: Path, tiny: TemplateRenderer) -> AsyncGenerator[Served]:
-    NEXT.clear()
+async def gateway(folder: Path, tmp_path: Path, tiny: TemplateRenderer) -> AsyncGenerator[RunningGateway]:
+    NEXT_REPLIES.clear()
     engine = ScriptedEngine(
-        ModelConfig(name=str(folder), max_context=200_000), ScriptedEngineConfig(function=f"{__name__}:play")
+        ModelConfig(name=str(folder), max_context=200_000),
+        ScriptedEngineConfig(function=f"{__name__}:get_next_reply"),
     )
     async with run_gateway(tmp_path / "store.db", engine, tiny, GatewayConfig()) as gateway:
         yield gateway
@@ -236,51 +237,52 @@ async def gateway(folder: Path, tmp_path: Path, tiny: TemplateRenderer) -> Async
 class Agent:
     """Sends the recorded requests of an agent, with the ids of the current replies."""
 
-    gateway: Served
+    gateway: RunningGateway
     ids: dict[str, str] = field(default_factory=dict[str, str])
 
-    async def send(self, entry: Entry) -> str | None:
+    async def send(self, request: RecordedRequest) -> str | None:
         """Return the session id, or None if the engine was not ready."""
-        NEXT.append(None if "error" in entry.reply else format_reply(entry.said()))
-        body = {**entry.body, "stream": False}
+        NEXT_REPLIES.append(None if "error" in request.reply else format_reply(request.parse_reply()))
+        body = {**request.body, "stream": False}
         body.pop("stream_options", None)
         text = json.dumps(body)
-        for then, now in self.ids.items():
-            text = text.replace(then, now)
-        headers = {**entry.headers, "Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
-        path = entry.path.partition("?")[0]
-        answer = await self.gateway.http.post(path, content=text.encode(), headers=headers)
-        if "error" in entry.reply:
-            assert answer.status_code == 503
+        for recorded_id, current_id in self.ids.items():
+            text = text.replace(recorded_id, current_id)
+        headers = {**request.headers, "Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
+        path = request.path.partition("?")[0]
+        response = await self.gateway.http.post(path, content=text.encode(), headers=headers)
+        if "error" in request.reply:
+            assert response.status_code == 503
             return None
-        assert answer.status_code == 200, answer.text
-        given = Entry(entry.path, {}, {}, answer.json()).said()
-        calls = zip(entry.said().get("tool_calls", ()), given.get("tool_calls", ()), strict=True)
-        for then, now in calls:
-            self.ids[then["id"]] = now["id"]
-            self.ids[normalize_call_id(then["id"])] = normalize_call_id(now["id"])
-        return answer.headers["x-instar-session"]
+        assert response.status_code == 200, response.text
+        reply = RecordedRequest(request.path, {}, {}, response.json()).parse_reply()
+        calls = zip(request.parse_reply().get("tool_calls", ()), reply.get("tool_calls", ()), strict=True)
+        for recorded_call, current_call in calls:
+            recorded_id, current_id = recorded_call["id"], current_call["id"]
+            self.ids[recorded_id] = current_id
+            self.ids[normalize_call_id(recorded_id)] = normalize_call_id(current_id)
+        return response.headers["x-instar-session"]
 
 
 @pytest.mark.parametrize("scenario", LINKS)
 async def test_traffic_over_http_is_recorded_as_expected(
-    gateway: Served, tiny: TemplateRenderer, scenario: str
+    gateway: RunningGateway, tiny: TemplateRenderer, scenario: str
 ) -> None:
     agent = Agent(gateway)
-    sessions = [session for entry in entries(scenario) if (session := await agent.send(entry))]
+    sessions = [session for request in load_requests(scenario) if (session := await agent.send(request))]
     assert len(set(sessions)) == SESSIONS.get(scenario, 1)
     assert {row.session.session_id for row in await gateway.store.sessions("run")} == set(sessions)
     calls = {session: deque(await gateway.store.calls(session)) for session in sessions}
-    checked, found = Replay(tiny), deque[str]()
+    replay, links = Replay(tiny), deque[str]()
     expected = LINKS[scenario].split()
     for number, link in enumerate(expected):
         if link == "failed":
             continue
-        session = sessions[len(found)]
+        session = sessions[len(links)]
         call = calls[session].popleft()
-        first = session not in sessions[: len(found)]
-        checked.calls[call.call_id], checked.numbers[call.call_id] = call, number
-        found.append(checked.link(call))
-        assert found[-1] == ("root" if first else link), number
+        is_first = session not in sessions[: len(links)]
+        replay.calls[call.call_id], replay.numbers[call.call_id] = call, number
+        links.append(replay.link(call))
+        assert links[-1] == ("root" if is_first else link), number
         assert call.trainable
     assert not any(calls.values())

@@ -19,14 +19,14 @@ from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.judges import create_judge
 from instar.types import UNTRAINABLE, Channel, SessionStatus
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.gateway.conftest import ADMIN, Served, run_gateway
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
 from tests.unit.rewards.judges import TASK, make_answer_transcript
 
 ANSWER = 'Well, {"reasons": "fine", "score": 0.5}'
 
 
 @pytest.fixture
-async def gateway(tmp_path: Path) -> AsyncGenerator[Served]:
+async def gateway(tmp_path: Path) -> AsyncGenerator[RunningGateway]:
     make_tiny_tokenizer().save_pretrained(tmp_path / "model")
     LlamaConfig().save_pretrained(tmp_path / "model")
     model = ModelConfig(name=str(tmp_path / "model"), max_context=8192)
@@ -41,7 +41,7 @@ def create_run_model_judge() -> Judge:
     return create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
 
 
-async def check_judge_with_key(gateway: Served, key: str) -> None:
+async def check_judge_with_key(gateway: RunningGateway, key: str) -> None:
     judge = create_run_model_judge()
     await judge.start(ScoringContext("run", gateway.store, gateway.url, key))
     try:
@@ -52,7 +52,7 @@ async def check_judge_with_key(gateway: Served, key: str) -> None:
     assert reward.detail["votes"] == [0.5, 0.5]
 
 
-async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gateway: Served) -> None:
+async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gateway: RunningGateway) -> None:
     await check_judge_with_key(gateway, ADMIN)
     rows = await gateway.store.sessions("run")
     assert len(rows) == 2
@@ -69,26 +69,28 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
     assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
 
 
-async def test_run_model_is_asked_without_proxy(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_model_is_asked_without_proxy(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A proxy would receive the key of the run.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     await check_judge_with_key(gateway, ADMIN)
 
 
-async def test_run_model_accepts_an_agent_key(gateway: Served) -> None:
+async def test_run_model_accepts_an_agent_key(gateway: RunningGateway) -> None:
     await check_judge_with_key(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
     assert {row.session.agent_id for row in await gateway.store.sessions("run")} == {JUDGE_AGENT}
 
 
-async def test_run_model_with_wrong_key_fails_without_retry_or_leak(gateway: Served) -> None:
+async def test_run_model_with_wrong_key_fails_without_retry_or_leak(gateway: RunningGateway) -> None:
     with pytest.raises(ScoreError, match="401") as error:
         await check_judge_with_key(gateway, "sk-instar-not-known")
     assert not error.value.retryable
     assert "sk-instar-not-known" not in str(error.value)
 
 
-async def test_run_model_follows_a_gateway_that_moved(gateway: Served) -> None:
+async def test_run_model_follows_a_gateway_that_moved(gateway: RunningGateway) -> None:
     judge = create_run_model_judge()
     context = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
     await judge.start(context)

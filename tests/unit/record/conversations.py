@@ -24,34 +24,34 @@ PIECES = [
 ]  # fmt: skip
 
 
-def words(rng: random.Random, most: int = 8) -> str:
+def make_words(rng: random.Random, most: int = 8) -> str:
     return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, most)))
 
 
-def call_text(rng: random.Random) -> str:
-    arguments = json.dumps({"expression": words(rng, 3).replace("</tool_call>", "")}, ensure_ascii=False)
+def make_call_text(rng: random.Random) -> str:
+    arguments = json.dumps({"expression": make_words(rng, 3).replace("</tool_call>", "")}, ensure_ascii=False)
     return format_call(ToolCall(id="", name="calc", arguments=arguments))
 
 
-def reply_text(rng: random.Random) -> str:
-    parts = [words(rng)]
+def make_reply_text(rng: random.Random) -> str:
+    parts = [make_words(rng)]
     for _ in range(rng.choice([0, 1, 1, 2])):
-        parts += [call_text(rng), rng.choice(["", "\n", " ", words(rng, 3)])]
+        parts += [make_call_text(rng), rng.choice(["", "\n", " ", make_words(rng, 3)])]
     return "".join(parts)
 
 
-def follow_up(rng: random.Random, reply: Message) -> list[Message]:
+def make_follow_up(rng: random.Random, reply: Message) -> list[Message]:
     """Return the messages of an agent after a reply: results of the tool calls, or a question."""
     results = [
-        Message(role="tool", content=words(rng), tool_call_id=call["id"])
+        Message(role="tool", content=make_words(rng), tool_call_id=call["id"])
         for call in reply.get("tool_calls", ())
     ]
     if results and rng.random() < 0.8:
         return results
-    return [*results, Message(role="user", content=words(rng))]
+    return [*results, Message(role="user", content=make_words(rng))]
 
 
-def calls_of(deltas: list[ReplyDelta]) -> list[ToolCall]:
+def collect_calls(deltas: list[ReplyDelta]) -> list[ToolCall]:
     """Return the tool calls of the concatenated deltas."""
     calls: list[ToolCall] = []
     for piece in (delta.call for delta in deltas if delta.call):
@@ -61,7 +61,7 @@ def calls_of(deltas: list[ReplyDelta]) -> list[ToolCall]:
     return calls
 
 
-def echo(rng: random.Random, reply: Message) -> Message:
+def echo_reply(rng: random.Random, reply: Message) -> Message:
     """Return a reply as agents send it back: without outer white space, with reformatted arguments."""
     message = Message(role="assistant", content=reply["content"])
     if rng.random() < 0.5:
