@@ -34,7 +34,7 @@ class JudgeEndpoint:
         self.first_request_at = self.first_request_at or time.monotonic()
         fault = ""
         if self.random.random() < self.faults:
-            fault = self.random.choice(["silent", "busy", "garbage", "broken"])
+            fault = self.random.choice(["silent", "busy", "malformed", "broken"])
         if fault == "silent":
             self.outcome_counts["silent"] += 1
             await asyncio.sleep(SILENT_SECONDS)
@@ -50,12 +50,12 @@ class JudgeEndpoint:
         if fault == "broken":
             assert request.transport is not None
             request.transport.abort()
-        content = "well, who knows" if fault == "garbage" else json.dumps({"reasons": "-", "score": 0.5})
+        content = "well, who knows" if fault == "malformed" else json.dumps({"reasons": "-", "score": 0.5})
         message = {"role": "assistant", "content": content}
         return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
 
     async def handle_stats(self, request: web.Request) -> web.Response:
-        served = sum(self.outcome_counts[kind] for kind in ("good", "garbage", "broken"))
+        served = sum(self.outcome_counts[kind] for kind in ("good", "malformed", "broken"))
         seconds = self.last_reply_at - self.first_request_at
         return web.json_response({**self.outcome_counts, "served": served, "seconds": seconds})
 

@@ -30,7 +30,7 @@ from instar.engines.vllm.engine import VllmEngine
 from instar.errors import ConfigError
 from instar.types import Policy, SamplingParams
 from tests.tiny import make_tiny_model
-from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of, versions_of
+from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs, get_versions
 
 PYTHON = os.environ.get("INSTAR_TEST_VLLM")
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
@@ -82,13 +82,13 @@ async def test_engine_matches_the_trainer(engine: VllmEngine, model: ModelConfig
         await backend.optim_step(AdamConfig(lr=0.004))
         await engine.load(Policy("p", version, await backend.publish(tmp_path / f"v{version}")))
         chunks = await collect(engine, PROMPT, max_tokens=64, seed=version)
-        assert set(versions_of(chunks)) == {version}
-        sequence = [*PROMPT, *ids_of(chunks)]
+        assert set(get_versions(chunks)) == {version}
+        sequence = [*PROMPT, *get_ids(chunks)]
         (expected,) = await backend.forward([make_sample("s", sequence, 1)])
-        assert np.abs(expected[len(PROMPT) :] - logprobs_of(chunks)).mean() < MEAN_GAP
+        assert np.abs(expected[len(PROMPT) :] - get_logprobs(chunks)).mean() < MEAN_GAP
         assert np.abs(expected - await engine.logprobs(sequence))[1:].mean() < MEAN_GAP
     streamed += [chunk async for chunk in stream]
-    assert versions_of(streamed) == sorted(versions_of(streamed))
+    assert get_versions(streamed) == sorted(get_versions(streamed))
     assert engine.mislabelled_tokens == 0
     await backend.close()
 

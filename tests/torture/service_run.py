@@ -23,7 +23,7 @@ from instar.protocol.weaver.checkpoints import SERVICE_FOLDERS
 from instar.store.sqlite import SqliteStore
 from tests.torture.fork_server import ChildSpec, ForkServer
 from tests.torture.run_process import StoredRun
-from tests.unit.data.builders import RUN, add_group, begin
+from tests.unit.data.builders import RUN, add_group, put_test_run
 
 STEPS = 6
 DEADLINE = 60.0
@@ -199,7 +199,7 @@ def make_config(
 async def add_groups(config: RunConfig) -> None:
     """Add every group of the run to the store, the same ones each time."""
     store = SqliteStore(config.store_path)
-    await begin(store)
+    await put_test_run(store)
     for index in range(STEPS):
         await add_group(store, index, [1.0, 0.0, 0.25 * (index % 3)], version=NEVER_STALE_VERSION)
     await store.close()

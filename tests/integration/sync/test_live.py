@@ -27,7 +27,7 @@ from tests.integration.backends.environments import ROOT
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
 from tests.tiny import make_tiny_model
-from tests.unit.engines.conformance import versions_of
+from tests.unit.engines.conformance import get_versions
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -89,7 +89,7 @@ async def test_reply_continues_under_new_weights(engine: RemoteEngine, tiny: Pat
     chunks = [await anext(stream)]
     assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]
     chunks += [chunk async for chunk in stream]
-    versions = versions_of(chunks)
+    versions = get_versions(chunks)
     assert len(versions) == 200 or chunks[-1].finish_reason == "stop"
     assert versions == sorted(versions)
     assert {versions[0], versions[-1]} == {0, 1}

@@ -17,7 +17,7 @@ from instar.conformance.batches import make_sample
 from instar.engines.base import Engine
 from instar.types import Artifact, Floats, Policy
 from tests.integration.vllm.servers import model_config
-from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
+from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs
 
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
 LOGPROB_TOLERANCE = 1e-4
@@ -67,11 +67,11 @@ async def check_parity(engine: Engine, training: Training, policy: Policy) -> No
 
 async def _check_reply(engine: Engine, training: Training, policy: Policy, prompt: list[int]) -> None:
     chunks = await collect(engine, prompt, max_tokens=24, temperature=0)
-    ids = ids_of(chunks)
+    ids = get_ids(chunks)
     assert [v for chunk in chunks for v in chunk.versions] == [policy.version] * len(ids)
     sequence = [*prompt, *ids]
     max_logprobs = training.max_logprobs(policy.artifact, sequence)[len(prompt) - 1 : -1]
-    np.testing.assert_allclose(logprobs_of(chunks), max_logprobs, atol=LOGPROB_TOLERANCE)
+    np.testing.assert_allclose(get_logprobs(chunks), max_logprobs, atol=LOGPROB_TOLERANCE)
     expected = await training.logprobs(sequence)
-    np.testing.assert_allclose(logprobs_of(chunks), expected[len(prompt) :], atol=LOGPROB_TOLERANCE)
+    np.testing.assert_allclose(get_logprobs(chunks), expected[len(prompt) :], atol=LOGPROB_TOLERANCE)
     np.testing.assert_allclose((await engine.logprobs(sequence))[1:], expected[1:], atol=LOGPROB_TOLERANCE)

@@ -17,7 +17,7 @@ from instar.errors import ConfigError, EngineError
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import KEY, model_config, run_vllm_server, vllm_model
-from tests.unit.engines.conformance import collect, versions_of
+from tests.unit.engines.conformance import collect, get_versions
 
 pytestmark = pytest.mark.timeout(900)
 API_KEY_ENV = "TEST_SERVER_API_KEY"
@@ -94,10 +94,10 @@ async def test_reply_finishes_under_its_adapter_before_it_is_unloaded(
     chunks = [await anext(stream)]
     await engine.load(second)
     assert (await engine.status()).version == 2
-    assert set(versions_of(await collect(engine, PROMPT, max_tokens=4))) == {2}
+    assert set(get_versions(await collect(engine, PROMPT, max_tokens=4))) == {2}
     assert await loaded_adapters(url) == ["p-v1", "p-v2"]
     chunks += [chunk async for chunk in stream]
-    assert set(versions_of(chunks)) == {1}
+    assert set(get_versions(chunks)) == {1}
     await wait_until_loaded(url, ["p-v2"])
     await engine.load(Policy("p", 3, Artifact("base")))
     await wait_until_loaded(url, [])

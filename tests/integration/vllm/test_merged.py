@@ -19,7 +19,13 @@ from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
-from tests.unit.engines.conformance import EngineConformance, collect, ids_of, read_until_version, versions_of
+from tests.unit.engines.conformance import (
+    EngineConformance,
+    collect,
+    get_ids,
+    get_versions,
+    read_until_version,
+)
 
 pytestmark = pytest.mark.timeout(900)
 BASE = Policy("p", 0, Artifact("base"))
@@ -94,10 +100,10 @@ async def test_replies_continue_under_new_weights(engine: Engine, tiny: Path, tm
     await engine.load(second)
     replies = await asyncio.gather(*tasks)
     for chunks in replies:
-        versions = versions_of(chunks)
+        versions = get_versions(chunks)
         assert len(versions) == 1000 or chunks[-1].finish_reason == "stop"
         assert versions == sorted(versions)
-    version_sets = [tuple(sorted(set(versions_of(chunks)))) for chunks in replies]
+    version_sets = [tuple(sorted(set(get_versions(chunks)))) for chunks in replies]
     assert (0, 1, 2) in version_sets
     await training.backend.close()
 
@@ -119,7 +125,7 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     chunks = [await anext(stream)]
     await engine.load(policy)
     chunks += await read_until_version(stream, 1, tokens=100)
-    ids, versions = ids_of(chunks), versions_of(chunks)
+    ids, versions = get_ids(chunks), get_versions(chunks)
     actual = np.asarray([value for chunk in chunks for value in chunk.logprobs])
     expected = (await training.logprobs([*PROMPT, *ids]))[len(PROMPT) :]
     is_new = np.asarray(versions) == 1
@@ -133,7 +139,7 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
 
 
 async def test_unreadable_policy_keeps_the_served_version(engine: Engine, tiny: Path, tmp_path: Path) -> None:
-    before = ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0))
+    before = get_ids(await collect(engine, PROMPT, max_tokens=8, temperature=0))
     other = vllm_model(tmp_path / "other")
     (other / "model.safetensors").write_bytes(b"nonsense")
     (tmp_path / "adapter").mkdir()
@@ -141,14 +147,14 @@ async def test_unreadable_policy_keeps_the_served_version(engine: Engine, tiny: 
         with pytest.raises(EngineError, match="cannot be read"):
             await engine.load(Policy("p", 7, Artifact(kind, str(path))))  # type: ignore[arg-type]
         assert (await engine.status()).version == 0
-    assert ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
+    assert get_ids(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
 
 
 async def test_load_of_truncated_weights_keeps_the_served_version(
     engine: Engine, tiny: Path, tmp_path: Path
 ) -> None:
     """The file header is valid, so vLLM itself detects that the file is truncated."""
-    before = ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0))
+    before = get_ids(await collect(engine, PROMPT, max_tokens=8, temperature=0))
     truncated = tmp_path / "truncated"
     shutil.copytree(tiny, truncated)
     content = (truncated / "model.safetensors").read_bytes()
@@ -156,7 +162,7 @@ async def test_load_of_truncated_weights_keeps_the_served_version(
     with pytest.raises(EngineError):
         await engine.load(Policy("p", 7, Artifact("weights", str(truncated))))
     assert (await engine.status()).version == 0
-    assert ids_of(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
+    assert get_ids(await collect(engine, PROMPT, max_tokens=8, temperature=0)) == before
 
 
 async def test_concurrent_seeded_requests_are_reproducible(engine: Engine) -> None:
@@ -166,7 +172,7 @@ async def test_concurrent_seeded_requests_are_reproducible(engine: Engine) -> No
         *(collect(engine, prompt, max_tokens=8, seed=n) for n, prompt in enumerate(prompts))
     )
     repeated = await collect(engine, prompts[5], max_tokens=8, seed=5)
-    assert ids_of(replies[5]) == ids_of(repeated)
+    assert get_ids(replies[5]) == get_ids(repeated)
 
 
 async def test_repeated_prompt_uses_the_prefix_cache(engine: Engine) -> None:

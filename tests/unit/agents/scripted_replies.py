@@ -62,7 +62,7 @@ def doubter(prompt: str, seed: int | None) -> str:
     return call("check_answer", answer="0")
 
 
-def babbler(prompt: str, seed: int | None) -> str:
+def no_answer(prompt: str, seed: int | None) -> str:
     return "no idea"
 
 

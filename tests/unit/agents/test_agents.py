@@ -43,7 +43,7 @@ async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> 
 
 
 async def test_gsm8k_answer_without_number_scores_zero(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{HERE}:babbler") as harness:
+    async with open_harness(tmp_path, script=f"{HERE}:no_answer") as harness:
         assert (await tried(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
 
 
@@ -104,7 +104,7 @@ async def test_verifiers_agent_returns_reward_of_rubric(tmp_path: Path) -> None:
         "environment": "recipes.calculator_env:load_environment",
         "args": {"size": 7},
     }
-    for script, accuracy, calls in (("solver", 1.0, 2), ("babbler", 0.0, 1)):
+    for script, accuracy, calls in (("solver", 1.0, 2), ("no_answer", 0.0, 1)):
         async with open_harness(tmp_path / script, script=f"{HERE}:{script}") as harness:
             figures = await tried(harness, tasks, "verifiers:run", {"type": "agent"}, max_tokens=200)
             assert figures["accuracy"] == accuracy
@@ -125,7 +125,9 @@ async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Pa
         assert {row.session.status for row in rows} == {SessionStatus.FAILED}
 
 
-@pytest.mark.parametrize(("script", "reward"), [("triangle", 1.0), ("wrong_triangle", 0.0), ("babbler", 0.0)])
+@pytest.mark.parametrize(
+    ("script", "reward"), [("triangle", 1.0), ("wrong_triangle", 0.0), ("no_answer", 0.0)]
+)
 async def test_bfcl_calls_are_scored_by_the_checker(tmp_path: Path, script: str, reward: float) -> None:
     pytest.importorskip("bfcl_eval")
     async with open_harness(tmp_path, script=f"{HERE}:{script}") as harness:

@@ -15,7 +15,7 @@ from instar.rewards.base import Transcript
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, Json, Reward, Score
-from tests.unit.data.builders import RUN, add_group, add_session, begin
+from tests.unit.data.builders import RUN, add_group, add_session, put_test_run
 
 from .conftest import Instar, SmallRun
 
@@ -111,7 +111,7 @@ def grouped_run(tmp_path: Path) -> Path:
 
     async def write() -> None:
         store = open_store(config)
-        await begin(store)
+        await put_test_run(store)
         for index in range(2):
             await add_group(store, index, [1.0, 1.0, 0.0, 0.0])
         for index, status in ((2, GroupStatus.OPEN), (3, GroupStatus.SCORING)):

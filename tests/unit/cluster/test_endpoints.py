@@ -15,7 +15,7 @@ from instar.errors import EngineUnavailable
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from tests.tiny import make_tiny_model
-from tests.unit.engines.conformance import collect, ids_of
+from tests.unit.engines.conformance import collect, get_ids
 from tests.unit.engines.test_conformance import scripted_engine, serve_engine
 
 TOKEN = "t"
@@ -76,7 +76,7 @@ async def test_engine_connections_skip_a_silent_engine_unless_all_are_silent(
 
 async def can_generate(engine: Engine) -> bool:
     try:
-        return len(ids_of(await collect(engine, [5, 6], max_tokens=4))) == 4
+        return len(get_ids(await collect(engine, [5, 6], max_tokens=4))) == 4
     except EngineUnavailable:
         return False
 

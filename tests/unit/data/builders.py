@@ -76,7 +76,7 @@ def make_config(**trainer: Any) -> RunConfig:
     return RunConfig.model_validate({"name": RUN, "trainer": trainer, "rollout": rollout})
 
 
-async def begin(store: Store) -> None:
+async def put_test_run(store: Store) -> None:
     await store.put_run(Run(RUN, RUN, {}))
 
 

@@ -51,13 +51,13 @@ def test_equal_rewards_have_no_signal(estimate: object, rewards: list[float | No
 
 def test_running_baseline_moves_and_survives_a_checkpoint() -> None:
     config = AdvantageConfig(estimator="running", decay=0.5)
-    straight = AdvantageEstimator(config)
-    assert straight([1.0]) == [0.0], "the first reward is its own baseline"
-    assert straight([0.0]) == [-1.0]
-    assert straight([None]) == [None]
+    uninterrupted = AdvantageEstimator(config)
+    assert uninterrupted([1.0]) == [0.0], "the first reward is its own baseline"
+    assert uninterrupted([0.0]) == [-1.0]
+    assert uninterrupted([None]) == [None]
     resumed = AdvantageEstimator(config)
-    resumed.load_json(json.loads(json.dumps(straight.to_json())))
-    assert resumed([1.0]) == straight([1.0]) == [0.5]
+    resumed.load_json(json.loads(json.dumps(uninterrupted.to_json())))
+    assert resumed([1.0]) == uninterrupted([1.0]) == [0.5]
     assert resumed([1.0, 0.0]) == [0.25, -0.75]
 
 

@@ -25,13 +25,21 @@ from instar.types import (
     Tag,
     Task,
 )
-from tests.unit.data.builders import RUN, add_group, add_session, begin, make_call, make_config, make_session
+from tests.unit.data.builders import (
+    RUN,
+    add_group,
+    add_session,
+    make_call,
+    make_config,
+    make_session,
+    put_test_run,
+)
 
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     opened = SqliteStore(tmp_path / "store.db")
-    await begin(opened)
+    await put_test_run(opened)
     yield opened
     await opened.close()
 

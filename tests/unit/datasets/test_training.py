@@ -18,7 +18,7 @@ from instar.errors import DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Reward, RewardSource, SessionStatus
-from tests.unit.data.builders import RUN, add_group, begin, make_call, make_config, make_session
+from tests.unit.data.builders import RUN, add_group, make_call, make_config, make_session, put_test_run
 from tests.unit.datasets.harness import add_session, export_all, fill_store
 
 GOLDEN = "data/golden@1/00000"
@@ -35,7 +35,7 @@ async def store(tmp_path: Path):
 @pytest.fixture
 async def target(tmp_path: Path):
     store = SqliteStore(tmp_path / "other.db")
-    await begin(store)
+    await put_test_run(store)
     yield store
     await store.close()
 
@@ -78,7 +78,7 @@ def assert_same_batch(expected: StepBatch, actual: StepBatch) -> None:
 async def test_batcher_on_imported_sessions_makes_the_same_batches(store: Store, tmp_path: Path) -> None:
     manifest = await export_all(store, tmp_path / "out", format="parquet")
     copy = SqliteStore(tmp_path / "copy.db")
-    await begin(copy)
+    await put_test_run(copy)
     await import_sessions(copy, tmp_path / "out", RUN, manifest)
     config = make_data_config("live", max_staleness=8)
     batcher, copy_batcher = Batcher(store, RUN, config), Batcher(copy, RUN, config)

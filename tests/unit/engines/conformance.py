@@ -26,15 +26,15 @@ async def collect(engine: Engine, prompt: Prompt, **params: object) -> list[Toke
     return [chunk async for chunk in engine.generate(prompt, SamplingParams(**params))]  # type: ignore[arg-type]
 
 
-def ids_of(chunks: list[TokenChunk]) -> list[int]:
+def get_ids(chunks: list[TokenChunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def logprobs_of(chunks: list[TokenChunk]) -> list[float]:
+def get_logprobs(chunks: list[TokenChunk]) -> list[float]:
     return [value for chunk in chunks for value in chunk.logprobs]
 
 
-def versions_of(chunks: list[TokenChunk]) -> list[int]:
+def get_versions(chunks: list[TokenChunk]) -> list[int]:
     return [version for chunk in chunks for version in chunk.versions]
 
 
@@ -46,7 +46,7 @@ async def read_until_version(
     async with aclosing(stream):
         async for chunk in stream:
             chunks.append(chunk)
-            if versions_of(chunks).count(version) >= tokens:
+            if get_versions(chunks).count(version) >= tokens:
                 break
     return chunks
 
@@ -79,7 +79,7 @@ class EngineConformance:
         for chunk in chunks:
             assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions) >= 1
             assert all(value <= 0 for value in chunk.logprobs)
-        assert len(ids_of(chunks)) == 6
+        assert len(get_ids(chunks)) == 6
 
     async def test_generate_yields_tokens_before_the_reply_is_complete(
         self, engine: Engine, prompt: list[int]
@@ -103,33 +103,33 @@ class EngineConformance:
     async def test_greedy_replies_are_reproducible(self, engine: Engine, prompt: list[int]) -> None:
         one = await collect(engine, prompt, max_tokens=6, temperature=0)
         two = await collect(engine, prompt, max_tokens=6, temperature=0)
-        assert ids_of(one) == ids_of(two)
-        assert logprobs_of(one) == pytest.approx(logprobs_of(two), abs=1e-5)
+        assert get_ids(one) == get_ids(two)
+        assert get_logprobs(one) == pytest.approx(get_logprobs(two), abs=1e-5)
 
     async def test_seeded_replies_are_reproducible(self, engine: Engine, prompt: list[int]) -> None:
         one = await collect(engine, prompt, max_tokens=6, seed=7)
         two = await collect(engine, prompt, max_tokens=6, seed=7)
-        assert ids_of(one) == ids_of(two)
+        assert get_ids(one) == get_ids(two)
         if self.seeds_matter:
-            others = [ids_of(await collect(engine, prompt, max_tokens=6, seed=s)) for s in range(8, 12)]
-            assert any(other != ids_of(one) for other in others)
+            others = [get_ids(await collect(engine, prompt, max_tokens=6, seed=s)) for s in range(8, 12)]
+            assert any(other != get_ids(one) for other in others)
 
     async def test_stop_token_ends_the_reply(self, engine: Engine, prompt: list[int]) -> None:
-        ids = ids_of(await collect(engine, prompt, max_tokens=6, temperature=0))
+        ids = get_ids(await collect(engine, prompt, max_tokens=6, temperature=0))
         stopped = await collect(engine, prompt, max_tokens=6, temperature=0, stop_token_ids=(ids[3],))
-        assert ids_of(stopped) == ids[: ids.index(ids[3]) + 1]
+        assert get_ids(stopped) == ids[: ids.index(ids[3]) + 1]
         assert stopped[-1].finish_reason == "stop"
         assert stopped[-1].stop is None
 
     async def test_stop_string_across_tokens_ends_the_reply(self, engine: Engine, prompt: list[int]) -> None:
-        ids = ids_of(await collect(engine, prompt, max_tokens=6, temperature=0))
+        ids = get_ids(await collect(engine, prompt, max_tokens=6, temperature=0))
         texts = [TOKENIZER.decode(ids[:n]) for n in range(7)]
         complete = [n for n in range(1, 7) if not texts[n].endswith("\ufffd") and texts[n] != texts[n - 1]]
         end = complete[-1]
         stop = texts[end][-3:] if "\ufffd" not in texts[end][-3:] else texts[end][-1:]
         stopped = await collect(engine, prompt, max_tokens=6, temperature=0, stop=("absent", stop))
         first = next(n for n in range(1, 7) if stop in TOKENIZER.decode(ids[:n]))
-        assert ids_of(stopped) == ids[:first]
+        assert get_ids(stopped) == ids[:first]
         assert (stopped[-1].finish_reason, stopped[-1].stop) == ("stop", stop)
 
     async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
@@ -156,22 +156,22 @@ class EngineConformance:
     async def test_concurrent_replies_match_sequential_ones(self, engine: Engine, prompt: list[int]) -> None:
         prompts = [prompt + TOKENIZER.encode("ab" * n) for n in range(12)]
         sequential = [
-            ids_of(await collect(engine, p, max_tokens=3 + n, temperature=0)) for n, p in enumerate(prompts)
+            get_ids(await collect(engine, p, max_tokens=3 + n, temperature=0)) for n, p in enumerate(prompts)
         ]
         replies = [collect(engine, p, max_tokens=3 + n, temperature=0) for n, p in enumerate(prompts)]
-        assert [ids_of(chunks) for chunks in await asyncio.gather(*replies)] == sequential
+        assert [get_ids(chunks) for chunks in await asyncio.gather(*replies)] == sequential
 
     async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
-        assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
         stream = engine.generate(prompt, SamplingParams(max_tokens=self.long_reply_tokens, temperature=0))
         chunks = [await anext(stream)]
         await engine.load(Policy("p", 5, Artifact("base")))
         chunks += await read_until_version(stream, 5, tokens=10)
-        versions = versions_of(chunks)
+        versions = get_versions(chunks)
         assert versions == sorted(versions)
         assert (versions[0], versions[-1]) == (0, 5)
         assert (await engine.status()).version == 5
-        assert set(versions_of(await collect(engine, prompt, max_tokens=3, temperature=0))) == {5}
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3, temperature=0))) == {5}
 
     async def test_load_rejects_unsupported_artifacts(self, engine: Engine) -> None:
         with pytest.raises(EngineError, match="not live"):
@@ -182,7 +182,7 @@ class EngineConformance:
         long = (prompt * engine.info.max_context)[: engine.info.max_context - 3]
         chunks = await collect(engine, long, max_tokens=50, temperature=0)
         assert chunks[-1].finish_reason == "length"
-        assert len(ids_of(chunks)) == 3
+        assert len(get_ids(chunks)) == 3
 
     async def test_logprobs_scores_prompt_tokens(self, engine: Engine, prompt: list[int]) -> None:
         if not engine.info.can_score:
@@ -221,7 +221,7 @@ class EngineConformance:
         expected = await collect(engine, prompt, max_tokens=6, temperature=0)
         for dtype in (np.int32, np.int64):
             array = np.asarray(prompt, dtype)
-            assert ids_of(await collect(engine, array, max_tokens=6, temperature=0)) == ids_of(expected)
+            assert get_ids(await collect(engine, array, max_tokens=6, temperature=0)) == get_ids(expected)
 
     async def test_for_session_returns_a_working_engine(self, engine: Engine, prompt: list[int]) -> None:
         routed = engine.for_session("sess-1")
@@ -248,4 +248,4 @@ class EngineConformance:
     ) -> None:
         with pytest.raises(EngineError):
             await collect(engine, ids, **params)
-        assert len(ids_of(await collect(engine, [1, 2, 3], max_tokens=1))) == 1
+        assert len(get_ids(await collect(engine, [1, 2, 3], max_tokens=1))) == 1

@@ -19,7 +19,7 @@ from instar.engines.cloud.tinker import TinkerSampler
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
-from tests.unit.engines.conformance import EngineConformance, collect, ids_of, logprobs_of, versions_of
+from tests.unit.engines.conformance import EngineConformance, collect, get_ids, get_logprobs, get_versions
 from tests.unit.protocol.serving import serve_in_thread
 
 KEY = "tml-a-key-of-the-tests"
@@ -82,9 +82,9 @@ class TestConformance(EngineConformance):
         assert (status.running, status.waiting, status.generated_tokens) == (0, 0, 0)
 
     async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
-        assert set(versions_of(await collect(engine, prompt, max_tokens=3))) == {0}
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3))) == {0}
         await engine.load(Policy("p", 5, Artifact("base")))
-        assert set(versions_of(await collect(engine, prompt, max_tokens=3))) == {5}
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3))) == {5}
         assert (await engine.status()).version == 5
 
     async def test_load_rejects_unsupported_artifacts(self, engine: Engine) -> None:
@@ -106,7 +106,7 @@ async def test_tinker_sampler_samples_the_published_policy(
         (scored,) = await backend.forward([make_sample("reply", ids.tolist(), len(PROMPT))])
         np.testing.assert_allclose(chunk.logprobs, scored[len(PROMPT) :], atol=2e-5)
         np.testing.assert_allclose((await engine.logprobs(ids))[1:], scored[1:], atol=2e-5)
-    assert logprobs_of(base) != logprobs_of(await collect(engine, PROMPT, max_tokens=12, seed=3))
+    assert get_logprobs(base) != get_logprobs(await collect(engine, PROMPT, max_tokens=12, seed=3))
     await backend.close()
 
 
@@ -116,8 +116,8 @@ async def test_tinker_sampler_finishes_requests_under_their_version(engine: Engi
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.02)
     await engine.load(Policy("p", 1, Artifact("base")))
-    assert len(set(versions_of(await pending))) == 1
-    assert set(versions_of(await collect(engine, PROMPT, max_tokens=2))) == {1}
+    assert len(set(get_versions(await pending))) == 1
+    assert set(get_versions(await collect(engine, PROMPT, max_tokens=2))) == {1}
 
 
 async def test_tinker_sampler_returns_nan_for_unknown_logprobs(engine: Engine) -> None:
@@ -137,7 +137,7 @@ async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url
         most = max(most, (await engine.status()).running)
         await asyncio.sleep(0.001)
     assert most == 2
-    assert all(len(ids_of(task.result())) > 0 for task in tasks)
+    assert all(len(get_ids(task.result())) > 0 for task in tasks)
     await engine.close()
     with pytest.raises(EngineUnavailable, match="closed"):
         await collect(engine, PROMPT, max_tokens=1)
@@ -156,11 +156,11 @@ async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConf
         serve_in_thread("tinker", model, **options, port=int(address.rsplit(":", 1)[1])),
     ):
         after = await collect(engine, PROMPT, max_tokens=5, temperature=0)
-        assert (ids_of(before), versions_of(before)) == (ids_of(after), versions_of(after))
+        assert (get_ids(before), get_versions(before)) == (get_ids(after), get_versions(after))
         with pytest.raises(EngineUnavailable):
             await engine.load(Policy("p", 2, Artifact("remote", "tinker://nobody/sampler_weights/nothing")))
         assert (await engine.status()).version == 1
-        assert ids_of(await collect(engine, PROMPT, max_tokens=5, temperature=0)) == ids_of(before)
+        assert get_ids(await collect(engine, PROMPT, max_tokens=5, temperature=0)) == get_ids(before)
         await engine.close()
 
 

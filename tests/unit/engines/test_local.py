@@ -21,9 +21,9 @@ from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import (
     TOKENIZER,
     collect,
-    ids_of,
-    logprobs_of,
-    versions_of,
+    get_ids,
+    get_logprobs,
+    get_versions,
     wait_until_idle,
 )
 from tests.unit.engines.conftest import save_adapter
@@ -73,8 +73,8 @@ async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine,
     ]
     model = reference_model(tiny)
     for prompt, chunks in zip(prompts * 2, await asyncio.gather(*first, *second), strict=True):
-        assert logprobs_of(chunks) == pytest.approx(
-            expected_logprobs(model, prompt, ids_of(chunks)), abs=1e-4
+        assert get_logprobs(chunks) == pytest.approx(
+            expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
         )
 
 
@@ -85,36 +85,36 @@ async def test_greedy_reply_matches_transformers_generate(engine: LocalEngine, t
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
     )
     eos = TOKENIZER.eos_token_id
-    if eos not in ids_of(chunks):  # min_new_tokens forbids it, the engine does not
-        assert ids_of(chunks) == generated[0, len(PROMPT) :].tolist()
+    if eos not in get_ids(chunks):  # min_new_tokens forbids it, the engine does not
+        assert get_ids(chunks) == generated[0, len(PROMPT) :].tolist()
 
 
 async def test_logprobs_under_an_adapter_match_peft(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
     await engine.load(adapter_policy(adapter))
     model = reference_model(tiny, adapter)
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
-    expected = expected_logprobs(model, PROMPT, ids_of(chunks))
-    assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
-    bare = expected_logprobs(reference_model(tiny), PROMPT, ids_of(chunks))
+    expected = expected_logprobs(model, PROMPT, get_ids(chunks))
+    assert get_logprobs(chunks) == pytest.approx(expected, abs=1e-4)
+    bare = expected_logprobs(reference_model(tiny), PROMPT, get_ids(chunks))
     assert max(abs(a - b) for a, b in zip(expected, bare, strict=True)) > 0.05
 
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
-    assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), PROMPT, ids_of(chunks)), abs=1e-4
+    assert get_logprobs(chunks) == pytest.approx(
+        expected_logprobs(reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
     )
 
 
 async def test_next_turn_computes_only_new_tokens(engine: LocalEngine, tiny: Path) -> None:
-    first = ids_of(await collect(engine, PROMPT, max_tokens=20, seed=1))
+    first = get_ids(await collect(engine, PROMPT, max_tokens=20, seed=1))
     turn = PROMPT + first + TOKENIZER.encode("<|im_end|>\n<|im_start|>tool\n893<|im_end|>\n")
     before = await engine.status()
     chunks = await collect(engine, turn, max_tokens=20, seed=2)
     after = await engine.status()
     # The last sampled token was never fed to the model.
     assert after.cached_tokens - before.cached_tokens == len(PROMPT) + len(first) - 1
-    assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), turn, ids_of(chunks)), abs=1e-4
+    assert get_logprobs(chunks) == pytest.approx(
+        expected_logprobs(reference_model(tiny), turn, get_ids(chunks)), abs=1e-4
     )
 
 
@@ -179,8 +179,8 @@ async def test_small_kv_cache_gives_correct_logprobs(tiny: Path) -> None:
     replies = await asyncio.gather(*[collect(engine, p, max_tokens=50, seed=1) for p in prompts])
     model = reference_model(tiny)
     for prompt, chunks in zip(prompts, replies, strict=True):
-        assert logprobs_of(chunks) == pytest.approx(
-            expected_logprobs(model, prompt, ids_of(chunks)), abs=1e-4
+        assert get_logprobs(chunks) == pytest.approx(
+            expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
         )
     await engine.close()
     with pytest.raises(ConfigError, match="kv_tokens"):
@@ -192,8 +192,8 @@ async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny: Path) 
     await asyncio.gather(*[collect(engine, [n + 5] * 10, max_tokens=10) for n in range(8)])
     chunks = await collect(engine, [9] * 400, max_tokens=20, seed=1)
     assert engine._scheduler._rows.tokens <= 600
-    assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), [9] * 400, ids_of(chunks)), abs=1e-4
+    assert get_logprobs(chunks) == pytest.approx(
+        expected_logprobs(reference_model(tiny), [9] * 400, get_ids(chunks)), abs=1e-4
     )
     await engine.close()
 
@@ -208,14 +208,14 @@ async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path
     chunks = [await anext(stream) for _ in range(5)]
     await engine.load(adapter_policy(adapter))
     chunks += [chunk async for chunk in stream]
-    assert set(versions_of(chunks)) == {0, 1}
+    assert set(get_versions(chunks)) == {0, 1}
 
-    turn = [*PROMPT, 7, *ids_of(chunks), *TOKENIZER.encode("next turn")]
+    turn = [*PROMPT, 7, *get_ids(chunks), *TOKENIZER.encode("next turn")]
     for prompt in (turn, [*PROMPT, 7], PROMPT):
         actual = await collect(engine, prompt, max_tokens=10, seed=2)
         expected = await collect(fresh, prompt, max_tokens=10, seed=2)
-        assert ids_of(actual) == ids_of(expected)
-        assert logprobs_of(actual) == pytest.approx(logprobs_of(expected), abs=1e-5)
+        assert get_ids(actual) == get_ids(expected)
+        assert get_logprobs(actual) == pytest.approx(get_logprobs(expected), abs=1e-5)
     await engine.close()
     await fresh.close()
 
@@ -226,13 +226,13 @@ async def test_load_replaces_full_weights_and_restores_the_base(
     other = make_tiny_model(tmp_path / "other", seed=5)
     await engine.load(Policy("p", 1, Artifact("weights", str(other))))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
-    assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference_model(other), PROMPT, ids_of(chunks)), abs=1e-4
+    assert get_logprobs(chunks) == pytest.approx(
+        expected_logprobs(reference_model(other), PROMPT, get_ids(chunks)), abs=1e-4
     )
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
-    assert logprobs_of(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), PROMPT, ids_of(chunks)), abs=1e-4
+    assert get_logprobs(chunks) == pytest.approx(
+        expected_logprobs(reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
     )
     wider = make_tiny_model(tmp_path / "wider", hidden=128)
     with pytest.raises(EngineError, match="do not have the architecture"):
@@ -303,8 +303,8 @@ async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny
             if n % 5 == 0 and len(chunks) == 4:
                 await stream.aclose()
                 return
-        expected = expected_logprobs(model, prompt, ids_of(chunks))
-        assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
+        expected = expected_logprobs(model, prompt, get_ids(chunks))
+        assert get_logprobs(chunks) == pytest.approx(expected, abs=1e-4)
 
     await asyncio.gather(*[client(n) for n in range(60)])
     await wait_until_idle(engine)
@@ -319,7 +319,9 @@ async def test_reply_ends_at_the_eos_token(tiny: Path) -> None:
     ended = [chunks for chunks in replies if chunks[-1].finish_reason == "stop"]
     assert ended
     for chunks in replies:
-        assert (eos in ids_of(chunks)) == (ids_of(chunks)[-1] == eos) == (chunks[-1].finish_reason == "stop")
+        assert (
+            (eos in get_ids(chunks)) == (get_ids(chunks)[-1] == eos) == (chunks[-1].finish_reason == "stop")
+        )
     await engine.close()
 
 

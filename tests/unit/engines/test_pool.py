@@ -25,7 +25,7 @@ from instar.engines.scripted import ScriptedEngine
 from instar.errors import ConfigError, EngineError, EngineUnavailable, PromptTooLong
 from instar.gateway.serve import bind
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
-from tests.unit.engines.conformance import EngineConformance, collect, ids_of, versions_of, wait_until_idle
+from tests.unit.engines.conformance import EngineConformance, collect, get_ids, get_versions, wait_until_idle
 from tests.unit.engines.test_conformance import LONG_REPLY, scripted_engine, serve_engine
 
 PROMPT = [5, 6, 7]
@@ -198,7 +198,7 @@ async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(
         engine.failure, engine.fails_after = EngineUnavailable("it died"), 2
     stream = pool.generate(PROMPT, SamplingParams())
     received = [await anext(stream), await anext(stream)]
-    assert len(ids_of(received)) == 2
+    assert len(get_ids(received)) == 2
     with pytest.raises(EngineUnavailable, match="it died"):
         await anext(stream)
     assert sum(engine.request_count for engine in engines) == 1
@@ -228,7 +228,7 @@ async def test_pool_without_healthy_engines_fails_immediately_and_recovers(creat
     for engine in engines:
         engine.is_reachable, engine.failure = True, None
     await wait_until(lambda: any(member.healthy for member in pool.members))
-    assert set(versions_of(await collect(pool, PROMPT))) == {1}, (
+    assert set(get_versions(await collect(pool, PROMPT))) == {1}, (
         "the policy is loaded although no engine was reachable"
     )
 
@@ -260,7 +260,7 @@ async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(create_p
     engines[0].restart()
     engines[0].is_reachable, engines[1].is_reachable = True, False
     await wait_until(lambda: pool.members[0].healthy and not pool.members[1].healthy)
-    assert set(versions_of(await collect(pool, PROMPT))) == {3}
+    assert set(get_versions(await collect(pool, PROMPT))) == {3}
 
 
 async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
@@ -270,7 +270,7 @@ async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
     await pool.load(policy(4))
     engines[0].restart()
     for _ in range(4):
-        assert set(versions_of(await collect(pool, PROMPT))) == {4}
+        assert set(get_versions(await collect(pool, PROMPT))) == {4}
     await wait_until(lambda: pool.members[0].healthy)
     assert (await engines[0].status()).version == 4
 
@@ -286,7 +286,7 @@ async def test_pool_reads_the_newest_policy_from_its_source(create_pool: CreateP
     head = policy(5)
     for engine in engines:
         await engine.load(head)  # the trainer rolled back to an earlier version
-    assert set(versions_of(await collect(pool, PROMPT))) == {5}
+    assert set(get_versions(await collect(pool, PROMPT))) == {5}
 
 
 async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreatePool) -> None:
@@ -430,8 +430,8 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
             except EngineUnavailable:
                 aborted.append(len(received))
                 continue
-            assert len(ids_of(received)) == 8
-            assert set(versions_of(received)) == {2}
+            assert len(get_ids(received)) == 8
+            assert set(get_versions(received)) == {2}
             done += 1
 
     clients = [asyncio.create_task(send_requests(f"sess-{i}")) for i in range(12)]
@@ -465,7 +465,7 @@ async def test_pool_replace_adds_and_removes_engines(create_pool: CreatePool, ti
     added = FlakyEngine(tiny)
     added.is_reachable = False
     await pool.replace([kept, added])
-    assert len(ids_of(await waiting)) == 8, "the waiting request of the removed engine is retried"
+    assert len(get_ids(await waiting)) == 8, "the waiting request of the removed engine is retried"
     assert [member.engine for member in pool.members] == [kept, added]
     for _ in range(3):
         await collect(pool, PROMPT, max_tokens=2)

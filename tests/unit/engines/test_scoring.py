@@ -13,7 +13,7 @@ import torch
 from instar.engines.local.engine import LocalEngine
 from instar.errors import EngineUnavailable
 from instar.types import Artifact, Policy
-from tests.unit.engines.conformance import collect, ids_of, logprobs_of, wait_until_idle
+from tests.unit.engines.conformance import collect, get_ids, get_logprobs, wait_until_idle
 from tests.unit.engines.test_local import PROMPT, adapter_policy, engine, expected_logprobs, reference_model
 
 __all__ = ["engine"]
@@ -35,8 +35,8 @@ async def test_scores_match_transformers_during_replies(engine: LocalEngine, tin
     for ids, logprobs in zip(TEXTS + TEXTS[::-1], scores, strict=True):
         np.testing.assert_allclose(logprobs, expected_scores(model, ids), atol=1e-4)
     for chunks in await asyncio.gather(*replies):
-        expected = expected_logprobs(model, PROMPT, ids_of(chunks))
-        assert logprobs_of(chunks) == pytest.approx(expected, abs=1e-4)
+        expected = expected_logprobs(model, PROMPT, get_ids(chunks))
+        assert get_logprobs(chunks) == pytest.approx(expected, abs=1e-4)
     await wait_until_idle(engine)
 
 
@@ -58,7 +58,7 @@ async def test_scores_use_the_served_policy(engine: LocalEngine, tiny: Path, ada
 
 
 async def test_scoring_does_not_reuse_cached_prefixes(engine: LocalEngine, tiny: Path) -> None:
-    reply = ids_of(await collect(engine, PROMPT, max_tokens=8, seed=1))
+    reply = get_ids(await collect(engine, PROMPT, max_tokens=8, seed=1))
     ids = PROMPT + reply
     np.testing.assert_allclose(
         await engine.logprobs(ids), expected_scores(reference_model(tiny), ids), atol=1e-4

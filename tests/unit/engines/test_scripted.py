@@ -8,7 +8,7 @@ import pytest
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import ConfigError
-from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
+from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs
 
 
 def shout(prompt: str, seed: int | None) -> str:
@@ -31,31 +31,31 @@ async def test_scripted_engine_repeats_replies_turn_by_turn(tiny: Path) -> None:
     for _ in range(3):
         chunks = await collect(engine, prompt)
         assert chunks[-1].finish_reason == "stop"
-        replies.append(decode(ids_of(chunks)))
-        prompt = prompt + ids_of(chunks) + TOKENIZER.encode("\n<|im_start|>user\nmore<|im_end|>\n")
+        replies.append(decode(get_ids(chunks)))
+        prompt = prompt + get_ids(chunks) + TOKENIZER.encode("\n<|im_start|>user\nmore<|im_end|>\n")
     assert replies == ["first<|im_end|>", "second<|im_end|>", "first<|im_end|>"]
 
 
 async def test_scripted_engine_calls_the_function_with_text_and_seed(tiny: Path) -> None:
     engine = make(tiny, function=f"{__name__}:shout")
     chunks = await collect(engine, TOKENIZER.encode("say it"), seed=7)
-    assert decode(ids_of(chunks)) == "SAY IT7<|im_end|>"
+    assert decode(get_ids(chunks)) == "SAY IT7<|im_end|>"
 
 
 async def test_logprobs_depend_on_prompt_position_and_seed_only(tiny: Path) -> None:
     engine, again = make(tiny, replies=["aaaa"]), make(tiny, replies=["aaaa"])
-    one = logprobs_of(await collect(engine, [5, 6], seed=1))
-    assert one == logprobs_of(await collect(again, [5, 6], seed=1))
+    one = get_logprobs(await collect(engine, [5, 6], seed=1))
+    assert one == get_logprobs(await collect(again, [5, 6], seed=1))
     assert len(set(one)) == len(one)
     assert all(-3 < value < 0 for value in one)
-    assert one != logprobs_of(await collect(engine, [5, 7], seed=1))
-    assert one != logprobs_of(await collect(engine, [5, 6], seed=2))
+    assert one != get_logprobs(await collect(engine, [5, 7], seed=1))
+    assert one != get_logprobs(await collect(engine, [5, 6], seed=2))
 
 
 async def test_scripted_engine_waits_before_each_token(tiny: Path) -> None:
     engine = make(tiny, replies=["abc"], delay=0.02)
     start = time.monotonic()
-    count = len(ids_of(await collect(engine, [5])))
+    count = len(get_ids(await collect(engine, [5])))
     assert time.monotonic() - start >= 0.02 * count
 
 

@@ -21,7 +21,7 @@ from instar.engines.server import MAX_BODY_BYTES
 from instar.engines.wire import join_chunks
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Policy, SamplingParams, TokenChunk
-from tests.unit.engines.conformance import collect, logprobs_of, wait_until_idle
+from tests.unit.engines.conformance import collect, get_logprobs, wait_until_idle
 from tests.unit.engines.test_conformance import scripted_engine, serve_engine
 
 
@@ -137,7 +137,7 @@ async def test_server_accepts_a_prompt_of_120000_tokens(tiny: Path) -> None:
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         remote_chunks = await collect(remote, prompt, max_tokens=3)
-        assert logprobs_of(remote_chunks) == logprobs_of(await collect(engine, prompt, max_tokens=3))
+        assert get_logprobs(remote_chunks) == get_logprobs(await collect(engine, prompt, max_tokens=3))
         await remote.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from instar.engines.local.prefix import MIN_SHARED_TOKENS, find_shared_prefixes
 from instar.types import SamplingParams
-from tests.unit.engines.conformance import TOKENIZER, collect, ids_of, logprobs_of
+from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs
 from tests.unit.engines.test_local import adapter_policy, expected_logprobs, make_engine, reference_model
 
 PREFIX = TOKENIZER.encode("<|im_start|>system\n" + "Call the tool, then answer. " * 6 + "<|im_end|>\n")
@@ -57,7 +57,9 @@ async def test_shared_attention_matches_transformers(tiny: Path) -> None:
     await engine.close()
     model = reference_model(tiny)
     for prompt, reply in zip(PROMPTS, replies, strict=True):
-        assert logprobs_of(reply) == pytest.approx(expected_logprobs(model, prompt, ids_of(reply)), abs=1e-4)
+        assert get_logprobs(reply) == pytest.approx(
+            expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4
+        )
 
 
 async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adapter: Path) -> None:
@@ -76,4 +78,6 @@ async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adap
     await engine.close()
     model = reference_model(tiny, adapter)
     for prompt, reply in zip(PROMPTS, after, strict=True):
-        assert logprobs_of(reply) == pytest.approx(expected_logprobs(model, prompt, ids_of(reply)), abs=1e-4)
+        assert get_logprobs(reply) == pytest.approx(
+            expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4
+        )

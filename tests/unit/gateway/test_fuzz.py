@@ -213,7 +213,7 @@ def is_valid_error(dialect: str, response: Any) -> bool:
 
 
 @pytest.fixture
-async def fuzzed(start_gateway: StartGateway, model: ModelConfig) -> RunningGateway:
+async def fuzzed_gateway(start_gateway: StartGateway, model: ModelConfig) -> RunningGateway:
     roomy = model.model_copy(update={"max_context": 200_000})
     replies = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
     engine = ScriptedEngine(roomy, ScriptedEngineConfig(replies=replies))
@@ -257,7 +257,7 @@ def open_http_session() -> aiohttp.ClientSession:
 
 @pytest.mark.parametrize("dialect", list(PATHS))
 async def test_malformed_requests_get_errors_and_leave_no_record(
-    fuzzed: RunningGateway, dialect: str
+    fuzzed_gateway: RunningGateway, dialect: str
 ) -> None:
     seeds = (
         build_complete_bodies(dialect) * 4
@@ -266,14 +266,14 @@ async def test_malformed_requests_get_errors_and_leave_no_record(
     )
     fuzz = BodyFuzzer(seeds, random.Random(dialect))
     async with open_http_session() as http:
-        sender = Sender(fuzzed, http, dialect)
+        sender = Sender(fuzzed_gateway, http, dialect)
         await sender.send_all(PATHS[dialect], fuzz.bodies(COUNT))
         assert sender.codes[200] > COUNT / 20, sender.codes
         assert sender.codes[400] > COUNT / 20, sender.codes
-        await wait_for_in_flight(fuzzed, 0)
-        calls = await list_all_calls(fuzzed)
+        await wait_for_in_flight(fuzzed_gateway, 0)
+        calls = await list_all_calls(fuzzed_gateway)
         assert len({call.request_id for call in calls}) == sender.codes[200]
-        sessions = await fuzzed.store.sessions("run")
+        sessions = await fuzzed_gateway.store.sessions("run")
         assert {row.session.session_id for row in sessions} == {call.session_id for call in calls}
         assert (await sender.send(PATHS[dialect], json.dumps(build_request(dialect, "hi")).encode()))[
             0
@@ -281,12 +281,12 @@ async def test_malformed_requests_get_errors_and_leave_no_record(
 
 
 @pytest.mark.parametrize("dialect", ["messages"])
-async def test_malformed_count_requests_get_errors(fuzzed: RunningGateway, dialect: str) -> None:
+async def test_malformed_count_requests_get_errors(fuzzed_gateway: RunningGateway, dialect: str) -> None:
     fuzz = BodyFuzzer(build_complete_bodies(dialect), random.Random(1))
     async with open_http_session() as http:
-        sender = Sender(fuzzed, http, dialect)
+        sender = Sender(fuzzed_gateway, http, dialect)
         await sender.send_all("/v1/messages/count_tokens", fuzz.bodies(COUNT // 4))
-    assert await list_all_calls(fuzzed) == []
+    assert await list_all_calls(fuzzed_gateway) == []
 
 
 SUBMITTED = {
@@ -312,20 +312,22 @@ CONTROL: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "seed"), CONTROL)
-async def test_malformed_control_requests_get_errors(fuzzed: RunningGateway, path: str, seed: Any) -> None:
+async def test_malformed_control_requests_get_errors(
+    fuzzed_gateway: RunningGateway, path: str, seed: Any
+) -> None:
     fuzz = BodyFuzzer([seed], random.Random(path))
     async with open_http_session() as http:
-        sender = Sender(fuzzed, http, "chat")
+        sender = Sender(fuzzed_gateway, http, "chat")
         for body in fuzz.bodies(COUNT // 8):
-            session = (await fuzzed.open()).session_id if "{}" in path else ""
+            session = (await fuzzed_gateway.open()).session_id if "{}" in path else ""
             await sender.send(path.format(session), body)
-    await wait_for_in_flight(fuzzed, 0)
+    await wait_for_in_flight(fuzzed_gateway, 0)
 
 
-async def test_unusual_headers_and_paths_get_errors(fuzzed: RunningGateway) -> None:
+async def test_unusual_headers_and_paths_get_errors(fuzzed_gateway: RunningGateway) -> None:
     body = json.dumps(build_request("chat", "hi")).encode()
     async with open_http_session() as http:
-        sender = Sender(fuzzed, http, "chat")
+        sender = Sender(fuzzed_gateway, http, "chat")
         for name, value in [
             ("X-Instar-Session", "nö\t"),
             ("X-Instar-Session", "%00../"),

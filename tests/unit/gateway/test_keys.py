@@ -158,7 +158,7 @@ NAME = "INSTAR_ADMIN_KEY"
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "said"),
+    ("host", "key", "message"),
     [
         ("127.0.0.1", "", "0 characters"),
         ("127.0.0.1", "secret", "6 characters"),
@@ -170,8 +170,8 @@ NAME = "INSTAR_ADMIN_KEY"
         ("localhost", "x" * 40 + "\n", "HTTP header cannot contain"),
     ],
 )
-def test_admin_key_that_is_weak_is_refused(host: str, key: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_admin_key_that_is_weak_is_refused(host: str, key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         resolve_admin_key({NAME: key}, NAME, host)
     assert NAME in str(caught.value)
     assert len(key) < 15 or key.strip() not in str(caught.value)

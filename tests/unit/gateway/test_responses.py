@@ -483,9 +483,9 @@ def test_responses_white_space_alone_opens_no_message() -> None:
     ]
 
 
-@pytest.mark.parametrize("scene", ["compaction", "edit", "retry", "subagents"])
-def test_responses_recorded_codex_traffic_is_accepted(scene: str) -> None:
-    with gzip.open(TRAFFIC / f"codex-{scene}.json.gz") as packed:
+@pytest.mark.parametrize("scenario", ["compaction", "edit", "retry", "subagents"])
+def test_responses_recorded_codex_traffic_is_accepted(scenario: str) -> None:
+    with gzip.open(TRAFFIC / f"codex-{scenario}.json.gz") as packed:
         exchanges = json.load(packed)
     requests = [DIALECT.parse_request(json.dumps(exchange["body"]).encode()) for exchange in exchanges]
     assert [request.unsupported_error for request in requests] == [None] * len(exchanges)

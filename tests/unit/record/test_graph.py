@@ -23,7 +23,7 @@ def user(text: str) -> Message:
     return Message(role="user", content=text)
 
 
-class RecordedSession:
+class GraphSession:
     """A graph and the calls recorded in it, used as the gateway does."""
 
     def __init__(self, renderer: Renderer) -> None:
@@ -94,7 +94,7 @@ class RecordedSession:
 def test_random_sessions_extend_exactly(tiny: TemplateRenderer) -> None:
     rng = random.Random(3)
     for _ in range(60):
-        session = RecordedSession(tiny)
+        session = GraphSession(tiny)
         messages = [user(make_words(rng))]
         tools = [CALC] if rng.random() < 0.8 else []
         parent: Call | None = None
@@ -110,7 +110,7 @@ def test_random_sessions_extend_exactly(tiny: TemplateRenderer) -> None:
 
 
 def test_rewritten_history_is_a_branch_that_shares_its_prefix(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     system = Message(role="system", content="You are careful, and this is long enough to share.")
     first = session.add_call([system, user("one")], session.ids("two"))
     second = session.add_call([system, user("one"), first.reply, user("three")], session.ids("four"))
@@ -127,13 +127,13 @@ def test_rewritten_history_is_a_branch_that_shares_its_prefix(tiny: TemplateRend
 
 
 def test_user_text_is_compared_exactly(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     first = session.add_call([user("one")], session.ids("two"))
     assert session.place([user("one "), first.reply, user("x")]).link is Link.BRANCH
 
 
 def test_repeated_messages_are_a_sibling(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     root = session.add_call([user("one")], session.ids("two"))
     child = session.add_call([user("one"), root.reply, user("x")], session.ids("three"))
     repeated = session.add_call([user("one"), root.reply, user("x")], session.ids("four"))
@@ -157,7 +157,7 @@ def test_identical_requests_in_flight_are_siblings(tiny: TemplateRenderer) -> No
 
 
 def test_parent_has_the_same_call_ids_or_is_the_newest(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
     old = session.add_call([user("one")], session.ids(text), [CALC])
     new = session.add_call([user("one")], session.ids(text), [CALC])
@@ -173,13 +173,13 @@ def _rename_call(call: Call) -> ToolCall:
 
 
 def test_changed_tools_branch(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     first = session.add_call([user("one")], session.ids("two"), [CALC])
     assert session.place([user("one"), first.reply, user("x")], []).link is Link.BRANCH
 
 
 def test_template_that_cannot_be_bridged_branches(load: Load) -> None:
-    session = RecordedSession(load(COUNTING))
+    session = GraphSession(load(COUNTING))
     first = session.add_call([user("one")], session.ids("two"))
     assert session.add_call([user("one"), first.reply, user("x")], session.ids("y")).link is Link.BRANCH
 
@@ -211,7 +211,7 @@ def to_delta(call: Call, *, digests: bool = True) -> CallDelta:
 @pytest.mark.parametrize("digests", [True, False])
 def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, digests: bool) -> None:
     rng = random.Random(4)
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     messages = [user("go")]
     for _ in range(8):
         call = session.add_call(messages, session.ids(make_reply_text(rng)), [CALC])
@@ -232,7 +232,7 @@ def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, digest
 
 
 def test_reply_with_added_defaults_is_matched_by_call_ids(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
     first = session.add_call([user("one")], session.ids(text), [CALC])
     result = Message(role="tool", content="1")
@@ -248,7 +248,7 @@ def test_reply_with_added_defaults_is_matched_by_call_ids(tiny: TemplateRenderer
 
 
 def test_reply_with_a_changed_argument_is_a_branch(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
     first = session.add_call([user("one")], session.ids(text), [CALC])
     edited = _change_arguments(first, '{"expression": "2"}')
@@ -267,7 +267,7 @@ def _change_arguments(call: Call, arguments: str) -> Message:
 
 
 def test_prompts_without_messages_continue_by_text_and_by_tokens(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     graph = session.graph
     first = graph.place_prompt("Once upon", tiny)
     graph.release(first)
@@ -282,7 +282,7 @@ def test_prompts_without_messages_continue_by_text_and_by_tokens(tiny: TemplateR
     assert rebuilt.place_prompt("Once upon", tiny).link is Link.SIBLING
 
 
-def _add_prompt_call(session: RecordedSession, placement: Placement, prompt: str, reply: str) -> Call:
+def _add_prompt_call(session: GraphSession, placement: Placement, prompt: str, reply: str) -> Call:
     sampled = np.asarray(session.renderer.encode(reply), np.int32)
     call = Call(
         call_id=new_id("call"),
@@ -305,14 +305,14 @@ def _add_prompt_call(session: RecordedSession, placement: Placement, prompt: str
 
 
 def test_aborted_calls_do_not_count_as_finished(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     session.add_call([user("one")], session.ids("tw"), status=CallStatus.ABORTED)
     assert session.graph.finished_requests == 0
     assert session.graph.find_recorded(session.place([user("one")]).key) == []
 
 
 def test_memory_is_linear_in_turns(tiny: TemplateRenderer) -> None:
-    session = RecordedSession(tiny)
+    session = GraphSession(tiny)
     messages = [user("go")]
     for _ in range(60):
         call = session.add_call(messages, session.ids("some words to say"))

@@ -87,8 +87,10 @@ KEY = EXAMPLES["api-key"][0]
         Message(role="user", content="x", name=KEY),
         Message(role="tool", content="x", tool_call_id=KEY),
         *(
-            Message(role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=given)])
-            for given in (
+            Message(
+                role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=arguments)]
+            )
+            for arguments in (
                 json.dumps({"key": KEY}),
                 json.dumps({KEY: 1}),
                 json.dumps({"a": [{"b": f"export K={KEY}\n"}]}),

@@ -3,7 +3,7 @@
 The requested model name selects the behaviour: `vllm` (prompt_logprobs), `openai` (echo), `strict` (echo, and
 unknown fields are rejected), `sglang` (echo, only if something is sampled), `llama` (only the logprobs of
 sampled tokens), `bos` (prepends a token), `named` (echo; tokens are named by their ids), `other` (like named,
-with wrong ids), `foreign` (another vocabulary), `flaky` (fails three times), `silent`, `denied`, `garbage`,
+with wrong ids), `foreign` (another vocabulary), `flaky` (fails three times), `silent`, `denied`, `malformed`,
 `gone` (a logprob is missing).
 """
 
@@ -56,7 +56,7 @@ class TeacherServer:
             await asyncio.sleep(60)
         if model == "denied":
             return web.json_response({"error": f"Incorrect API key provided: {KEY}"}, status=401)
-        if model == "garbage":
+        if model == "malformed":
             return web.Response(text="<html>")
         if model == "strict" and (unknown := body.keys() - KNOWN_FIELDS):
             return web.json_response({"error": f"unknown: {unknown}"}, status=400)

@@ -85,7 +85,7 @@ async def test_completions_reference_limits_requests_in_flight(
         ("other", EngineError, "returned the logprob of .* instead of token"),
         ("foreign", ConfigError, r"trainer\.reference\.model: the vocabulary of foreign differs"),
         ("denied", EngineError, "401"),
-        ("garbage", EngineError, "did not return JSON"),
+        ("malformed", EngineError, "did not return JSON"),
     ],
 )
 async def test_completions_reference_rejects_unsuitable_server_at_start(

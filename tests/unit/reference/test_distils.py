@@ -32,7 +32,7 @@ from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Channel, Group, GroupStatus, Sample, SamplingParams, SessionStatus, Task
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.unit.data.builders import RUN, begin, make_call, make_session
+from tests.unit.data.builders import RUN, make_call, make_session, put_test_run
 from tests.unit.trainer.harness import make_config
 
 STEPS = 10
@@ -93,7 +93,7 @@ async def test_student_trained_on_reference_kl_approaches_teacher(tmp_path: Path
     engine = LocalEngine(config.model, ENGINE)
     teacher = LocalEngine(config.trainer.reference.model, ENGINE)
     store = SqliteStore(config.store_path)
-    await begin(store)
+    await put_test_run(store)
     monitor = Monitor(config.run_dir, tensorboard=False)
 
     async def engines() -> list[Engine]:

@@ -10,13 +10,13 @@ import pytest
 from instar.rewards.judge.agreement import JudgeAgreement, measure_run_agreement
 from instar.store.sqlite import SqliteStore
 from instar.types import Reward, RewardSource
-from tests.unit.data.builders import RUN, begin, make_session
+from tests.unit.data.builders import RUN, make_session, put_test_run
 
 
 async def measure_agreement(path: Path, sessions: list[list[Reward]]) -> list[JudgeAgreement]:
     """Return the agreement in a store with these rewards of each session."""
     store = SqliteStore(path / f"{uuid4()}.db")
-    await begin(store)
+    await put_test_run(store)
     for i, rewards in enumerate(sessions):
         await store.open_session(make_session(f"s{i}"), None)
         await store.add_rewards([replace(reward, session_id=f"s{i}") for reward in rewards])
@@ -25,44 +25,50 @@ async def measure_agreement(path: Path, sessions: list[list[Reward]]) -> list[Ju
     return result
 
 
-def judged(value: float, name: str = "judge:outcome", call_id: str | None = None, **detail: Any) -> Reward:
+def make_judge_reward(
+    value: float, name: str = "judge:outcome", call_id: str | None = None, **detail: Any
+) -> Reward:
     return Reward("s", value, RewardSource.JUDGE, name, call_id, detail=detail, scorer_version="v", cost=0.25)
 
 
-def ruled(value: float) -> Reward:
+def make_rule_reward(value: float) -> Reward:
     return Reward("s", value, RewardSource.RULE, "math")
 
 
 async def test_agreement_of_votes_is_one_minus_mean_difference(tmp_path: Path) -> None:
     (result,) = await measure_agreement(
-        tmp_path, [[judged(0.5, votes=[0.5, 0.5])], [judged(0.5, votes=[0.0, 1.0])]]
+        tmp_path, [[make_judge_reward(0.5, votes=[0.5, 0.5])], [make_judge_reward(0.5, votes=[0.0, 1.0])]]
     )
     assert (result.judge, result.rewards, result.mean, result.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
     assert result.votes == 0.5
     assert (result.orders, result.rule_same_side, result.rule_correlation) == (None, None, None)
     (result,) = await measure_agreement(
-        tmp_path, [[judged(1, call_id="a", votes=["accepted", "accepted", "corrected"])]]
+        tmp_path, [[make_judge_reward(1, call_id="a", votes=["accepted", "accepted", "corrected"])]]
     )
     assert result.votes == pytest.approx(1 / 3)
-    (result,) = await measure_agreement(tmp_path, [[judged(1, votes=[1.0])]])
+    (result,) = await measure_agreement(tmp_path, [[make_judge_reward(1, votes=[1.0])]])
     assert result.votes is None
 
 
 async def test_agreement_of_orders_is_share_of_agreeing_pairs(tmp_path: Path) -> None:
     (result,) = await measure_agreement(
-        tmp_path, [[judged(0.5, orders=4, orders_agreed=1)], [judged(0.5, orders=4, orders_agreed=3)]]
+        tmp_path,
+        [
+            [make_judge_reward(0.5, orders=4, orders_agreed=1)],
+            [make_judge_reward(0.5, orders=4, orders_agreed=3)],
+        ],
     )
     assert result.orders == 0.5
 
 
 async def test_agreement_compares_judge_with_rules(tmp_path: Path) -> None:
     sessions = [
-        [ruled(1.0), judged(0.9)],
-        [ruled(0.0), judged(0.2)],
-        [judged(0.1), ruled(0.0), judged(0.7)],
-        [judged(0.3)],
-        [ruled(1.0)],
-        [ruled(1.0), judged(0.4, call_id="a", name="judge:process")],
+        [make_rule_reward(1.0), make_judge_reward(0.9)],
+        [make_rule_reward(0.0), make_judge_reward(0.2)],
+        [make_judge_reward(0.1), make_rule_reward(0.0), make_judge_reward(0.7)],
+        [make_judge_reward(0.3)],
+        [make_rule_reward(1.0)],
+        [make_rule_reward(1.0), make_judge_reward(0.4, call_id="a", name="judge:process")],
     ]
     outcome, process = await measure_agreement(tmp_path, sessions)
     assert outcome.rule_sessions == 3
@@ -74,7 +80,7 @@ async def test_agreement_compares_judge_with_rules(tmp_path: Path) -> None:
 
 async def test_run_agreement_reads_sessions_in_pages(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
-    await begin(store)
+    await put_test_run(store)
     for i in range(5):
         await store.open_session(make_session(f"s{i}"), None)
         rewards = [

@@ -12,13 +12,13 @@ from instar.rollout.admission import MAX_STATE_AGE_SECONDS, Admission
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, StepState
-from tests.unit.data.builders import RUN, add_group, begin, make_config
+from tests.unit.data.builders import RUN, add_group, make_config, put_test_run
 
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     opened = SqliteStore(tmp_path / "store.db")
-    await begin(opened)
+    await put_test_run(opened)
     yield opened
     await opened.close()
 

@@ -15,8 +15,8 @@ from tests.unit.rollout import harness as place
 from tests.unit.rollout.harness import KEY, RUN, RolloutHarness, make_config, open_harness, tries, until
 
 
-async def evaluated(harness: RolloutHarness) -> list[SessionRow]:
-    """Return the seeds by evaluation and task."""
+async def list_evaluated_sessions(harness: RolloutHarness) -> list[SessionRow]:
+    """Return the evaluated sessions, ordered by evaluation and task."""
     rows = await harness.store.sessions(RUN, channel=Channel.VAL)
     return sorted(rows, key=lambda row: row.session.group_id or "")
 
@@ -30,7 +30,7 @@ async def test_evaluation_attempts_every_task_once_per_mode(harness: RolloutHarn
         ("sampled", 4, 0, 0),
     ]
     assert [(kind, step, values["label"]) for kind, step, values in recorded] == [("eval", 0, "before")] * 2
-    rows = await evaluated(harness)
+    rows = await list_evaluated_sessions(harness)
     assert len(rows) == 8
     assert {row.session.sampling["temperature"] for row in rows[:4]} == {0.0}
     assert figures[0]["accuracy"] == sum(row.reward or 0 for row in rows[:4]) / 4
@@ -45,7 +45,7 @@ async def test_evaluation_uses_the_same_seeds_each_time(harness: RolloutHarness)
     evaluator = harness.evaluator(make_config(harness.folder))
     await evaluator.evaluate("sampled", "before")
     await evaluator.evaluate("sampled", "after")
-    seeds = [row.session.seed for row in await evaluated(harness)]
+    seeds = [row.session.seed for row in await list_evaluated_sessions(harness)]
     assert seeds[:4] == seeds[4:]
     assert len(set(seeds)) == 4
 

@@ -191,15 +191,17 @@ class RunAndSessionTests(StoreFixtures):
         assert await listed_ids(limit=2) == ["b", "c"]
 
     async def test_put_endpoint_with_the_same_role_and_name_replaces_it(self, store: Store) -> None:
-        one = Endpoint(RUN, "gateway", "0", "http://127.0.0.1:1", 10, "serving", "g.log", heartbeat=3.0)
-        await store.put_endpoint(one)
+        endpoint_row = Endpoint(
+            RUN, "gateway", "0", "http://127.0.0.1:1", 10, "serving", "g.log", heartbeat=3.0
+        )
+        await store.put_endpoint(endpoint_row)
         await store.put_endpoint(Endpoint(RUN, "engine", "0", "http://127.0.0.1:2", 11))
         await store.put_endpoint(Endpoint("other", "engine", "0", "http://127.0.0.1:3", 12))
         engine, gateway = await store.endpoints(RUN)
-        assert gateway == one
+        assert gateway == endpoint_row
         assert engine.heartbeat == pytest.approx(time.time(), abs=30)
-        await store.put_endpoint(replace(one, pid=99, doing="draining"))
-        assert (await store.endpoints(RUN))[1] == replace(one, pid=99, doing="draining")
+        await store.put_endpoint(replace(endpoint_row, pid=99, doing="draining"))
+        assert (await store.endpoints(RUN))[1] == replace(endpoint_row, pid=99, doing="draining")
         await store.remove_endpoint(RUN, "gateway", "0")
         assert [endpoint.role for endpoint in await store.endpoints(RUN)] == ["engine"]
 
@@ -362,9 +364,9 @@ class SharingTests(StoreFixtures):
         with pytest.raises(StoreError, match="closed"):
             await store.calls("s")
         await store.close()
-        again = open_store()
-        assert len(await again.calls("s")) == 40
-        await again.close()
+        reopened = open_store()
+        assert len(await reopened.calls("s")) == 40
+        await reopened.close()
 
 
 class StoreConformance(

@@ -261,9 +261,9 @@ class KeyAndSecretTests:
         assert len(values[0]) == 32
         assert await store.secret("another") != values[0]
         await other.close()
-        again = open_store()
-        assert await again.secret("messages") == values[0]
-        await again.close()
+        reopened = open_store()
+        assert await reopened.secret("messages") == values[0]
+        await reopened.close()
 
 
 class GatewayTests(SessionOpeningTests, SessionLookupTests, CallDeltaTests, KeyAndSecretTests):

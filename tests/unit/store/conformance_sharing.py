@@ -79,12 +79,12 @@ class SeveralHostsTests:
         async def claim(host: int) -> list[str]:
             order, won = groups[4 * host :] + groups[: 4 * host], list[str]()
             for start in range(0, 12, 2):
-                mine = order[start : start + 2]
+                batch = order[start : start + 2]
                 try:
                     await hosts[host].claim_step(
-                        RUN, 100 * host + start, [make_claim(f"k-{group}", group_id=group) for group in mine]
+                        RUN, 100 * host + start, [make_claim(f"k-{group}", group_id=group) for group in batch]
                     )
-                    won += mine
+                    won += batch
                 except ConflictError:
                     continue
             return won
@@ -164,18 +164,20 @@ class SeveralHostsTests:
 
     async def test_reserve_version_from_several_hosts_never_repeats(self, hosts: list[Store]) -> None:
         async def publish(host: Store) -> list[int]:
-            mine: list[int] = []
+            versions: list[int] = []
             for step in range(6):
                 version = await host.reserve_version(POLICY, RUN, step)
-                mine.append(version)
+                versions.append(version)
                 if step % 2:
                     await host.publish(Policy(POLICY, version, Artifact("base")))
                 else:
                     await host.tombstone(POLICY, version, "abandoned")
-            return mine
+            return versions
 
-        numbers = await asyncio.gather(*(publish(host) for host in hosts))
-        assert sorted(number for mine in numbers for number in mine) == list(range(1, 6 * HOSTS + 1))
+        versions_by_host = await asyncio.gather(*(publish(host) for host in hosts))
+        assert sorted(version for versions in versions_by_host for version in versions) == list(
+            range(1, 6 * HOSTS + 1)
+        )
         assert len(await hosts[0].published_policies(POLICY)) == 3 * HOSTS
 
     async def test_secret_from_several_hosts_is_the_same(self, hosts: list[Store]) -> None:

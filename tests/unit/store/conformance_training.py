@@ -100,19 +100,19 @@ class GroupAndStepTests:
             [make_dropped_claim("c", group_id="g1"), make_dropped_claim("d", group_id="g2", run_id="other")]
         )
 
-        async def unclaimed(epoch: int) -> list[str]:
+        async def unclaimed_ids(epoch: int) -> list[str]:
             groups = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
             return [group.group_id for group in groups]
 
-        assert await unclaimed(0) == ["g2"]
-        assert await unclaimed(1) == ["g0", "g1", "g2"]
+        assert await unclaimed_ids(0) == ["g2"]
+        assert await unclaimed_ids(1) == ["g0", "g1", "g2"]
         await store.claim_step(RUN, 1, [make_claim("e", group_id="g1", epoch=2)])
         await store.claim_step(RUN, 2, [make_claim("f", group_id="g2", epoch=2)])
-        assert await unclaimed(0) == ["g2"]
-        assert await unclaimed(1) == ["g0", "g1", "g2"]
-        assert await unclaimed(2) == ["g0"]
+        assert await unclaimed_ids(0) == ["g2"]
+        assert await unclaimed_ids(1) == ["g0", "g1", "g2"]
+        assert await unclaimed_ids(2) == ["g0"]
         await store.release_steps(RUN, after=1)
-        assert await unclaimed(2) == ["g0", "g2"]
+        assert await unclaimed_ids(2) == ["g0", "g2"]
 
     async def test_claim_step_of_a_claimed_sample_raises_conflict(self, store: Store) -> None:
         claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)

@@ -22,7 +22,7 @@ from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Artifact, Claim, Policy, Sample, StepState
-from tests.unit.data.builders import RUN, add_group, begin
+from tests.unit.data.builders import RUN, add_group, put_test_run
 
 
 class SimulatedCrash(Exception):
@@ -177,7 +177,7 @@ def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
 
 async def fill_store(config: RunConfig, groups: int = 6) -> None:
     store = SqliteStore(config.store_path)
-    await begin(store)
+    await put_test_run(store)
     for index in range(groups):
         await add_group(store, index, [1.0, 0.0, 0.25 * (index % 3)])
     await store.close()

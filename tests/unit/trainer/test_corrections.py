@@ -18,7 +18,7 @@ from instar.store.sqlite import SqliteStore
 from instar.trainer.monitor import read_steps
 from instar.types import UNTRAINABLE, Channel, Feedback, Sample, Tag
 from tests.tiny import make_tiny_model
-from tests.unit.data.builders import RUN, add_group, begin, make_call, make_session
+from tests.unit.data.builders import RUN, add_group, make_call, make_session, put_test_run
 from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill_store, make_config, open_trainer
 
 CORRECTED_IDS = [11, 12, 13, 9]
@@ -58,7 +58,7 @@ async def corrections_by_step(store: Store) -> list[tuple[int | None, str]]:
 @pytest.fixture
 async def store(tmp_path: Path) -> Any:
     store = SqliteStore(tmp_path / "store.db")
-    await begin(store)
+    await put_test_run(store)
     yield store
     await store.close()
 
@@ -141,7 +141,7 @@ async def test_training_on_corrections_raises_their_logprob(tmp_path: Path, mode
 async def test_step_without_advantages_still_trains_corrections(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path / "run", model, steps=1)
     store = SqliteStore(config.store_path)
-    await begin(store)
+    await put_test_run(store)
     await add_group(store, 0, [1.0, 1.0])
     await store.close()
     await add_corrections(config, 2)

@@ -15,7 +15,7 @@ from instar.trainer.loop import Trainer
 from instar.trainer.monitor import read_metrics, read_steps
 from instar.types import StepState
 from tests.tiny import make_tiny_model
-from tests.unit.data.builders import RUN, add_group, begin
+from tests.unit.data.builders import RUN, add_group, put_test_run
 from tests.unit.trainer.harness import (
     FaultInjector,
     SimulatedCrash,
@@ -341,7 +341,7 @@ async def test_crash_does_not_increase_staleness(
     """The staleness of each group is 1, which is the limit."""
     config = make_config(tmp_path / "run", model, steps=4, max_staleness=1, checkpoint_every=checkpoint_every)
     store = SqliteStore(config.store_path)
-    await begin(store)
+    await put_test_run(store)
     for index in range(4):
         await add_group(store, index, [1.0, 0.0, 0.25], version=max(0, index - 1))
     await store.close()
