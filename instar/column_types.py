@@ -1,4 +1,4 @@
-"""The column types of dataclass fields, from which stores and exports derive their columns."""
+"""The column types of dataclass fields. Stores and exports derive their columns from these types."""
 
 from __future__ import annotations
 

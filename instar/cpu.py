@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ISA_LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
-"""The environment variable that limits the instructions of oneDNN, which reads it before its first
+"""The environment variable that limits the instructions that oneDNN uses. oneDNN reads it before its first
 operation."""
 PROBE_TIMEOUT_SECONDS = 120.0
 _PROBE_CODE = """
@@ -37,7 +37,7 @@ def cpu_flags() -> frozenset[str]:
 
 @functools.cache
 def disable_broken_amx(cache: Path) -> None:
-    """Keep oneDNN from using AMX if AMX kills the process, as it does on virtual machines that report AMX
+    """Keep oneDNN from using AMX if AMX kills the process. This happens on virtual machines that report AMX
     without supporting it. The first call on a machine computes a matrix product in a subprocess, and stores
     the result in ``cache``."""
     if "amx_bf16" not in cpu_flags() or ISA_LIMIT_VARIABLE in os.environ:

@@ -27,7 +27,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.onnx", "*.h5", "*.msgpac
 
 
 def cache_dir() -> Path:
-    """Return the folder for converted models, which is INSTAR_CACHE or a folder in the user's cache."""
+    """Return the folder for converted models: INSTAR_CACHE, or a folder in the user's cache."""
     if configured := os.environ.get("INSTAR_CACHE"):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instar"
@@ -79,7 +79,7 @@ def _download_from_hub(name: str, exclude: tuple[str, ...] = ()) -> Path:
 
 def _default_model() -> Path:
     """Return the folder of SmolLM2-135M-Instruct in bf16, after converting it from its wheel if necessary.
-    The folder appears atomically, so that an interrupted conversion leaves no incomplete model."""
+    The folder is created atomically, so that an interrupted conversion leaves no incomplete model."""
     target = cache_dir() / "models" / DEFAULT_MODEL
     if (target / "config.json").is_file():
         return target
@@ -133,8 +133,8 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model. It is loaded from `tokenizer.json` if possible, because AutoTokenizer
-    would import torch, which takes seconds at every start of the gateway."""
+    """Return the tokenizer of a model. If possible, load it from `tokenizer.json`. AutoTokenizer would import
+    torch, which takes seconds at every start of the gateway."""
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 

@@ -92,7 +92,7 @@ def _wait(child: int, watched: list[int], seconds: float | None) -> int | None:
 
 
 def _kill_descendants(child: int) -> None:
-    """Kill the remaining processes, which become children of this process when their parents exit."""
+    """Kill the remaining processes. They become children of this process when their parents exit."""
     if sys.platform != "linux":
         _kill(-child)  # the process group; processes that left the group are not found
         return

@@ -36,7 +36,7 @@ NOT_SAMPLED = -1
 
 
 _id_generator = random.Random(os.urandom(32))
-"""The source of ids, which must be unique but not secret. A system call for each id would take more time than
+"""The source of ids. They must be unique but not secret. A system call for each id would take more time than
 the rest of a short call."""
 
 
@@ -121,10 +121,11 @@ class Session:
     attempt: int = 0
     task_id: str | None = None
     reason: str | None = None
-    """The reason for which the session failed or was abandoned."""
+    """Why the session failed or was abandoned."""
     seed: int | None = None
     sampling: Json = field(default_factory=dict[str, Any])
-    """Sampling settings that override those of every call of the session, such as ``{"temperature": 0}``."""
+    """Sampling settings that override the settings of every call in the session, such as ``{"temperature":
+    0}``."""
     metadata: Json = field(default_factory=dict[str, Any])
     external_id: str | None = None
     """The id that the agent itself uses for this session, if it sends one."""
@@ -235,7 +236,7 @@ class Score:
     state: ScoreState
     attempts: int = 1
     reason: str | None = None
-    """The reason for which the scorer failed."""
+    """Why the scorer failed."""
     created_at: float = 0.0
 
 

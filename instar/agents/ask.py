@@ -10,8 +10,8 @@ from instar.types import Json
 
 
 class SingleCallAgent(OpenAIAgent):
-    """An agent that sends the task's `messages`, `question` or `prompt`, with its `tools`, after ``examples``
-    of questions and answers."""
+    """An agent that sends ``examples`` of questions and answers, then the task's `messages`, `question` or
+    `prompt`. The call offers the task's `tools`."""
 
     async def __call__(
         self,

@@ -1,4 +1,5 @@
-"""An agent that runs a `verifiers` environment on one row of its dataset. Its rubric computes the reward."""
+"""An agent that runs a `verifiers` environment on one row of its dataset. The environment's rubric computes
+the reward."""
 
 from __future__ import annotations
 

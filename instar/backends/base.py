@@ -111,7 +111,7 @@ class Backend(ABC):
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
         """Abandon the current session and start a new one on the base model, with an adapter that is
-        initialized from the seed. Called before any other method, and after BackendLost."""
+        initialized from the seed. Must be called before any other method."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return the logprobs under the base model, which has no adapter and the initial weights."""
@@ -146,8 +146,8 @@ class Backend(ABC):
     @abstractmethod
     async def save_state(self, path: Path) -> None:
         """Save weights, optimizer and RNG state, so that training continues bit for bit after ``load_state``.
-        ``path`` exists only when it is complete and on disk. A service stores the state itself, and ``path``
-        contains a reference to the state."""
+        ``path`` is created atomically, when its content is on disk. A service stores the state itself and
+        writes only a reference to ``path``."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:

@@ -49,7 +49,7 @@ REQUIREMENTS: dict[str, PackageRequirement] = {
 class InstalledPackage:
     version: str | None
     problem: str | None
-    """The reason that the backend cannot run in the environment, or None."""
+    """Why the backend cannot run in the environment, or None if it can."""
 
 
 def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:

@@ -69,7 +69,7 @@ def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
 
 
 def _local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Return the local backend's settings for the settings of a service. Raises ConfigError for settings that
+    """Convert a service's settings to settings of the local backend. Raises ConfigError for settings that
     have no local equivalent."""
     local: dict[str, Any] = {}
     for name, value in settings.items():
@@ -133,9 +133,9 @@ def detect_backend(
     env: Mapping[str, str],
     installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
-    """Return the backend and the reason for choosing it. ``installed`` returns the services whose SDK is
-    installed. It is called only if no setting and no variable decides; the default inspects the backend's
-    environment."""
+    """Return the backend and the reason for choosing it. ``installed`` returns the services with an installed
+    SDK. It is called only if neither settings nor environment variables determine the backend. By default, it
+    inspects the backend's environment."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "backend.type names it")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
@@ -168,7 +168,7 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
 
 
 def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
-    """Return True if Tinker's variables are copies of MinT's variables, which MinT's package makes."""
+    """Return True if Tinker's variables are copies of MinT's variables. MinT's package makes such copies."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
     return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
@@ -190,8 +190,8 @@ def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str
 
 
 def _find_services_in_url(url: str) -> list[CloudService]:
-    """Return the services whose words occur in the host of the URL, else those whose words occur in its path.
-    The host comes first, because a service may serve another service's protocol under a path of that name."""
+    """Return the services named in the URL's host, or else the services named in its path. The host comes
+    first, because a service may serve another service's protocol under a path with that service's name."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     for text in (parts.hostname or "", parts.path):
         words = set(re.split(r"[^a-z0-9]+", text.lower()))

@@ -159,9 +159,9 @@ class TinkerBackend(ServiceBackend):
     async def _complete_old_logprobs(
         self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
-        """Return the samples' logprobs, with other values for the tokens that are not trained, because a
-        service has no mask. These values are zeros. For the dro loss they are the current logprobs, because
-        dro would move the tokens' logprobs towards zero."""
+        """Return the samples' logprobs, with placeholders for untrained tokens, because a service has no
+        mask. The placeholders are zeros. The dro loss would pull these tokens' logprobs towards zero, so for
+        dro their current logprobs are used."""
         if loss.name != "dro":
             return [np.where(sample.mask > 0, sample.logprobs, np.float32(0)) for sample in samples]
         for sample in samples:

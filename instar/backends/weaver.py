@@ -93,8 +93,8 @@ class WeaverModel:
         return [np.concatenate([np.full(1, np.nan, np.float32), row]) for row in rows]
 
     async def call_exclusively(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Run a call that has no sequence id after all earlier calls and before all later ones, and return
-        its result."""
+        """Run a call without a sequence id, after all earlier calls and before all later ones. Return its
+        result."""
         async with self._submission_lock:
             await self._results_received.wait()
             self._check_open()

@@ -31,7 +31,7 @@ class BackendRow:
     installed: bool
     version: str | None
     problem: str | None
-    """The reason that the backend cannot run here, with the command that fixes it."""
+    """Why the backend cannot run here, with the command that fixes it."""
     detected: bool
     """True if `backend: auto` would choose the backend."""
     why: str | None

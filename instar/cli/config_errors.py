@@ -72,13 +72,13 @@ def _shorten(value: Any) -> str:
 
 
 def _parse_words(text: str) -> list[str]:
-    """Return the words in a text of pydantic such as «'a', 'b' or 'c'»."""
+    """Return the words in a pydantic message such as «'a', 'b' or 'c'»."""
     return [word.strip(" '") for word in text.replace(" or ", ", ").split(",")]
 
 
 def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
     """Return the dotted path without the parts that pydantic adds (union tags, type names), and the section
-    class with the field of the last part."""
+    class that contains the last part."""
     path: list[str] = []
     parent: type[BaseModel] | None = None
     candidates: list[type[BaseModel]] = [RunConfig]

@@ -80,7 +80,7 @@ def _apply_override(data: Json, override: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that rejects duplicate keys, of which the other loaders silently ignore the first."""
+    """A YAML loader that rejects duplicate keys. Other loaders silently keep only the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -131,8 +131,8 @@ def _absolute(value: Any, folder: Path) -> Any:
 
 
 def _make_other_paths_absolute(data: Json, folder: Path) -> None:
-    """Make the paths absolute that are not typed as paths: the agent's working folder, a model such as
-    `./folder`, an interpreter such as `./env/bin/python`, and folders of exported data."""
+    """Make paths absolute in settings that are not typed as paths: the agent's working folder, a model such
+    as `./folder`, an interpreter such as `./env/bin/python`, and folders of exported data."""
     match data:
         case {"data": list() as sources}:
             data["data"] = [_absolute_source(source, folder) for source in cast(list[Any], sources)]

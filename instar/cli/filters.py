@@ -50,8 +50,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def with_session_filters(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the options in OPTIONS instead of its parameter ``filters``, which receives
-    the values of the options as a dict."""
+    """Replace the command's parameter ``filters`` with the options in OPTIONS. The command receives the
+    values of the options as a dict."""
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
@@ -113,8 +113,8 @@ def _parse_choice(kind: Any, name: str, filters: dict[str, Any]) -> Any:
 
 
 def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
-    """Return the time in seconds since the epoch. The option is a date and time, which is local unless it
-    includes a time zone, or a duration before now."""
+    """Return the time in seconds since the epoch. The option is a duration before now, or a date and time. A
+    time without a time zone is local."""
     text: str | None = filters[name]
     if text is None:
         return None

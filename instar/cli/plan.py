@@ -40,7 +40,7 @@ class StepPlan:
 
 @async_command
 async def plan(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """Show what the next training step would train on. Nothing is trained or written."""
+    """This command neither trains nor writes anything."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         next_step = await make_plan(store, config)
     if as_json:

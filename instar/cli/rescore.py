@@ -152,8 +152,8 @@ class SessionRescorer:
         yield unscored
 
     async def _group_by_task(self, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
-        """Return the sessions that are scored together, each list with its task: single sessions, or complete
-        groups for a scorer that compares sessions."""
+        """Return lists of sessions that are scored together, each with its task. A list has one session, or a
+        complete group if the scorer compares sessions."""
         units: list[tuple[Task, list[str]]] = []
         by_group: dict[str, list[str]] = {}
         tasks: dict[str, Task] = {}

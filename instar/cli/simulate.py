@@ -40,7 +40,7 @@ from instar.types import Json
 DRAWN_SESSIONS = 20_000
 """The number of random sessions that are drawn if there is no workload. They are repeated as needed."""
 DEFAULT_MAX_BATCH = 1024
-"""The number of concurrent replies of an engine whose configuration has no limit."""
+"""The assumed limit of concurrent replies for an engine without a configured limit."""
 
 
 def simulate(
@@ -165,8 +165,8 @@ def _max_batch(config: RunConfig) -> int:
 async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the workload of a measured run if there is one, or else of the `simulate` section. The sessions
-    of a workload file replace the sessions of the workload."""
+    """Return the workload measured in the run ``measured``, or else the workload in the `simulate` section. A
+    workload file replaces the sessions."""
     settings = config.simulate or SimulateConfig()
     path = workload or settings.workload
     if measured is not None:

@@ -26,7 +26,7 @@ LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
 """Roles that run until they are stopped."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 RESTART_RESET_SECONDS = 120.0
-"""Time after which a role that dies is restarted with the shortest delay again."""
+"""After running this long, a role that dies is restarted with the shortest delay again."""
 
 ListenAddress = tuple[str, int]
 """Host and port to listen on; port 0 picks a free port."""
@@ -81,8 +81,7 @@ class Cluster(ABC):
         """Start a role, restart it whenever it dies, and return its handle."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Return a text for messages that describes where a role listens whose configured host is
-        ``host``."""
+        """Describe, for messages, where a role with the configured host ``host`` listens."""
         return host
 
     async def wait(self, name: str) -> int:

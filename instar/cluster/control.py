@@ -155,13 +155,13 @@ class RoleController:
         await self.cluster.stop(role.name, STOP_SECONDS)
 
     def _hold(self, role: RoleHandle) -> None:
-        """Hold the role, unless it can no longer be started, because a wait for the role would then never
+        """Hold the role. A role that cannot be started again is not held, because a wait for it would never
         end."""
         if not self._refusal(role):
             self._held.setdefault(role.name, asyncio.Event())
 
     def _refusal(self, role: RoleHandle) -> str:
-        """Return the reason that prevents a new start of the role, or an empty string."""
+        """Return why the role cannot be started again, or an empty string if it can."""
         if self._is_ending:
             return "the run is ending"
         is_replaced = self.cluster.roles.get(role.name) is not role
@@ -215,7 +215,8 @@ async def serve_control_socket(control: RoleController, path: Path) -> AsyncGene
 
 @contextmanager
 def _bind_socket(path: Path) -> Generator[socket.socket]:
-    """Bind a socket at ``path`` and yield it. A path that is too long for a socket becomes a link."""
+    """Bind a socket and yield it. If ``path`` is too long for a socket, ``path`` becomes a link to the
+    socket."""
     path.unlink(missing_ok=True)
     with ExitStack() as resources:
         listener = resources.enter_context(socket.socket(socket.AF_UNIX))

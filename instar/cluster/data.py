@@ -60,9 +60,9 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """Return, by index, the previous section that matches each section: it has the same source, or the
-    version to which a name without a version was resolved. If several sections match, the one with the same
-    index is used."""
+    """Return the matching previous section for each section, by index. A section matches if it has the same
+    source, or the version to which a name without a version was resolved. If several sections match, the one
+    with the same index is used."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))
     matchers: tuple[Callable[[DataConfig, DataConfig], bool], ...] = (

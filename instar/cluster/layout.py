@@ -94,7 +94,7 @@ class RunFolder:
         return self.logs / f"{name}.log"
 
     def create(self, config: RunConfig) -> None:
-        """Write the resolved config, from which every role reads its own part."""
+        """Write the resolved config. Every role reads its own part from this file."""
         self.logs.mkdir(parents=True, exist_ok=True)
         scratch = self.config_file.with_suffix(".partial")
         scratch.touch(mode=0o600)  # an agent's environment may contain keys

@@ -38,7 +38,7 @@ ROLE_URL_ENV = "INSTAR_ROLE_URL"
 LEASE_ENV = "INSTAR_LEASE"
 """Variable with the lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""Variable with the host's name, which precedes the path of a log file if there are several hosts."""
+"""Variable with the host's name. If there are several hosts, the paths of log files start with this name."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -92,7 +92,7 @@ class ChildProcess(RoleHandle):
 
 class Supervisor(Cluster):
     def __init__(self, folder: RunFolder, *, log: Callable[[str], None], host: str = "") -> None:
-        """Create a cluster on this machine, whose address for other machines is ``host``."""
+        """Create a cluster on this machine. Other machines reach it at ``host``."""
         super().__init__(log=log)
         self.folder = folder
         self._host = host

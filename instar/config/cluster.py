@@ -60,13 +60,14 @@ class SyncConfig(Section):
     """The transfer of published weights to the engines."""
 
     route: RouteName = "auto"
-    """Route of the weights. `files`: engines read the published files, or receive the files if they cannot
-    read the folder. `ipc`: through a buffer in the memory of a shared GPU or of the machine. `nccl`: over
-    NCCL, between GPUs. `ray`: through Ray's object store, to engines on nodes of the cluster. `auto`: `ipc`
-    or `nccl` on GPUs if all weights are replaced, `ray` on a Ray cluster without GPUs if all weights are
-    trained, else `files`. The trainer's log shows the choice."""
+    """Method of weight transfer. `files`: engines read the published files, or receive the files if they
+    cannot read the folder. `ipc`: through a buffer in the memory of a shared GPU or of the machine. `nccl`:
+    over NCCL, between GPUs. `ray`: through Ray's object store, to engines on nodes of the cluster. `auto`:
+    `ipc` or `nccl` on GPUs if all weights are replaced, `ray` on a Ray cluster without GPUs if all weights
+    are trained, else `files`. The trainer's log shows the choice."""
     chunk_mib: Positive = 256
-    """Size of one chunk of weights on the route `ray`, in MiB. At most two chunks are in the object store."""
+    """Size of one chunk of weights with the route `ray`, in MiB. At most two chunks are in the object
+    store."""
     deadline: Seconds = 120.0
     """Timeout for an engine to serve a new version, including all attempts, in seconds. After a timeout, the
     engine keeps its old version, and the trainer tries again while it waits for data."""

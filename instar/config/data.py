@@ -90,8 +90,8 @@ def check_data_sources(sections: Sequence[DataConfig]) -> None:
 
 
 def count_groups(shares: Sequence[float], groups: int) -> list[int]:
-    """Return the number of the first ``groups`` groups that belong to each source. The next group is always
-    taken from the source that is furthest behind its share, so the result depends only on the arguments."""
+    """Return how many of the first ``groups`` groups belong to each source. The next group is always taken
+    from the source that is furthest behind its share, so the result depends only on the arguments."""
     order = _source_order(tuple(shares))
     rounds, remainder = divmod(groups, len(order))
     per_round, in_last_round = Counter(order), Counter(order[:remainder])

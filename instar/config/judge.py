@@ -20,7 +20,7 @@ class BudgetConfig(Section):
 
 
 class SignalsConfig(Section):
-    """The reward of a call for each kind of event that may follow it; `null` gives no reward."""
+    """The rewards of a call, by the kind of event that follows the call; `null` gives no reward."""
 
     accepted: float | None = 1.0
     """Reward if the user continues from the reply or says thanks."""

@@ -24,8 +24,8 @@ class ModelConfig(Section):
     max_context: Positive = 2048
     """Maximum length of prompt and reply together, in tokens."""
     tool_format: Literal["auto", "template", "generic"] = "auto"
-    """Format in which the model sees the tools: that of its chat template, or the generic format of
-    docs/concepts.md. `auto`: the template's format if the template supports tools."""
+    """Format in which the model sees the tools: the format of its chat template, or the generic format
+    described in docs/concepts.md. `auto`: the template's format if the template supports tools."""
 
 
 class SqliteStoreConfig(Section):

@@ -93,8 +93,8 @@ class RuleRewardConfig(Section):
     """Name under which the rewards of the rule are recorded. Default: `function`."""
     thread: bool = True
     """Run a function that is not async in a thread, so that it does not block other work and
-    `scoring.deadline` applies. `false`: run the function in the main thread, for packages whose timeouts use
-    signals."""
+    `scoring.deadline` applies. `false`: run the function in the main thread. This is needed for packages that
+    implement timeouts with signals."""
 
 
 RewardConfig = Annotated[
@@ -144,7 +144,8 @@ class EvalMode(SamplingConfig):
     """The agent's arguments and the sampling parameters of one evaluation mode."""
 
     agent_args: dict[str, Any] = {}
-    """Keyword arguments of the agent's function in this mode. They override those of `rollout.agent`."""
+    """Keyword arguments of the agent's function in this mode. They override the arguments in
+    `rollout.agent`."""
 
 
 class EvalConfig(Section):

@@ -37,7 +37,8 @@ class SandboxConfig(Section):
     network: bool = False
     """Allow access to the network."""
     read: list[Path] = []
-    """Files and folders that a job may read, in addition to system programs and this Python."""
+    """Files and folders that a job may read, in addition to system programs and the current Python
+    installation."""
     concurrency: Positive | None = None
     """Maximum number of concurrent jobs. Default: one per core."""
 
@@ -160,9 +161,9 @@ class TestsRewardConfig(Section):
     """Part of the final text that is the code: the last fenced code block, or the whole text."""
     runner: Literal["python", "pytest"] | list[str] = "python"
     """Runner of the tests. `python`: runs the tests in the namespace of the answer; each text is a test, or
-    defines tests as functions `test_*`. `pytest`: runs a file next to `answer.py` whose tests import
-    `answer`. A list is a custom command, run in the folder of `answer.py` and `test_answer.py`; exit code 0
-    means that all tests passed."""
+    defines tests as functions `test_*`. `pytest`: runs a test file that imports `answer` from `answer.py`. A
+    list is a custom command, run in the folder of `answer.py` and `test_answer.py`; exit code 0 means that
+    all tests passed."""
     reward: Literal["share", "all"] = "all"
     """`share`: the share of the tests that passed. `all`: 1 if all passed, else 0."""
     file: str = "answer.py"

@@ -13,15 +13,16 @@ from instar.config.model import ModelConfig
 
 
 class AdvantageConfig(Section):
-    """The computation of the advantages of a group from the rewards of its sessions."""
+    """Settings for computing the advantages of a group from the rewards of its sessions."""
 
     estimator: Literal["grpo", "grpo_no_std", "rloo", "running", "reward"] = "grpo"
     """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the other sessions;
     `running`: r - a running mean over sessions, for groups of one; `reward`: r itself, to imitate good data
     with the `cross_entropy` loss."""
     normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
-    """Divisor of a step's sum over tokens: all trained tokens of the step, the sessions of the step, the
-    tokens of each session and then the sessions, or no divisor."""
+    """Divisor of a step's sum over tokens. `batch_tokens`: the number of trained tokens in the step.
+    `batch_sessions`: the number of sessions in the step. `session_tokens`: the number of tokens in each
+    session, then the number of sessions. `none`: no divisor."""
     weight: NonNegativeFloat = 1.0
     """Weight of the rewards. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
     decay: Unit = 0.95
@@ -132,8 +133,9 @@ class TrainerConfig(Section):
     """Maximum number of versions that a trained token may be behind; `stale` says what happens to older
     tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
     stale: Literal["drop", "mask"] = "drop"
-    """Treatment of samples with tokens that are too old. `drop`: the samples are dropped with this reason.
-    `mask`: only the newer tokens of the samples are trained; samples without newer tokens are dropped."""
+    """Treatment of samples with tokens that are too old. `drop`: the samples are dropped with the reason
+    `stale`. `mask`: only the newer tokens of the samples are trained; samples without newer tokens are
+    dropped."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     loss: LossConfig = LossConfig()
     loss_fallback: LossName | None = None

@@ -36,7 +36,7 @@ def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) 
 
 
 def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each group with many identical outputs, in which nothing is explored."""
+    """Return a finding for each group with many identical outputs. Such a group explores nothing."""
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
         by_output: dict[str, list[SessionSummary]] = defaultdict(list)
@@ -51,7 +51,7 @@ def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -
 
 
 def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each group whose rewards are all equal, so that training has no signal."""
+    """Return a finding for each group in which all rewards are equal. Such a group has no training signal."""
     del limits
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
@@ -96,7 +96,8 @@ def find_repetition_drift(
 
 
 def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each session whose rule and judge rewards differ widely. One of them is wrong."""
+    """Return a finding for each session with widely differing rewards from a rule and a judge. One of the two
+    is wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
         rule, judge = _latest_reward(summary, RewardSource.RULE), _latest_reward(summary, RewardSource.JUDGE)

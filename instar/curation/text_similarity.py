@@ -1,4 +1,4 @@
-"""Detection of near-duplicate texts in linear time, with MinHash over word triples and banding."""
+"""Detection of near-duplicate texts in linear time, with MinHash over word trigrams and banding."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASHES, BANDS = 64, 16
-"""A band has four of the hashes. Texts that share 90% of their triples almost surely have a band in common;
+"""A band has four of the hashes. Texts that share 90% of their trigrams almost surely have a band in common;
 texts that share 30% hardly ever do."""
 MAX_WORDS = 4096
-"""Further words of a text are ignored."""
+"""The maximum number of words that are read from a text."""
 _PRIME = np.uint64((1 << 61) - 1)
 
 Shingles = NDArray[np.uint64]
 
 
 def hash_shingles(text: str) -> Shingles:
-    """Return the hashes of the distinct word triples in the text. A shorter text counts as one triple."""
+    """Return the hashes of the distinct word trigrams in the text. A text with fewer than three words counts
+    as one trigram."""
     words = text.lower().split()[:MAX_WORDS]
     triples = [" ".join(words[start : start + 3]) for start in range(max(1, len(words) - 2))]
     # A model may generate a lone surrogate, which the store keeps.
@@ -29,7 +30,8 @@ def hash_shingles(text: str) -> Shingles:
 
 
 def repetition_ratio(text: str) -> float:
-    """Return the share of word triples that occurred earlier in the text, or 0 for fewer than three words."""
+    """Return the share of word trigrams that occurred earlier in the text, or 0 for fewer than three
+    words."""
     words = text.lower().split()[:MAX_WORDS]
     count = len(words) - 2
     return 1.0 - len({tuple(words[i : i + 3]) for i in range(count)}) / count if count > 0 else 0.0

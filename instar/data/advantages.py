@@ -88,7 +88,7 @@ class AdvantageEstimator:
 
 
 def has_signal(advantages: Advantages) -> bool:
-    """Return True if any advantage differs from 0, which is not the case if all rewards are equal."""
+    """Return True if any advantage differs from 0. All advantages are 0 if all rewards are equal."""
     return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
 
 
@@ -100,8 +100,8 @@ Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "non
 
 
 def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
-    """Return the samples with their advantages divided by the divisor of the step's sum over tokens. Sessions
-    without trained tokens in this step do not count."""
+    """Divide the advantages by the step's divisor (see `compute_divisor`). Sessions without trained tokens in
+    this step do not count."""
     tokens = _trained_tokens_by_session(samples)
     common_divisor = compute_divisor(samples, mode)
     divisors = (
@@ -135,7 +135,7 @@ def _trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
 def compute_token_scales(
     samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
 ) -> list[Floats]:
-    """Return an array for each sample with the scaled value of an advantage of 1 on each trained token. Terms
+    """Return, for each sample, the value to which an advantage of 1 is scaled on each trained token. Terms
     that are added to the advantages later are multiplied by these scales. If ``should_reweight``, the scales
     include the weights of `reweight_truncated_sampling`."""
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
@@ -145,9 +145,9 @@ def compute_token_scales(
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:
-    """Return the sample with its advantages multiplied by p_full / p_sampled, capped, because the losses use
-    logprobs of the full softmax, but tokens may be sampled from a truncated one. Tokens without logprobs are
-    not changed."""
+    """Return the sample with its advantages multiplied by p_full / p_sampled, capped. The losses use logprobs
+    of the full softmax, but tokens may be sampled from a truncated one. Tokens without logprobs are not
+    changed."""
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0

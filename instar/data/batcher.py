@@ -51,7 +51,7 @@ class StepBatch:
     samples: list[Sample]
     """The samples to train, with normalized advantages."""
     scales: list[Floats]
-    """The scaled value of an advantage of 1 on each token, for each sample."""
+    """For each sample, the value to which an advantage of 1 is scaled on each token."""
     divisor: float
     """The divisor of sums over all tokens of the step, or 1 if each session has its own divisor."""
     claims: list[Claim]
@@ -146,8 +146,8 @@ class Batcher:
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
-        """Return the first finished groups that no step has consumed, as many as the step needs, and claims
-        that drop older groups whose samples are too stale."""
+        """Return unconsumed finished groups, as many as the step needs, lowest index first. Also return
+        claims that drop older groups in which all samples are too stale."""
         needed = self.mixture.count_live_groups(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch

@@ -103,8 +103,8 @@ class ConsumedGroups:
             self._groups.popitem(last=False)
 
     async def drop_late_sessions(self, epoch: int) -> list[Claim]:
-        """Return claims that drop the sessions that ended after their group was consumed. A claim contains
-        the group's step. When the step is released, the claim is released, too, and the group can be claimed
+        """Return claims that drop sessions that ended after their group was consumed. A claim contains the
+        group's step. When the step is released, the claim is released, too, and the group can be claimed
         again."""
         groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
         builder = ClaimBuilder(self._run_id, epoch)

@@ -41,7 +41,7 @@ class RewardCombiner:
         return {call_id: value for call_id, value in combined.items() if value is not None}
 
     def _counted(self, rewards: Sequence[Reward]) -> list[Reward]:
-        """Return the rewards that count. The agent's own rewards count only if `reward` contains the
+        """Return the rewards to combine. The agent's own rewards are included only if `reward` contains the
         agent."""
         return [r for r in rewards if self.counts_agent_rewards or r.source is not RewardSource.AGENT]
 
@@ -63,8 +63,8 @@ def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float |
 
 
 def _compute_weighted_sum(weights: dict[str, float], rewards: Sequence[Reward]) -> float | None:
-    """Return the sum of the last reward of each scorer, weighted by the scorer's name or else by its
-    source."""
+    """Return the weighted sum of each scorer's last reward. The weight is found by the scorer's name, or else
+    by its source."""
     last_rewards = {(reward.source, reward.scorer): reward for reward in rewards}
     weighted = [
         weights.get(reward.scorer, weights.get(reward.source.value, 0.0)) * reward.value

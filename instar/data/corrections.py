@@ -20,7 +20,7 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """The samples. Their advantages are the weight of each token in the step."""
+    """The samples. The advantage of a token is its weight in the step."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 

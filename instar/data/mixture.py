@@ -8,7 +8,7 @@ from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus
 
 ExportedGroup = tuple[Group, int]
-"""A group and the epoch in which it is claimed, which is the number of earlier passes over the data."""
+"""A group and the epoch in which it is claimed. The epoch is the number of earlier passes over the data."""
 
 
 class DataMixture:

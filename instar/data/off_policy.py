@@ -21,7 +21,7 @@ from instar.types import Floats, Json, Sample
 DEFAULT_TRUNCATE = 2.0
 """The largest importance weight if the config does not set one."""
 MAX_LOGPROB_DIFFERENCE = 60.0
-"""The limit to which differences of logprobs are clipped, because larger ratios carry no information."""
+"""Differences between logprobs are clipped to this limit, because larger ratios carry no information."""
 
 
 def get_behavior_logprobs(sample: Sample) -> Floats:

@@ -59,7 +59,7 @@ def report_batch(
 
 def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
     """Return the length and repetition of the outputs, and the share of sessions with the same output as
-    another session of the group. ``groups`` lists the samples by group and session. If these values rise with
+    another session in the group. ``groups`` lists the samples by group and session. If these values rise with
     the reward, the policy is learning something other than the task."""
     outputs = [[_sampled_tokens(session) for session in group if session] for group in groups]
     flat = [output for group in outputs for output in group]

@@ -109,7 +109,7 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
 
 
 def _make_pair(chosen: Call, rejected: Call) -> Json | None:
-    """Return a pair whose prompt is the common prefix of the conversations, or None if the first difference
+    """Return a pair of conversations with their common prefix as the prompt, or None if the first difference
     is not in a reply."""
     preferred, other = [*chosen.messages, chosen.reply], [*rejected.messages, rejected.reply]
     length = min(len(preferred), len(other))
@@ -174,7 +174,7 @@ def _convert_message(message: Message) -> Json:
 
 
 def _parse_arguments(text: str) -> Any:
-    """Return the parsed arguments, because chat templates serialize them, or the text if it is not JSON."""
+    """Parse the arguments, because chat templates serialize them. Return the text if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Export sessions of a store to a folder that appears only when it is complete."""
+"""Export sessions from a store to a folder that is created atomically."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SESSIONS_PER_PAGE = 256
 EVERYTHING = SessionFilter()
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the number of sessions that are done and the total number of sessions."""
+"""Called with the number of completed sessions and the total number of sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportHooks:
-    """Functions of other packages that build the samples of a session and combine its rewards."""
+    """Functions from other packages that build a session's samples and combine its rewards."""
 
     samples: Callable[[Session, Sequence[Call]], list[Sample]]
     reward: Callable[[SessionRecord], float | None]
@@ -121,8 +121,8 @@ async def export_sessions(
 
 
 async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> dict[str, str | None]:
-    """Return the group of each session, by session id, in the order in which the sessions were opened. Open
-    and imported sessions are left out."""
+    """Return each session's group by session id, in the order in which the sessions were opened. Open and
+    imported sessions are excluded."""
     group_ids: dict[str, str | None] = {}
     last_seq = 0
     while rows := await store.sessions(run_id, where=where, after=last_seq, limit=SESSIONS_PER_PAGE):

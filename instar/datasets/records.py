@@ -29,7 +29,8 @@ def _encode_fields(item: Group | Session | Call) -> ExportRow:
 
 
 def _decode_fields(cls: type[T], row: Mapping[str, Any], **decoded: Any) -> T:
-    """Return the dataclass with the values of the row. Values in ``decoded`` replace those of the row."""
+    """Return the dataclass with the values of the row. Values in ``decoded`` take precedence over values in
+    the row."""
     values = {
         name: _decode_value(field_type, row[name])
         for name, field_type in _get_cached_field_types(cls).items()

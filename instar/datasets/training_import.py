@@ -124,7 +124,7 @@ def _read_training_groups(
 
 
 def _convert_record(record: SessionRecord, group: Group, label: str) -> SessionRecord:
-    """Return the record as a session of a group of the data channel, with new ids."""
+    """Return the record as a session in a group of the data channel, with new ids."""
     session = record.session
     suffix = hashlib.sha256(f"{group.run_id} {label}".encode()).hexdigest()[:8]
     session_id = f"{session.session_id}.{suffix}"

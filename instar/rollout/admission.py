@@ -15,7 +15,7 @@ from instar.store.base import Progress, Store
 from instar.types import Channel, GroupStatus, StepState
 
 EPOCH = 0
-"""The epoch of all claims, because training claims every group once."""
+"""The epoch of all claims. There is only one, because every group is claimed once."""
 MAX_STATE_AGE_SECONDS = 0.25
 """Time after which the state is read again even if the counts in the store have not changed."""
 
@@ -39,7 +39,8 @@ class Admission:
         self._read_at = 0.0
 
     async def read_state(self) -> AdmissionState:
-        """Return the current state, which is only computed again after a change or MAX_STATE_AGE_SECONDS."""
+        """Return the current state. It is computed again only after a change, or after
+        MAX_STATE_AGE_SECONDS."""
         progress = await self.store.progress(self.run_id)
         is_old = time.monotonic() - self._read_at > MAX_STATE_AGE_SECONDS
         if self._state is None or self._state.progress != progress or is_old:

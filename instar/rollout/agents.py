@@ -20,7 +20,7 @@ from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
 STDOUT_TAIL_BYTES = 64 * 1024
-"""The number of bytes at the end of a program's output that are searched for a reward."""
+"""A reward is searched for in this number of bytes at the end of a program's output."""
 STDERR_TAIL_BYTES = 800
 SECRET_VARIABLES = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL_KEYS"})
 """Variables with keys of the run itself, which agents must not see."""

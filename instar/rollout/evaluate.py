@@ -86,7 +86,7 @@ class Evaluator:
 
     async def evaluate(self, mode: str, label: str, progress: ReportProgress | None = None) -> Json:
         """Attempt every task once and return the metrics. If an evaluation with the same label, mode and
-        version was interrupted, the tasks that it finished are not repeated."""
+        version was interrupted, its finished tasks are not repeated."""
         start_time = time.monotonic()
         services = replace(self.services, agent=self._agent_for(self.eval.modes[mode]))
         version = (await self.store.progress(self.run_id)).head_version
@@ -151,7 +151,7 @@ class Evaluator:
         await self.store.close_group(group.group_id, status)
 
     async def _wait_for_scores(self, group_ids: set[str]) -> None:
-        """Wait until the groups are scored, or until no session was scored for longer than a scorer may
+        """Wait until the groups are scored. Give up if no session is scored for longer than a scorer may
         take."""
         settings = self.config.scoring
         max_wait = SCORING_GRACE_SECONDS + (settings.retries + 1) * settings.deadline

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
-"""Number of consecutive groups without a usable session after which the run fails."""
+"""The run fails after this number of consecutive groups without a usable session."""
 
 
 class RolloutRunner:
@@ -95,8 +95,8 @@ class RolloutRunner:
         self._is_draining = True
 
     async def _wait(self) -> None:
-        """Wait until a slot has finished, or for POLL_SECONDS, because training also makes groups
-        startable."""
+        """Wait until a slot has finished, or for POLL_SECONDS. Progress of the training may also allow a
+        group to start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await self._slot_done.wait()

@@ -44,7 +44,7 @@ class RolloutSlot:
     refills: int = 0
     """The number of sessions that have replaced failed sessions."""
     seed_index: int | None = None
-    """The number from which the seed is derived. Default: the group's index."""
+    """The number that the seed is derived from. Default: the group's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +204,8 @@ async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], na
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if a retry may succeed, because a connection was lost, there were too many requests or a
-    server was not ready. The causes of the error are checked, too, because SDKs wrap errors of the
-    transport."""
+    """Return True if a retry may succeed: a connection was lost, there were too many requests, or a server
+    was not ready. The causes of the error are also checked, because SDKs wrap transport errors."""
     httpx = sys.modules.get("httpx")
     connection_errors: tuple[type[BaseException], ...] = (
         ConnectionError,

@@ -85,9 +85,8 @@ def python_tasks(config: PythonTasksConfig) -> TaskSet:
 
 
 def read_json_lines(path: Path, *, start: int = 0, limit: int | None = None) -> Iterator[tuple[int, Json]]:
-    """Yield up to ``limit`` objects of a file with one JSON object per line, after skipping ``start``
-    objects. Each object is yielded with its line number, starting at 1. The file may be compressed with
-    gzip."""
+    """Yield up to ``limit`` objects from a file with one JSON object per line, after skipping ``start``
+    objects. Each object comes with its line number, starting at 1. The file may be compressed with gzip."""
     stop = None if limit is None else start + limit
     open_file = gzip.open if path.suffix == ".gz" else open
     try:

@@ -83,7 +83,7 @@ class ClusterSpec:
     versions_per_token: bool = True
     """True if replies in progress continue with a newly loaded policy; otherwise they keep their policy."""
     live_groups: Callable[[int], int] | None = None
-    """Returns the number of groups in the first n steps for which agents are run. None: all groups."""
+    """Returns how many groups of the first n steps are run by agents. None: all groups."""
 
     def count_live_groups(self, steps: int) -> int:
         return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
@@ -98,9 +98,9 @@ class SimulationResult:
     """Number of trained samples that come from exported data."""
     generated_tokens: int = 0
     engines_idle: float = 0.0
-    """Share of time in which an engine has no reply to generate, as a mean over the engines."""
+    """Share of time during which an engine generates no reply, averaged over the engines."""
     engines_used: float = 0.0
-    """Number of generated tokens as a share of the maximum, at the largest batch."""
+    """Number of generated tokens as a share of the maximum, which is reached at the largest batch."""
     trainer_idle: float = 0.0
     in_flight: float = 0.0
     """Mean number of concurrent sessions."""
@@ -112,7 +112,7 @@ class SimulationResult:
     finished: bool = True
     """True if all steps were trained; otherwise the run was stuck or took too long."""
     given_up: bool = False
-    """True if the run was stopped because all sessions of several groups in a row failed."""
+    """True if the run was stopped because every session failed in several consecutive groups."""
 
     @property
     def samples_per_hour(self) -> float:

@@ -38,7 +38,8 @@ class SessionCost(NamedTuple):
 
 
 class SlotCost(NamedTuple):
-    """The mean samples, trained tokens and cost of all sessions of a slot in a group that is trained on."""
+    """The mean samples, trained tokens and cost of a slot. The cost includes all sessions in the slot. Only
+    groups that are trained on count."""
 
     samples: float
     tokens: float
@@ -100,8 +101,8 @@ def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
 
 
 def session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> SessionCost:
-    """Return the mean cost of a session that completes, or that fails after one of its turns. All turns are
-    equally likely to be the last turn of a failed session."""
+    """Return the mean cost of a session that completes, or that fails. A failed session is equally likely to
+    end after each of its turns."""
     generated = calls = waits = tokens = 0.0
     for session in sessions:
         waits += session.start

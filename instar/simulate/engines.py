@@ -17,7 +17,7 @@ LOAD_FACTOR, LOAD_SLACK = 2, 8
 
 
 class VirtualClock:
-    """A clock that runs events by time, and events at the same time in the order in which they were added."""
+    """A clock that runs events by time. Events at the same time run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -52,9 +52,9 @@ class SimulatedRequest:
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """A simulated engine. ``progress`` is the number of tokens that a reply running since the start would
-    have now. A reply of n tokens that begins at progress p ends at p + n, however many replies share the
-    engine."""
+    """A simulated engine. ``progress`` is the number of tokens that a reply would have now if it had run
+    since the start. A reply of n tokens that begins at progress p ends at p + n, however many replies share
+    the engine."""
 
     index: int
     running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list[Any])
@@ -74,7 +74,7 @@ class SimulatedEngine:
 
 class SimulatedPool:
     """All engines, with the gateway's rules: a session stays with its engine unless that engine is far busier
-    than the least busy engine, which gets all other requests."""
+    than the least busy engine. All other requests go to the least busy engine."""
 
     def __init__(self, clock: VirtualClock, engines: int, max_batch: int, speed: EngineSpeed) -> None:
         self.clock = clock

@@ -113,7 +113,7 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
 
 def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
     """Return the speed of an engine. The seconds per token are fitted as c + d · (concurrent replies - 1)
-    over all calls, each with the mean number of replies that shared its engine."""
+    over all calls. The concurrency of a call is the mean number of replies that shared its engine."""
     used = [call for call in calls if call.tokens > 1 and call.ended > call.first_token]
     if not used:
         finished = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
@@ -132,8 +132,9 @@ def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> Engi
 
 
 def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[DistributionConfig, float]:
-    """Return (latencies of calls that are alone on their engine, relative increase per additional call),
-    fitted over all calls, each with the mean number of calls in progress while it waited."""
+    """Return (latencies of calls that are alone on their engine, relative increase per additional call). Both
+    are fitted over all calls. The concurrency of a call is the mean number of calls in progress while it
+    waited."""
     seconds = np.array([max(0.0, call.first_token - call.sent) for call in calls])
     waits = np.array([(call.sent, call.first_token) for call in calls])
     spans = np.array([(call.sent, call.ended) for call in calls])

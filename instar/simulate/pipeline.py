@@ -20,7 +20,7 @@ from instar.simulate.sessions import SimulatedSession, make_draw
 POLL_DELAY = 0.03
 """Mean time in seconds until rollout and trainer notice each other's progress: both poll every 0.05 s."""
 MAX_FAILED_GROUPS = 8
-"""The limit of `rollout/runner` for consecutive groups without a successful session."""
+"""The limit in `rollout/runner` for consecutive groups without a successful session."""
 MAX_VIRTUAL_SECONDS = 1000 * 3600.0
 
 

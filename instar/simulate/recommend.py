@@ -13,7 +13,8 @@ GOOD_ENOUGH_SHARE = 0.95
 MAX_DROPPED_SHARE = 0.02
 """Maximum share of samples that may be dropped as stale. These samples come from the long sessions."""
 MIN_THROUGHPUT_SHARE = 0.5
-"""Share of the best throughput below which more samples may be dropped."""
+"""If the limit on dropped samples reduces throughput below this share of the best, more samples may be
+dropped."""
 STEPS_PER_TRIAL = 24
 
 
@@ -82,8 +83,9 @@ def _doubling(first: int, last: int) -> list[int]:
 
 
 def _choose_smallest(trials: Sequence[SimulationTrial], field: str) -> SimulationTrial:
-    """Return the trial with the smallest value of ``field`` that is near the best throughput and drops few
-    stale samples. More samples may be dropped if few drops would cost over half of the throughput."""
+    """Return the trial with the smallest value of ``field`` among the trials that are near the best
+    throughput and drop few stale samples. More samples may be dropped if few drops would cost over half of
+    the throughput."""
     best = _best_throughput(trials)
     fresh = [trial for trial in trials if trial.result.dropped_share <= MAX_DROPPED_SHARE]
     if fresh and _best_throughput(fresh) >= MIN_THROUGHPUT_SHARE * best:

@@ -85,7 +85,7 @@ def get_unscored_sessions(
 
 
 def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
-    """Return the ``seq`` up to which every session of these channels has ended."""
+    """Return the highest ``seq`` up to which every session of these channels has ended."""
     # The maximum is read first: a session opened between the two queries has a greater ``seq``.
     last_seq = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:

@@ -45,7 +45,8 @@ SESSIONS_PER_READ = 64
 
 
 class _Method(Generic[P, T]):
-    """A method of `Store` that runs a query. ``mode`` is the name of the `Store` method that executes it."""
+    """A method of `Store` that runs a query. ``mode`` is the name of the `Store` method that executes the
+    query."""
 
     def __init__(self, query: Query[P, T], mode: Literal["write", "read", "read_statement"]) -> None:
         self.query = query
@@ -99,7 +100,7 @@ class Store:
         return self._writer.commits if self._writer else 0
 
     async def close(self) -> None:
-        """Commit the queued writes and close the store. Closing it twice is allowed."""
+        """Commit the queued writes and close the store. It may be called twice."""
         if self._writer is not None:
             await asyncio.to_thread(self._writer.close)
         await asyncio.to_thread(self._readers.close)
@@ -110,11 +111,11 @@ class Store:
         return await self._writer.submit(work)
 
     async def read(self, fetch: Callable[[Database], T]) -> T:
-        """Run a query of any number of statements on one snapshot."""
+        """Run a query with any number of statements on one snapshot."""
         return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read_snapshot(fetch)))
 
     async def read_statement(self, fetch: Callable[[Database], T]) -> T:
-        """Run a query of a single statement, which needs no transaction."""
+        """Run a query with a single statement. It needs no transaction."""
         return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read(fetch)))
 
     # runs
@@ -199,7 +200,7 @@ class Store:
         return await asyncio.wrap_future(self._readers.submit(read))
 
     async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-        """Store all of the imported groups and sessions, or none. Raises ConflictError if one of their ids is
+        """Atomically store the imported groups and sessions. Raises ConflictError if one of their ids is
         taken."""
         await self.write(call_queries.PutRecords(groups, records))
 
@@ -252,7 +253,7 @@ class Store:
     revoke_key = _write(shared_queries.revoke_key)
 
     async def secret(self, name: str) -> bytes:
-        """Return the 32 random bytes with this name, which are created on first use."""
+        """Return the 32 random bytes with this name. They are created on first use."""
         value = await self.read_statement(lambda db: shared_queries.get_secret(db, name))
         return value or await self.write(lambda db: shared_queries.create_secret(db, name))
 

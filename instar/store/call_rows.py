@@ -39,7 +39,7 @@ _DELTA_ROWS = RowMapping(CallDelta, excluded=["prompt_tail", "sampled_ids", "mes
 
 
 class BaseCallSummary(NamedTuple):
-    """The properties of a base call that a call built on it is checked against."""
+    """The properties of a base call that are needed to check calls built on it."""
 
     prompt_tokens: int
     sampled_tokens: int

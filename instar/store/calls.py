@@ -263,8 +263,8 @@ def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
 
 
 def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
-    """Return the id of the open live session with the newest call that has one of the tail keys, or None.
-    Earlier keys take precedence over later ones."""
+    """Return the id of an open live session, or None. It is the session with the newest call that has one of
+    the tail keys. Earlier keys take precedence over later ones."""
     if not keys:
         return None
     if any(len(key) != TAIL_KEY_BYTES for key in keys):

@@ -87,7 +87,7 @@ def dump_json(value: Any) -> str:
 
 
 def dump_message(value: Any) -> str:
-    """Return messages or tools, which contain no NaN, as JSON. This is much faster than `dump_json`."""
+    """Return messages or tools as JSON. They contain no NaN, so this is much faster than `dump_json`."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -102,5 +102,5 @@ def load_message(text: str) -> Any:
 
 
 def sanitize_text(text: str | None) -> str | None:
-    """Return the text with escapes in place of invalid UTF-8 and NUL, which a database cannot store."""
+    """Return the text with invalid UTF-8 and NUL escaped, because a database cannot store them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

@@ -10,6 +10,6 @@ from instar.store.base import Store
 
 
 def open_store(config: RunConfig, *, read_only: bool = False) -> Store:
-    """Open the run's store, which is created or migrated first unless ``read_only``."""
+    """Open the run's store. Unless ``read_only``, create or migrate it first."""
     store_class = resolve("stores", config.store.type)
     return cast(Store, store_class.from_config(config, read_only=read_only))

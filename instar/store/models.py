@@ -12,7 +12,8 @@ FEEDBACK_KEY_PREFIX = "feedback:"
 
 
 def feedback_key(feedback_id: str) -> str:
-    """Return the key of the reward of a feedback, under which its correction is also claimed as a sample."""
+    """Return the key of a feedback's reward. The feedback's correction is claimed as a sample under the same
+    key."""
     return FEEDBACK_KEY_PREFIX + feedback_id
 
 
@@ -54,12 +55,13 @@ class SessionRow:
     reward: float | None
     """The session's latest reward; rewards of single calls are not considered."""
     seq: int = 0
-    """The number of the session in the order in which sessions were opened. Pages are bounded by it."""
+    """The number of the session in the order in which sessions were opened. Pages are bounded by this
+    number."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """Selects the sessions that meet every condition that is set."""
+    """Selects the sessions that meet all conditions that are set."""
 
     channel: types.Channel | None = None
     status: types.SessionStatus | None = None
@@ -69,8 +71,8 @@ class SessionFilter:
     without: tuple[str, ...] = ()
     """Names of tags that exclude a session."""
     reward_min: float | None = None
-    """The lowest value of the session's latest reward or, if `scorer` or `source` is set, of any of their
-    rewards."""
+    """The lowest value of the session's latest reward. If `scorer` or `source` is set, one of their rewards
+    must have at least this value."""
     reward_max: float | None = None
     scorer: str | None = None
     """A scorer that rewarded the session, with or without the scorer's version: ``judge:outcome@1f03``."""
@@ -112,7 +114,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """An API key, stored by its hash. types.Session keys are stored with their sessions."""
+    """An API key, stored by its hash. The keys of sessions are stored with the sessions."""
 
     key_hash: str
     kind: KeyKind

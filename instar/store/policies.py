@@ -28,8 +28,8 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
 
 
 def publish(db: Database, policy: Policy) -> None:
-    """Record the artifact of a reserved version, which becomes the latest policy. Publishing a version again
-    replaces its artifact, because a remote sampler is exported again before it expires."""
+    """Record the artifact of a reserved version and make this version the latest policy. Publishing a version
+    again replaces its artifact, because a remote sampler is exported again before it expires."""
     if _lock_state(db, policy.policy_id, policy.version) is PolicyState.TOMBSTONED:
         raise StoreError(
             f"Version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version."

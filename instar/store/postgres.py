@@ -24,7 +24,7 @@ from instar.store.writer import Writer
 
 
 class PostgresStore(Store):
-    """A store in a PostgreSQL schema, which is created or migrated first unless ``read_only``."""
+    """A store in a PostgreSQL schema. Unless ``read_only``, the schema is created or migrated first."""
 
     def __init__(self, server: PostgresServer, *, readers: int = 4, read_only: bool = False) -> None:
         name, timeout, writer = server.name, server.timeout, None

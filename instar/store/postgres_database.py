@@ -35,7 +35,7 @@ _PARAMETER = re.compile(r"\?|(?<!:):([a-z_][a-z_0-9]*)")
 
 
 class PostgresDatabase:
-    """A PostgreSQL connection for reading, and the base class of the one for writing."""
+    """A PostgreSQL connection for reading, and the base class of the connection for writing."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error,)
     for_update: ClassVar[str] = " FOR NO KEY UPDATE"
@@ -95,8 +95,8 @@ class PostgresDatabase:
 
 
 class PostgresWriteDatabase(PostgresDatabase):
-    """A PostgreSQL connection for writing. If the network fails during a commit, it finds out whether the
-    transaction was committed."""
+    """A PostgreSQL connection for writing. If the network fails during a commit, the connection finds out
+    whether the transaction was committed."""
 
     def __init__(self, server: PostgresServer, connection: PostgresConnection, writer: str) -> None:
         super().__init__(server, connection)

@@ -58,7 +58,7 @@ class PostgresConnection(psycopg.Connection[DictRow]):
 
 
 def _wait_until(gen: PQGen[T], deadline: float) -> PQGen[T]:
-    """Run the generator with which psycopg polls the socket, with a deadline."""
+    """Run psycopg's generator, which polls the socket, with a deadline."""
     steps = cast(Generator[Any, Any, T], gen)
     try:
         wait_for = next(steps)
@@ -155,7 +155,7 @@ class PostgresServer:
         )
 
     def translate(self, error: Exception) -> StoreError:
-        """Return the error that callers of the store see for an error of PostgreSQL."""
+        """Translate an error of PostgreSQL to the error that callers of the store see."""
         code, text = _sqlstate(error), error_text(error)
         if code == "23505":
             return ConflictError(f"the row already exists: {text}")

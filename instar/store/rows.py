@@ -150,7 +150,7 @@ def encode_session(session: types.Session, key_hash: str | None) -> dict[str, An
 
 
 def encode_reward(reward: types.Reward) -> dict[str, Any]:
-    """Return the row of a reward without run, agent and policy, which are taken from its session."""
+    """Return the row of a reward, without run, agent and policy. The session provides these values."""
     if not math.isfinite(reward.value):
         raise StoreError(f"Session {reward.session_id}: the reward is {reward.value}; it must be finite.")
     return REWARD_ROWS.encode(reward) | {"value": float(reward.value), "cost": float(reward.cost)}

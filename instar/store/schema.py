@@ -34,7 +34,8 @@ class Table:
     added_in: int = 1
     """The schema version that added the table."""
     later_columns: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The schema version that added a column, by column name, if the table is older than the column."""
+    """The schema version that added a column, by column name. Columns that are as old as the table are
+    omitted."""
 
     @property
     def create_sql(self) -> str:
@@ -60,8 +61,8 @@ class Table:
 
     @property
     def insert_for_session_sql(self) -> str:
-        """An INSERT of a row that belongs to a session and has the session's run, agent and policy. No row is
-        inserted if the session does not exist."""
+        """An INSERT of a row with the run, agent and policy of its session. No row is inserted if the session
+        does not exist."""
         inherited = ("session_id", "run_id", "agent_id", "policy_id")
         values = ", ".join(name if name in inherited else f":{name}" for name in self.insert_columns)
         return (
@@ -88,7 +89,7 @@ def _insert_many_sql(table: str, names: tuple[str, ...], count: int) -> str:
 
 
 ROW_NUMBER = "INTEGER PRIMARY KEY"
-"""The type of a row number, which gives the order in which rows were committed."""
+"""The type of a row number. Row numbers give the order in which rows were committed."""
 
 TEXT = "TEXT NOT NULL"
 INTEGER = "INTEGER NOT NULL"
@@ -109,7 +110,7 @@ _SQL_TYPES = {
 
 
 def _sql_columns(cls: type, *names: str) -> dict[str, str]:
-    """Return the SQL types of these fields of a dataclass, by default of all fields."""
+    """Return the SQL types of the dataclass fields ``names``, by default of all fields."""
     types = get_field_types(cls)
     return {
         name: _SQL_TYPES[types[name].column] + ("" if types[name].is_optional else " NOT NULL")

@@ -108,7 +108,7 @@ def get_session_by_key(db: Database, key_hash: str) -> Session | None:
 
 
 def get_session_by_external_id(db: Database, run_id: str, agent_id: str, external_id: str) -> Session | None:
-    """Return the newest open session for which the agent sent this id."""
+    """Return the newest open session with this id from the agent."""
     return SESSION_ROWS.select_one(
         db,
         "SELECT * FROM sessions WHERE run_id = ? AND agent_id = ? AND external_id = ? AND status = ? "
@@ -118,8 +118,8 @@ def get_session_by_external_id(db: Database, run_id: str, agent_id: str, externa
 
 
 def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
-    """Return the ids of open live sessions whose last call ended before the time ``before``. A session
-    without calls is included if it was created before that time."""
+    """Return the ids of open live sessions that have been idle since ``before``. A session without calls is
+    idle from its creation."""
     rows = db.execute(
         """
         SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
@@ -143,7 +143,8 @@ def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
 
 
 def insert_for_session(db: Database, sql: str, row: Mapping[str, Any]) -> None:
-    """Insert a row with a statement that inserts nothing if the session is missing. Raise StoreError then."""
+    """Insert a row with a statement that inserts nothing if the session is missing. In that case, raise
+    StoreError."""
     if db.execute(sql, row).rowcount == 0:
         raise StoreError(f"There is no session {row['session_id']}.")
 

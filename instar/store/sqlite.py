@@ -25,7 +25,7 @@ READER_THREADS = 4
 
 
 class SqliteStore(Store):
-    """A store in an SQLite file, which is created or migrated first unless ``read_only``."""
+    """A store in an SQLite file. Unless ``read_only``, the file is created or migrated first."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path

@@ -34,8 +34,8 @@ class SqliteDatabase(sqlite3.Connection):
     busy_timeout = BUSY_TIMEOUT_SECONDS
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT_SECONDS) -> None:
-        """Make `begin` wait for the lock, because SQLite sleeps up to 100 ms at a time, so that a process
-        that writes without pause would starve the others."""
+        """Make `begin` itself wait for the lock. SQLite sleeps for up to 100 ms at a time while it waits, so
+        that a process that writes without pause would starve the others."""
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
 
@@ -132,7 +132,7 @@ def is_busy(error: Exception) -> bool:
 
 
 def translate_error(error: Exception, path: Path) -> StoreError:
-    """Return the error that callers of the store see for an error of SQLite."""
+    """Translate an error of SQLite to the error that callers of the store see."""
     code, primary = getattr(error, "sqlite_errorcode", 0), primary_code(error)
     if code in _UNIQUE_CODES:
         return ConflictError(f"the row already exists: {error}")

@@ -106,8 +106,8 @@ def advance_step(
 
 
 def release_steps(db: Database, run_id: str, after: int) -> list[int]:
-    """Release every unsaved step later than ``after`` with its claims, and return the numbers of the released
-    steps. Recovery uses this."""
+    """Release every unsaved step later than ``after`` together with its claims. Return the numbers of the
+    released steps. Recovery calls this function."""
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step"
         f"{db.for_update}",

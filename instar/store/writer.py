@@ -45,8 +45,8 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """Write this one and then ``others``, which have the same type. If an error is raised, each is then
-        written by itself."""
+        """Write this one and then ``others``, which have the same type. If this raises an error, the writes
+        are repeated one by one."""
 
     @abstractmethod
     def write_single(self, db: Database, others: Sequence[Any]) -> bool:
@@ -55,7 +55,7 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def on_committed(self) -> None:
-        """Handle the event that the write is on disk."""
+        """Called when the write is on disk."""
 
 
 class _WriteJob:
@@ -208,8 +208,8 @@ class Writer:
         self.writes += len(jobs)
 
     def _write_single(self, jobs: Sequence[_WriteJob]) -> bool:
-        """Return True if the jobs were written in one statement. Errors are left to `_write_transaction` to
-        report."""
+        """Try to write the jobs in one statement, and return True on success. Errors are not raised here,
+        because `_write_transaction` reports them."""
         first = jobs[0].batchable
         if first is None or self.lease_check is not None:
             return False

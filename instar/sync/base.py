@@ -11,7 +11,7 @@ from instar.types import Policy
 
 
 class RouteError(SyncError):
-    """An error for a failure of the route itself, not of an engine or the backend."""
+    """A failure of the route itself, not of an engine or the backend."""
 
 
 class Sync(ABC):
@@ -19,7 +19,7 @@ class Sync(ABC):
     """A description of the route for the log."""
     live = False
     """True if ``push`` reads the weights from the backend, so that the backend does not publish files. The
-    policy's artifact is then ``live``, and the policy can be pushed only while the backend has its
+    policy's artifact is then ``live``, and it can be pushed only while the backend has the policy's
     weights."""
 
     @abstractmethod

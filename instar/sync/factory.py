@@ -68,7 +68,8 @@ def _is_automatic(route: RouteName, endpoints: RouteEndpoints) -> bool:
 
 
 def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
-    """Return the reason that the endpoints, according to their configuration, do not support the route."""
+    """Return why the endpoints, according to their configuration, do not support the route, or None if they
+    do."""
     capabilities = endpoints.backend.capabilities
     if route != "files" and not capabilities.live:
         return f"the {endpoints.config.backend.type} backend does not provide its weights"

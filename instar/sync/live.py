@@ -66,8 +66,8 @@ class PushTargets:
 
 
 class LiveSync(Sync):
-    """The base class of live routes. An engine that did not receive all weights keeps its policy, and all
-    engines keep their policy if the backend cannot provide the weights."""
+    """The base class of live routes. An engine that did not receive all weights keeps its policy. If the
+    backend cannot provide the weights, all engines keep their policy."""
 
     live = True
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NAMESPACE = "instar"
 CALL_TIMEOUT_SECONDS = 60.0
-"""The deadline of a call to the mailbox, whose process may have to start first."""
+"""The deadline of a call to the mailbox. The mailbox's process may have to start first."""
 
 
 @dataclass(frozen=True, slots=True)

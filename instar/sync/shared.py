@@ -44,7 +44,7 @@ class SharedSync(LiveSync):
         self._copying: set[Engine] = set()
         """The engines that may still copy from the buffer."""
         self._previous_buffer: SharedBuffer | None = None
-        """The buffer that is closed when the engines have opened the current one."""
+        """The previous buffer. It is closed when all engines have opened the current buffer."""
         memory = "the GPU's memory" if device == "cuda" else "the machine's memory"
         self.description = f"ipc: the engines copy the weights from a buffer of the trainer in {memory}"
 

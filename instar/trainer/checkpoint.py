@@ -23,7 +23,7 @@ class TrainerState(msgspec.Struct, frozen=True):
     seconds: float
     """The training time until the checkpoint, in seconds."""
     baseline: Json = {}
-    """The state of the running baseline, which is empty if the advantage estimator has none."""
+    """The state of the running baseline; empty if the advantage estimator has none."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -57,7 +57,7 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 def discard_checkpoints_after(run_dir: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, which the store does not refer to."""
+    """Remove the checkpoints of later steps. The store does not refer to them."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if path > checkpoint_path(run_dir, step):
             shutil.rmtree(path)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 EPOCH = 0
 """The only epoch, because live groups and corrections are trained once."""
 MAX_LOST_SESSIONS = 5
-"""The number of consecutive lost sessions, without a trained step, that the run tolerates."""
+"""The run tolerates this number of lost sessions in a row without a trained step."""
 RENEWAL_LIFETIME_FRACTION = 2 / 3
 """The fraction of a published sampler's lifetime after which the sampler is exported again."""
 
@@ -154,7 +154,7 @@ class Trainer:
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """Return the seconds to wait for data, which the run's time and the sampler's lifetime limit."""
+        """Return the seconds to wait for data. The run's time and the sampler's lifetime limit the wait."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
@@ -365,7 +365,7 @@ class Trainer:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
     async def _restore_published_version(self) -> None:
-        """Set the version of the saved step if a crash prevented it after the step was published."""
+        """Record the version of the saved step. A crash right after publishing may have prevented this."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published_policies(self.policy_id):
             if step == self.saved_step and rows[step].version is None:

@@ -15,8 +15,8 @@ from instar.types import Json
 
 
 class Monitor:
-    """Writes the metrics of a run. A step that is trained again after a crash has two records, of which
-    readers use the last one. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
+    """Writes the metrics of a run. A step that is trained again after a crash has two records; readers use
+    the last one. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def read_metrics(run_dir: Path) -> Iterator[Json]:
-    """Yield every record in order. Skips an incomplete last line, which a crash may leave."""
+    """Yield every record in order. A crash may leave an incomplete last line, which is skipped."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return

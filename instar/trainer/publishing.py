@@ -24,8 +24,8 @@ POLL_INTERVAL_SECONDS = 3.0
 MAX_RETRY_DELAY_SECONDS = 60.0
 STATUS_TIMEOUT_SECONDS = 3.0
 MAX_REFUSALS = 4
-"""The number of consecutive pushes refused by all engines, or by the route to the engines, after which the
-run fails. All samples would come from an old version otherwise."""
+"""The run fails after this number of consecutive pushes that all engines, or the route to them, refused.
+Otherwise all samples would come from an old version."""
 
 
 class PolicyPublisher:
@@ -55,7 +55,7 @@ class PolicyPublisher:
 
     async def sync_while_waiting(self, policy: Policy, waiting: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``waiting``. In the meantime, push the policy to engines that serve another
-        version, because they were restarted or because a push did not reach them."""
+        version. Such engines were restarted, or were not reached by a push."""
         self._should_stop = False
         waiting_task = asyncio.create_task(waiting)
         sync_task = asyncio.create_task(self._sync_lagging_engines(policy))

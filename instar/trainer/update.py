@@ -30,8 +30,8 @@ class UpdateResult:
 async def correct_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """Apply the off-policy correction. Return the new batch, without samples that have no trained tokens, and
-    metrics."""
+    """Apply the off-policy correction. Return the corrected batch and metrics. Samples without trained tokens
+    are removed from the batch."""
     if config.proximal == "behavior":
         return batch, {}
     started = time.monotonic()
@@ -44,7 +44,7 @@ async def correct_off_policy(
 
 
 def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
-    """Return the loss with its penalty divided by ``divisor``, like the advantages of the samples."""
+    """Divide the loss's penalty by ``divisor``, like the advantages of the samples."""
     if loss.name != "dro":
         return loss
     beta = DEFAULT_BETA if loss.beta is None else loss.beta

@@ -26,7 +26,7 @@ from instar.errors import BackendError
 
 ATTENTION_NAME = "instar_tree"
 MAX_MATH_BACKWARD_SCORES = 8 * 1024 * 1024
-"""The largest number of scores for which plain products are faster than the flash kernel on a CPU."""
+"""Up to this number of scores, plain matrix products are faster than the flash kernel on a CPU."""
 MAX_INLINE_ANCESTOR_TOKENS = 16
 """Ancestors up to this length are copied instead of computed in a separate call."""
 MAX_INLINE_TOKENS = 64
@@ -58,7 +58,8 @@ class TreeAttentionPlan:
     own: list[OwnBlocks]
     cross: list[CrossBlock]
     calls: int = 0
-    """The number of attention layers that used the plan. Models with another attention do not use it."""
+    """The number of attention layers that used the plan. Models with a different attention function do not
+    use it."""
 
 
 def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
@@ -94,8 +95,8 @@ def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Return groups of node indices, in which every length is at least about three quarters of the
-    longest."""
+    """Group the indices of nodes by length. In each group, the shortest length is at least about three
+    quarters of the longest."""
     groups: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

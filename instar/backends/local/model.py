@@ -108,8 +108,8 @@ class TrainedModel:
 def load_model(
     config: ModelConfig, backend: LocalBackendConfig, seed: int, base: PreTrainedModel | None = None
 ) -> TrainedModel:
-    """Return the model to train. ``base`` is a model from `load_base`, whose weights are not trained and may
-    be shared by several models."""
+    """Return the model to train. ``base`` is a model from `load_base`. Its weights are not trained, and
+    several models may share it."""
     folder = resolve_model(config.name)
     device, dtype_name = device_and_dtype(config)
     dtype = DTYPES[dtype_name]
@@ -136,8 +136,8 @@ def load_base(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_reference(config: ModelConfig, backend: LocalBackendConfig) -> TrainedModel:
-    """Return the base model with the dtypes of full fine-tuning. Before the first step, its logprobs equal
-    those of the trained model bit for bit."""
+    """Return the base model with the dtypes of full fine-tuning. Before the first step, it computes the same
+    logprobs as the trained model, bit for bit."""
     full = backend.model_copy(update={"lora": None, "gradient_checkpointing": False})
     return load_model(config, full, seed=0)
 
@@ -192,8 +192,8 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
 
 class _FrozenHead(torch.autograd.Function):
     """Computes logprobs with a frozen output layer. For every loss, the gradient of a row's logprob with
-    respect to its hidden state is W[target] - Σ p·W. It is therefore computed in the forward pass, in which
-    the logits are available."""
+    respect to its hidden state is W[target] - Σ p·W. The forward pass computes this gradient, because it has
+    the logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class PackNode:
-    """A node of the trie, whose tokens are ``start`` to ``end`` of the row. The tokens of its descendants are
+    """A node of the trie. It covers the row from ``start`` to ``end``, and its descendants cover the row from
     ``end`` to ``subtree_end``."""
 
     parent: int | None

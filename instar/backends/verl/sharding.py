@@ -43,7 +43,7 @@ class RankShares:
     """The samples of each rank. Every rank has the same number, because all ranks must run the same number of
     micro-batches."""
     indices: list[list[int]]
-    """The indices in the batch of each rank's samples. The remaining samples of a rank are padding."""
+    """For each rank, the batch indices of its samples. Its remaining samples are padding."""
     max_tokens: int
 
 

@@ -76,8 +76,8 @@ class InstarWorker(TinkerTrainingWorker):
         return _unshift(self.infer_batch(data)["log_probs"])
 
     def train(self, samples: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
-        """Accumulate the gradient of the samples. No rank's gradient changes if the loss is not finite on any
-        rank."""
+        """Accumulate the gradient of the samples. If the loss is not finite on one rank, no rank's gradient
+        changes."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         previous_grads = [parameter.grad for parameter in parameters]
@@ -171,8 +171,8 @@ class InstarWorker(TinkerTrainingWorker):
 def _sum_loss(
     *, config: LossConfig, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, bool]]:
-    """Return the loss of a micro-batch, and True as the metric ``finite`` if the loss is finite. Position i
-    of all tensors refers to token i + 1."""
+    """Return the loss of a micro-batch, and the metric ``finite``, which is True if the loss is finite.
+    Position i of all tensors refers to token i + 1."""
     new_logprobs = model_output["log_probs"].values().float()
     mask = data["loss_mask"].values()
     is_trained = mask > 0

@@ -176,8 +176,8 @@ class RayWorkers:
             time.sleep(0.2)
 
     def _has_dead_peer(self, waiting: Sequence[Any]) -> bool:
-        """Return True if another rank died. If so, the remaining ranks fail too, and their failures may
-        arrive before the failure of that rank."""
+        """Return True if another rank died. The failures of the surviving ranks may arrive before the failure
+        of the dead rank."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -195,8 +195,8 @@ class RayWorkers:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise BackendUnavailable if the address cannot be reached, for which Ray itself would wait for minutes.
-    Addresses without a port, such as `auto`, are not checked."""
+    """Raise BackendUnavailable if the address cannot be reached. Ray itself would wait for minutes. Addresses
+    without a port, such as `auto`, are not checked."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return

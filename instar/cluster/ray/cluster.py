@@ -296,8 +296,8 @@ class RayCluster(Cluster):
         actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
 
     def _end_if_stopping(self, actor: RoleActor) -> bool:
-        """Mark the role as exited if it was told to exit while it was lost or placed. Return True in that
-        case."""
+        """Mark the role as exited if it was told to exit while it was lost or being placed. Return True in
+        that case."""
         if actor.is_stopping:
             self._dismiss(actor)
             self._end(actor, EXIT_LOST)

@@ -189,8 +189,8 @@ def node_address() -> str:
 def forwarded_env(
     config: RunConfig, environment: Mapping[str, str], exclude: frozenset[str]
 ) -> dict[str, str]:
-    """Return the variables of the driver that a role on a different node may need: those that are always
-    forwarded, those to which settings refer, and those in `cluster.env`."""
+    """Return the driver's variables that a role on a different node may need: variables that are always
+    forwarded, variables that settings refer to, and variables in `cluster.env`."""
     assert isinstance(config.cluster, RayClusterConfig)
     names = {
         *ALWAYS_FORWARDED_VARIABLES,
@@ -228,7 +228,8 @@ class MetricsMirror:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def fetch(self, host: str, read: Callable[[int], Awaitable[bytes]]) -> None:
-        """Append the host's new complete lines. ``read`` returns the content of its file after an offset."""
+        """Append the host's new complete lines. ``read`` returns the content of the host's file after an
+        offset."""
         # Two roles on one host write to the same file.
         async with self._locks.setdefault(host, asyncio.Lock()):
             offset = self._offsets.get(host, 0)

@@ -23,7 +23,7 @@ from instar.types import Json, Task
 INSTALL = "pip install --no-deps bfcl-eval"
 MODEL_NAME = "instar"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""JSON types by the names in the dataset, some of which are names of Python types."""
+"""JSON types by their name in the dataset, which is sometimes the name of a Python type."""
 
 
 def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:

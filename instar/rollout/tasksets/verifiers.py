@@ -1,5 +1,5 @@
-"""Environments of `verifiers`. A task is a row of the environment's dataset, on which the agent
-`instar.agents.verifiers:run` runs the environment."""
+"""Environments of `verifiers`. A task is a row of the environment's dataset. The agent
+`instar.agents.verifiers:run` runs the environment on this row."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _load(name: str, args: bytes) -> Any:
 
 @contextmanager
 def _preserve_signal_handlers() -> Generator[None]:
-    """Restore the run's signal handlers, which an environment replaces when it is loaded."""
+    """Restore the run's signal handlers, because loading an environment replaces them."""
     handlers = {number: signal.getsignal(number) for number in REPLACED_SIGNALS}
     try:
         yield

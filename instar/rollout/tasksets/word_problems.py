@@ -56,7 +56,7 @@ def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) 
 def generate_problems(
     rng: random.Random, makers: Iterable[ProblemMaker], *, held_out: bool
 ) -> list[WordProblem]:
-    """Return one problem from each of the ``makers``. The problems are distinct, and all or none are held
+    """Return one problem from each of the ``makers``. The problems are distinct. Either all or none are held
     out."""
     problems: dict[str, WordProblem] = {}
     for make in makers:
