@@ -67,8 +67,8 @@ def _survives_probe() -> bool:
 def keep_freed_pages() -> None:
     """Make malloc keep the pages of freed tensors in this process, including threads that are started later.
 
-    glibc maps every large block separately, so that each activation causes new page faults. On a CPU, these
-    take up to half of the time of a training pass. Does nothing without glibc.
+    glibc maps every large block separately, so that each activation causes new page faults. On a CPU, page
+    faults take up to half of the time of a training pass. Without glibc, this function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return

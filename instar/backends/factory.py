@@ -1,7 +1,7 @@
 """Create the backend of a run, and reject settings that the backend does not support.
 
 An unsupported loss or setting is an error, because a warning is easily missed and the run would train
-something else than configured. With `trainer.loss_fallback`, the user accepts another loss.
+something other than configured. With `trainer.loss_fallback`, the user accepts another loss.
 """
 
 from __future__ import annotations

@@ -111,10 +111,10 @@ def _check_url(url: str | None) -> None:
     # The errors do not contain the URL, because the URL may contain a key.
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("backend.base_url: must be a URL that begins with https:// or http://")
+        raise ConfigError("backend.base_url: the value is not an HTTP URL; begin it with https:// or http://")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            "backend.base_url: must not contain a key or a query, because it is stored with the run. "
+            "backend.base_url: the URL contains a key or a query, and it would be stored with the run. "
             "Put the key into an environment variable and name the variable in backend.api_key_env"
         )
 

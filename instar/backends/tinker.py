@@ -167,7 +167,8 @@ class TinkerBackend(ServiceBackend):
         for sample in samples:
             if not np.isin(sample.mask, (0, 1)).all():
                 raise BackendError(
-                    f"sample {sample.sample_key}: with the dro loss, the mask may contain only 0 and 1"
+                    f"sample {sample.sample_key}: the mask has values other than 0 and 1, which the dro loss "
+                    "does not support here; use another loss"
                 )
         current = await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
         pairs = zip(samples, current, strict=True)

@@ -117,7 +117,8 @@ def read_configured_keys(environment: Mapping[str, str], protocol: str, host: st
             )
         if prefixes and not key.startswith(prefixes):
             raise ConfigError(
-                f"{KEYS_ENV}: key {number} must begin with {' or '.join(prefixes)} for {protocol}'s clients."
+                f"{KEYS_ENV}: key {number} does not begin with {' or '.join(prefixes)}, as {protocol}'s "
+                "clients require; add the prefix."
             )
     return keys
 

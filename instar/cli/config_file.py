@@ -64,7 +64,7 @@ def _apply_override(data: Json, override: str) -> None:
     if path.endswith("api_key"):
         override = f"{path}=…"  # the messages below may be logged
     if not equals or not all(path.split(".")):
-        raise ConfigError(f"--set {override}: expected PATH=VALUE, for example trainer.steps=5")
+        raise ConfigError(f"--set {override}: not of the form PATH=VALUE; write, e.g., trainer.steps=5")
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ConfigError) as error:

@@ -73,7 +73,7 @@ async def export_sessions(
     where = build_session_filter(filters)
     options = ExportOptions(format=format, where=where, samples=samples, min_reward=min_reward, margin=margin)
     if to is None and name is None:
-        raise ConfigError("Specify the folder to write with --to, or a name for the data with --as.")
+        raise ConfigError("The target is missing; set a folder with --to, or a name for the data with --as.")
     if name is not None:
         _check_name(name)
         if format not in IMPORTABLE_FORMATS:

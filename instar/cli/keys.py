@@ -35,7 +35,7 @@ async def create(
     if admin and agent is not None:
         raise ConfigError("--admin and --agent exclude each other: an admin key belongs to no agent.")
     if agent is not None and not agent.strip():
-        raise ConfigError("--agent must not be empty.")
+        raise ConfigError("--agent is empty; set the agent's id, or omit the option.")
     async with open_run_store(run_dir) as (config, store):
         agent_id = None if admin else agent or config.agent_id
         try:

@@ -88,7 +88,11 @@ async def rescore(
 def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
     """Return the run's config with the scorers from ``rewards`` or from a different file."""
     if bool(rewards) == (file is not None):
-        raise ConfigError("Set the scorer with either --reward '{type: ...}' or --config FILE.")
+        count = "neither is" if file is None else "both are"
+        raise ConfigError(
+            f"--reward and --config: {count} set; set the scorer with either --reward '{{type: ...}}' or "
+            "--config FILE."
+        )
     if file is not None:
         other = load_config(file)
         return config.model_copy(update={"reward": other.reward, "scoring": other.scoring})

@@ -31,7 +31,9 @@ async def roles(
 ) -> None:
     """List the processes, or apply an action to one of them. The other processes keep running."""
     if action is not None and name is None:
-        raise InstarError(f"Specify the role to {action}; `instar roles {run_dir}` lists the roles.")
+        raise InstarError(
+            f"The name of the role to {action} is missing; `instar roles {run_dir}` lists the roles."
+        )
     await _list_or_control(run_dir, action or "list", name or "", timeout, as_json=as_json)
 
 

@@ -157,7 +157,8 @@ async def _find_session(store: Store, run_id: str, id_prefix: str) -> Session:
     matches = [row.session for row in rows if row.session.session_id.startswith(id_prefix)]
     if len(matches) != 1:
         raise InstarError(
-            f"{len(matches)} sessions of this run have an id that begins with {id_prefix!r}; expected one."
+            f"{len(matches)} sessions of this run have an id that begins with {id_prefix!r}; choose an id "
+            "from `instar sessions ls`."
         )
     return matches[0]
 

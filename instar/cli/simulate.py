@@ -98,7 +98,7 @@ def cluster_from_config(
     """Return the simulated cluster for a run's settings."""
     rollout = config.rollout
     if rollout is None:
-        raise ConfigError("rollout: required for a simulation; set group_size and concurrency")
+        raise ConfigError("rollout: this section is missing; set its group_size and concurrency")
     if max_staleness and config.trainer.mode == "sync":
         raise ConfigError(f"--max-staleness: given {max_staleness}; must be 0 if trainer.mode is sync")
     if not config.count_live_groups(config.trainer.steps):

@@ -53,7 +53,9 @@ async def tag_sessions(
 ) -> None:
     """Tag sessions, selected by id or by filters."""
     if not session_ids and not has_filters(filters):
-        raise ConfigError("Select sessions by id or by a filter such as --tag, --reward-max or --status.")
+        raise ConfigError(
+            "No sessions are selected; select them by id or by a filter such as --tag or --reward-max."
+        )
     name, value = parse_tag(tag_name)
     tag = Tag("", name, value or "", reason, author or getpass.getuser())
     where = build_session_filter(filters, tuple(session_ids or ()))

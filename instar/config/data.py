@@ -38,13 +38,16 @@ class DataConfig(Section):
     def _source_is_valid(cls, source: str) -> str:
         name, at, version = source.removeprefix(DATASET_PREFIX).partition("@")
         if not name or (source.startswith(DATASET_PREFIX) and at and not version.isdecimal()):
-            raise ValueError(f"given {source!r}; use live, dataset:NAME, dataset:NAME@VERSION or a folder")
+            raise ValueError(
+                f"given {source!r}, which is not a source; use live, dataset:NAME, dataset:NAME@VERSION or a "
+                "folder"
+            )
         return source
 
     @model_validator(mode="after")
     def _live_has_no_export_settings(self) -> Self:
         if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content apply only to exported data; leave them out for live data")
+            raise ValueError("epochs and content: live data has no such settings; leave them out")
         return self
 
     @property
@@ -84,7 +87,7 @@ def check_data_sources(sections: Sequence[DataConfig]) -> None:
             raise ValueError(f"data: share {section.share} has too many digits; use at most 4 decimal places")
     if sum(_exact_share(section.share) for section in sections) != 1:
         shares = " + ".join(f"{section.share:g}" for section in sections)
-        raise ValueError(f"data: the shares must add up to 1, but are {shares or 'empty'}")
+        raise ValueError(f"data: the shares are {shares or 'empty'}; they must add up to 1")
     if len({section.source for section in sections}) < len(sections):
         raise ValueError("data: a source is listed twice; list it once with the sum of the shares")
 

@@ -93,9 +93,11 @@ class JudgeRewardConfig(Section):
         if self.endpoint == "self":
             for field in ("model", "api_key_env"):
                 if (value := getattr(self, field)) is not None:
-                    raise ValueError(f"{field}: given {value!r}; leave it out with `endpoint: self`")
+                    raise ValueError(
+                        f"{field}: given {value!r}, but `endpoint: self` needs none; leave it out"
+                    )
             if self.dialect != "chat":
-                raise ValueError(f"dialect: given {self.dialect!r}; must be chat with `endpoint: self`")
+                raise ValueError(f"dialect: given {self.dialect!r}, but `endpoint: self` uses chat; set chat")
         elif self.model is None:
             raise ValueError("model: missing; set the name of the model that judges")
         if self.votes > 1 and self.temperature == 0:

@@ -121,7 +121,7 @@ class CombineConfig(Section):
     @model_validator(mode="after")
     def _sum_needs_weights(self) -> Self:
         if self.how == "sum" and not self.weights:
-            raise ValueError("weights: missing; `how: sum` ignores rewards without a weight")
+            raise ValueError("weights: missing, but `how: sum` ignores rewards without a weight; set weights")
         return self
 
 

@@ -131,10 +131,10 @@ def _find_drift(
     limit: float,
     floor: float,
 ) -> list[CurationFinding]:
-    """Return a finding if the mean of the values grows ``limit`` times from the first to the last quarter of
-    the versions. Means below ``floor`` are treated as ``floor``.
+    """Return a finding if the mean of the values grows by the factor ``limit`` from the first to the last
+    quarter of the versions. Means below ``floor`` are treated as ``floor``.
 
-    The finding lists the sessions of the last quarter with values above the mean of the first quarter.
+    The finding lists the last quarter's sessions with a value above the first quarter's mean.
     """
     versions = sorted({summary.version for summary in sessions})
     quarter = max(1, len(versions) // 4)

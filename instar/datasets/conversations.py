@@ -56,7 +56,7 @@ def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: floa
     """Return each conversation as a list of messages, and each reply as the completion of its prompt.
 
     Only sessions with a reward of at least ``min_reward`` are included; the default is any reward above 0.
-    Corrected replies are included whatever the reward.
+    Corrected replies are always included.
     """
     rows: dict[str, Rows] = {"messages": [], "completions": _make_corrections(record)}
     is_good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
@@ -88,10 +88,10 @@ def _make_corrections(record: SessionRecord) -> Rows:
 
 
 def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
-    """Return pairs of sessions of a group: the best with the worst, the second best with the second worst,
+    """Return pairs of sessions from a group: the best with the worst, the second best with the second worst,
     and so on.
 
-    The rewards of a pair must differ by more than ``margin``. Sessions with several conversations are
+    The rewards in a pair must differ by more than ``margin``. Sessions with several conversations are
     skipped.
     """
     candidates: list[tuple[float, Call]] = []

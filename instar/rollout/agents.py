@@ -40,7 +40,9 @@ class FunctionAgent(Agent):
             getattr(function, "__call__", None)  # noqa: B004 — an object with an async __call__
         )
         if not is_async:
-            raise ConfigError(f"rollout.agent.function: {config.function} must be an async function")
+            raise ConfigError(
+                f"rollout.agent.function: {config.function} is not async; define it with `async def`"
+            )
         self.name = config.function
         self.function: Callable[..., Awaitable[Any]] = function
         self.args = config.args
@@ -142,5 +144,5 @@ def _parse_reward(output: str) -> float | None:
         return None  # the line is other output that begins with a brace
     reward = cast(Json, last_line).get("reward")
     if reward is not None and not isinstance(reward, int | float):
-        raise AgentError(f"the reward that the agent's program printed must be a number: {lines[-1]:.200}")
+        raise AgentError(f"the agent's program printed a reward that is not a number: {lines[-1]:.200}")
     return None if reward is None else float(reward)

@@ -44,7 +44,7 @@ class Evaluator:
         combine: CombineRewards,
     ) -> None:
         if config.eval is None or config.rollout is None:
-            raise ConfigError("eval: held-out tasks (eval.tasks) and an agent (rollout.agent) are required")
+            raise ConfigError("eval: eval.tasks or rollout.agent is missing; an evaluation needs both")
         self.config = config
         self.eval = config.eval
         # A failed session counts as 0 in an evaluation, regardless of the settings for training.

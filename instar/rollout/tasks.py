@@ -40,12 +40,12 @@ def load_tasks(config: TasksConfig) -> TaskSet:
     """Load or generate the configured tasks. Raises ConfigError if there are none or an id is repeated."""
     taskset: TaskSet = registry.resolve_section("tasks", config)(config)
     if not taskset.tasks:
-        raise ConfigError(f"tasks: the task set of type {config.type} is empty")
+        raise ConfigError(f"tasks: the {config.type} task set is empty; check its settings")
     task_ids: set[str] = set()
     for task in taskset.tasks:
         if task.task_id in task_ids:
             raise ConfigError(
-                f"tasks: two tasks of the set of type {config.type} have the id {task.task_id!r}"
+                f"tasks: two tasks in the {config.type} task set have the id {task.task_id!r}; use unique ids"
             )
         task_ids.add(task.task_id)
     return taskset

@@ -126,11 +126,13 @@ def _parse_session(line: str, location: str) -> SimulatedSession:
             float(fields.get("start", 0.0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f'{location}: expected {{"turns": [[prompt, generated, tool], ...]}}') from error
+        example = '{"turns": [[prompt tokens, generated tokens, tool seconds], ...]}'
+        raise ConfigError(f"{location}: the line is not a session; write {example}") from error
     is_valid = [turn.prompt >= 0 and turn.generated >= 1 and turn.tool_seconds >= 0 for turn in session.turns]
     if not is_valid or not all(is_valid):
         raise ConfigError(
-            f"{location}: a session needs a turn, a turn at least 1 token, and no number may be negative"
+            f"{location}: the session has no turn, a turn without generated tokens, or a negative number; "
+            "correct the line"
         )
     return session
 

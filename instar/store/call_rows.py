@@ -63,7 +63,7 @@ def _make_row_encoder(*computed: str) -> Callable[..., tuple[object, ...]]:
     """Return a function that takes a call and the values of the ``computed`` columns, and returns the values
     of the row.
 
-    The function is generated, because a loop over the columns is slower and this runs for every call.
+    The function is generated, because it runs for every call and a loop over the columns would be slower.
     """
     expressions: list[str] = []
     for name in CALLS.insert_columns:
@@ -114,7 +114,7 @@ def _check_lengths(call: Call) -> None:
 
 
 def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
-    """Raise StoreError if the call's prompt is not its base's tokens followed by its own tokens.
+    """Raise StoreError unless the call's prompt consists of the base's tokens followed by new tokens.
 
     A call that branches off inside the base's sequence can only be verified when it is read.
     """
@@ -175,10 +175,10 @@ class _RebuiltCall:
 def decode_calls(
     rows: Iterable[DatabaseRow], tools: Mapping[str, tuple[Tool, ...]], call_ids: Iterable[str]
 ) -> list[Call]:
-    """Return the complete calls with ``call_ids`` from their rows and the rows of all their base calls.
+    """Return the complete calls with ``call_ids``.
 
-    A base call must come before the calls built on it. The cost grows with the stored tokens, not with the
-    sum of the prompts.
+    ``rows`` contains these calls and all their base calls. A base call must come before the calls built on
+    it. The cost grows with the stored tokens, not with the sum of the prompts.
     """
     rebuilt: dict[str, _RebuiltCall] = {}
     for row in rows:

@@ -267,8 +267,8 @@ def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence
     the tail keys. Earlier keys take precedence over later ones."""
     if not keys:
         return None
-    if any(len(key) != TAIL_KEY_BYTES for key in keys):
-        raise StoreError(f"A tail key must have {TAIL_KEY_BYTES} bytes.")
+    if lengths := {len(key) for key in keys} - {TAIL_KEY_BYTES}:
+        raise StoreError(f"A tail key has {min(lengths)} bytes; it must have {TAIL_KEY_BYTES}.")
     values = {
         "keys": b"".join(keys),
         "run_id": run_id,

@@ -135,8 +135,8 @@ class PostgresServer:
     def _configure(self, connection: PostgresConnection, read_only: bool) -> None:
         """Set the options of the database session.
 
-        A commit waits for the disk even if the server's own setting is different. The locks of a host that
-        disappears are released after the timeout.
+        A commit waits for the disk, whatever the server's own setting is. If a host disappears, its locks are
+        released after the timeout.
         """
         milliseconds = str(round(self.timeout * 1000))
         connection.execute(

@@ -145,7 +145,7 @@ class Writer:
     def _next_batch(self) -> tuple[list[_WriteJob], bool]:
         """Wait for a write. Return it with all other queued writes, and True if the writer must stop.
 
-        Each write is prepared while more writes may arrive.
+        Writes are prepared here, while more writes may arrive.
         """
         jobs: list[_WriteJob] = []
         job = self._queue.get()

@@ -49,7 +49,7 @@ def _add_final(record: Json, location: str) -> Json:
         case {"question": str(), "answer": str() as answer}:
             pass
         case _:
-            raise ConfigError(f"{location}: a GSM8K problem must have the strings 'question' and 'answer'")
+            raise ConfigError(f"{location}: the string 'question' or 'answer' is missing; GSM8K needs both")
     if ANSWER_MARK not in answer or not NUMBER.fullmatch(final := answer.rpartition(ANSWER_MARK)[2].strip()):
-        raise ConfigError(f"{location}: the answer must end in '{ANSWER_MARK}' and a number")
+        raise ConfigError(f"{location}: the answer does not end in '{ANSWER_MARK}' and a number")
     return {**record, "final": final.replace(",", "")}

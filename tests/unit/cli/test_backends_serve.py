@@ -24,7 +24,7 @@ def test_configured_keys_are_read_from_the_environment() -> None:
     [
         ("tml-short", "127.0.0.1", "key 1 has 9 characters"),
         (VALID_KEY, "0.0.0.0", "key 1 has 20 characters, too few for a server on 0.0.0.0"),
-        (f"{VALID_KEY},other-0123456789ab", "::1", "key 2 must begin with tml- or sk-"),
+        (f"{VALID_KEY},other-0123456789ab", "::1", "key 2 does not begin with tml- or sk-"),
         ("tml-0123456789 abcdef", "127.0.0.1", "key 1 has characters that an HTTP header cannot contain"),
     ],
 )

@@ -87,7 +87,8 @@ def test_sessions_show_accepts_a_unique_id_prefix(instar: Instar, small_run: Sma
     result = instar("sessions", "show", small_run.folder, "sess-")
     assert (result.code, result.err) == (
         1,
-        "error: 8 sessions of this run have an id that begins with 'sess-'; expected one.\n",
+        "error: 8 sessions of this run have an id that begins with 'sess-'; choose an id from "
+        "`instar sessions ls`.\n",
     )
 
 

@@ -51,7 +51,7 @@ def test_sessions_can_be_tagged_listed_by_tag_and_untagged(instar: Instar, run: 
     assert instar("sessions", "ls", run.folder, "--tag", "quality", "--json").json == []
     refused = instar("sessions", "tag", run.folder, "quality")
     assert refused.code == 1
-    assert "Select sessions by id" in refused.err
+    assert "select them by id" in refused.err
     assert "no session nobody" in instar("sessions", "tag", run.folder, "quality", "nobody").err
 
 
@@ -205,5 +205,5 @@ def test_rescore_failure_keeps_existing_rewards(instar: Instar, run: SmallRun, t
     assert [reward.value for reward in rewards] == [1.0, 0.25]
     assert score.reason is not None
     assert "I cannot tell" in score.reason
-    assert "Set the scorer with either --reward" in instar("rescore", run.folder).err
+    assert "neither is set; set the scorer with either --reward" in instar("rescore", run.folder).err
     assert "only completed" in instar("rescore", run.folder, "--status", "failed", "--reward", RULE).err

@@ -211,7 +211,7 @@ def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--format", "jsonl"), "Specify the folder to write"),
+        (("--format", "jsonl"), "The target is missing"),
         (("--as", "x", "--format", "sft"), "--as: Instar cannot import sft data"),
         (("--as", "a b"), "is not a valid name; use letters"),
         (("--to", "out", "--task", "none"), "nothing to export"),

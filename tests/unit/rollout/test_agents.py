@@ -58,7 +58,7 @@ async def test_function_agent_rejects_other_results_and_sync_functions() -> None
         await bad.run(TASK, SESSION)
     with pytest.raises(AgentError, match="enough"):
         await FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:exits")).run(TASK, SESSION)
-    with pytest.raises(ConfigError, match="must be an async function"):
+    with pytest.raises(ConfigError, match="is not async"):
         FunctionAgent(FunctionAgentConfig(type="function", function=f"{HERE}:not_async"))
 
 

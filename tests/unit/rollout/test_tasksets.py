@@ -80,9 +80,9 @@ def test_final_number_follows_the_mark_or_ends_the_text(text: str, number: float
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (b'{"question": "Why?"}', r"line 1: a GSM8K problem must have the strings"),
-        (b'{"question": "Why?", "answer": "Because."}', r"line 1: the answer must end in '####'"),
-        (b'{"question": "Why?", "answer": "#### many"}', r"line 1: the answer must end in '####'"),
+        (b'{"question": "Why?"}', r"line 1: the string 'question' or 'answer' is missing"),
+        (b'{"question": "Why?", "answer": "Because."}', r"line 1: the answer does not end in '####'"),
+        (b'{"question": "Why?", "answer": "#### many"}', r"line 1: the answer does not end in '####'"),
         (b"[1]", r"line 1: a task must be a JSON object"),
         (b"", "the task set .* is empty"),
     ],

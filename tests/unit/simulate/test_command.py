@@ -117,7 +117,7 @@ def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], expected
     [
         ({"simulate": {}, "data": "folder"}, [], "data: no group of the run's steps is `live`"),
         ({}, [], "The simulation needs timings"),
-        ({"simulate": {}, "rollout": None}, [], "rollout: required for a simulation"),
+        ({"simulate": {}, "rollout": None}, [], "rollout: this section is missing"),
         ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),
         ({"simulate": {"tool_seconds": {"value": 1, "median": 2}}}, [], "one of value, median and values"),
         ({"simulate": {"crowding": 0.5}}, [], "'crowding' was renamed; use 'latency_growth_per_call'"),
