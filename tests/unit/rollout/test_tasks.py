@@ -45,7 +45,7 @@ def test_jsonl_tasks_are_loaded_with_ids(tmp_path: Path) -> None:
         ('{"id": 1}\n[1]\n', r"tasks\.jsonl, line 2: a task must be a JSON object"),
         ('{"id": 1}\n{"x": 1}\n', r"tasks\.jsonl, line 2: the task has no field 'id'"),
         ('{"id": 1}\n{"id": 1}\n', r"two tasks .* have the id '1'"),
-        ("", r"the task set .* is empty"),
+        ("", r"the jsonl task set is empty"),
     ],
 )
 def test_jsonl_errors_name_file_and_line(tmp_path: Path, text: str, fault: str) -> None:
