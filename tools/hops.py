@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gateway", "record", "engines", "store")
 ADMIN_KEY = "sk-instar-hops-admin"
+TIMERS = ("LoopLagMonitor.run",)
+"""Functions that run periodically, whether or not there is a call."""
 
 
 class FileTracer:
@@ -46,7 +48,7 @@ class FileTracer:
             threading.settrace(None)  # type: ignore[arg-type]
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self._prefixes):
+        if not frame.f_code.co_filename.startswith(self._prefixes) or frame.f_code.co_qualname in TIMERS:
             return None
         if self.is_recording and event == "line" and frame.f_code.co_name != "<module>":
             self.files.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
