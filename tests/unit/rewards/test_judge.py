@@ -338,7 +338,7 @@ async def test_missing_key_or_invalid_url_raises_at_start(path: Path) -> None:
     for settings, message in (
         ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
         ({"endpoint": "ftp://x"}, "ftp"),
-        ({"endpoint": "self", "model": None}, "no gateway"),
+        ({"endpoint": "self", "model": None}, "requires a gateway"),
     ):
         with pytest.raises(ConfigError, match=message):
             async with start_judge(path, **{"url": "http://x/v1", **settings}):

@@ -229,5 +229,5 @@ def test_truncated_multipart_body_is_rejected() -> None:
     for end in range(0, len(body) - 2, 7):
         with pytest.raises(ProtocolError):
             parse_body(layout, body[:end])
-    with pytest.raises(ProtocolError, match="complete parts"):
+    with pytest.raises(ProtocolError, match="body is incomplete"):
         unpack_request(WeaverRequest("owner", {}, MULTIPART, body, None), LIMIT)
