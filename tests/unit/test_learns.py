@@ -80,7 +80,7 @@ def run_config(folder: Path, seed: int) -> RunConfig:
             "engine": {"type": "local", "threads": 1},
             "backend": {"type": "local", "threads": 1, "lora": {"rank": 8, "alpha": 16}},
             "trainer": {
-                "mode": "async",
+                "mode": "sync",
                 "steps": STEPS,
                 "groups_per_step": 2,
                 "adam": {"lr": 1e-2},
