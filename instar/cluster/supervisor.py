@@ -135,8 +135,8 @@ class Supervisor(Cluster):
     async def _run(self, child: ChildProcess) -> None:
         try:
             await self._spawn(child)
-        except BaseException as error:
-            child.exit_code.set_result(EXIT_FATAL)  # the child has no watcher
+        except BaseException as error:  # any failure or cancellation: the child has no watcher
+            child.exit_code.set_result(EXIT_FATAL)
             if isinstance(error, OSError):
                 raise InstarError(f"{child.name} cannot be started: {error}") from error
             raise

@@ -113,7 +113,7 @@ def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
 def _inverse_cdf(
     logits: Tensor, weights: Tensor, uniform: Tensor, *, skip: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row, return the largest logit, the sum of exp(logit - largest) and the sampled id, all [rows,
+    """Return the largest logit, the sum of exp(logit - largest) and the sampled id of each row, all [rows,
     1]. If ``skip`` is True, all ids are 0. Summing blocks first is faster than one cumulative sum."""
     max_logit = logits.amax(-1, keepdim=True)
     torch.sub(logits, max_logit, out=weights).exp_()

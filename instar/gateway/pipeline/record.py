@@ -179,8 +179,7 @@ class Recorder:
         session = state.take_unsaved_session()
         try:
             await self._store.add_calls([row.call for row in rows], opening=session, tail_keys=tail_keys)
-        except BaseException:
-            # Nothing was stored, so the next call must store the session.
+        except BaseException:  # any failure: nothing was stored, so the next call must store the session
             state.unsaved_session = session
             raise
         for row in rows:

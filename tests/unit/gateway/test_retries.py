@@ -304,11 +304,17 @@ async def test_retries_of_an_aborted_request_are_sampled(start_gateway: StartGat
     assert [call.status for call in calls] == [CallStatus.ABORTED, CallStatus.OK]
 
 
-class SlowStore(SqliteStore):
-    """A store that commits calls slowly."""
+class GatedStore(SqliteStore):
+    """A store that reports when calls are being added, and adds them once it is released."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.is_adding = asyncio.Event()
+        self.is_released = asyncio.Event()
 
     async def add_calls(self, *args: Any, **options: Any) -> None:
-        await asyncio.sleep(0.3)
+        self.is_adding.set()
+        await self.is_released.wait()
         await super().add_calls(*args, **options)
 
 
@@ -316,28 +322,34 @@ class SlowStore(SqliteStore):
 async def test_undelivered_reply_is_replayed_to_the_next_request(
     start_gateway: StartGateway, late: bool
 ) -> None:
-    gateway = await start_gateway(store=SlowStore)
+    gateway = await start_gateway(store=GatedStore)
+    store = gateway.store
+    assert isinstance(store, GatedStore)
     for request_options in ({"key": (await gateway.open()).api_key}, {}):
         body = build_request("chat", "hi")
         async with httpx.AsyncClient(base_url=gateway.url) as http:
             headers = {"Authorization": f"Bearer {request_options.get('key', ADMIN)}"}
             first = asyncio.create_task(http.post(PATHS["chat"], json=body, headers=headers))
-            await wait_for_in_flight(gateway, 1)
-            await asyncio.sleep(0.1)
+            await store.is_adding.wait()
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
         if late:
+            store.is_released.set()
             await wait_for_in_flight(gateway, 0)
-        else:
-            await asyncio.sleep(0.05)
         before = len(await list_all_calls(gateway))
-        response = await post(gateway, body, **request_options)
+        retry = asyncio.create_task(post(gateway, body, **request_options))
+        if not late:
+            await wait_for_in_flight(gateway, 2)
+        store.is_released.set()
+        response = await retry
         assert response.json()["choices"][0]["message"]["content"] == "You said: hi"
         calls = await gateway.store.calls(get_session_id(response))
         assert [call.request_id for call in calls] == [response.json()["id"]]
         assert len(await list_all_calls(gateway)) == before + (0 if late else 1)
         third = await post(gateway, body, **request_options)
         assert third.json()["id"] != response.json()["id"]
+        store.is_adding.clear()
+        store.is_released.clear()
 
 
 # --- providers ----------------------------------------------------------------------------------
