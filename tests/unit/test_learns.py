@@ -43,7 +43,7 @@ KINDS = {"digits": string.digits, "CAPITALS": string.ascii_uppercase}
 STEPS = 40
 LENGTH = 4
 LEARNED = 0.75
-"""The required reward. A run may converge to replies in which one character in five is of another kind."""
+"""The required reward. At higher learning rates some seeds converge to replies with one wrong character."""
 
 
 def tasks() -> list[dict[str, str]]:
@@ -83,7 +83,7 @@ def run_config(folder: Path, seed: int) -> RunConfig:
                 "mode": "sync",
                 "steps": STEPS,
                 "groups_per_step": 2,
-                "adam": {"lr": 1e-2},
+                "adam": {"lr": 4e-3},
                 "warmup_steps": 0,
                 "checkpoint_every": 10,
                 "tensorboard": False,

@@ -18,7 +18,7 @@ from tests.torture import run_process
 from tests.unit.test_learns import LEARNED, run_config
 
 RANK = 8
-STEPS = 40
+STEPS = 60
 COMPARED_STEPS = 6
 """The steps whose losses are compared."""
 
