@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from instar.config import RunConfig
 from instar.store.base import Progress, Store
-from instar.types import Channel, GroupStatus, StepState
+from instar.types import StepState
 
 EPOCH = 0
 """The epoch of all claims. There is only one, because every group is claimed once."""
@@ -44,17 +44,12 @@ class Admission:
         progress = await self.store.progress(self.run_id)
         is_old = time.monotonic() - self._read_at > MAX_STATE_AGE_SECONDS
         if self._state is None or self._state.progress != progress or is_old:
-            self._state = await self._compute(progress)
+            self._state = await self._compute()
             self._read_at = time.monotonic()
         return self._state
 
-    async def _compute(self, progress: Progress) -> AdmissionState:
-        # The reads are not atomic. Until the next read, a change between them can only make the number of
-        # startable groups too small.
-        waiting = await self.store.groups(
-            self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=EPOCH
-        )
-        steps = await self.store.steps(self.run_id)
+    async def _compute(self) -> AdmissionState:
+        progress, waiting, steps = await self.store.progress_details(self.run_id, EPOCH)
         trained = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
         started = progress.next_group_index
         # Groups that are neither running, nor waiting, nor in a step were dropped and must be replaced.

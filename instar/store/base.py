@@ -123,6 +123,7 @@ class Store:
     run = _read(session_queries.get_run)
     runs = _read(session_queries.get_runs)
     progress = _read(step_queries.get_progress)
+    progress_details = _read(session_queries.get_progress_details)
 
     # groups and sessions
     open_group = _write(session_queries.open_group)

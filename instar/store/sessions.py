@@ -9,7 +9,7 @@ from typing import Any
 from instar.errors import LeaseLost, StoreError
 from instar.store.codec import sanitize_text
 from instar.store.database import Database
-from instar.store.models import Run
+from instar.store.models import Progress, Run
 from instar.store.rows import (
     ENDPOINT_ROWS,
     REWARD_ROWS,
@@ -21,8 +21,8 @@ from instar.store.rows import (
     encode_session,
 )
 from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
-from instar.store.steps import refresh_consumed
-from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus
+from instar.store.steps import get_progress, get_steps, refresh_consumed
+from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus, Step
 
 _UPSERT_RUN = RUNS.insert_sql + RUNS.on_conflict_update("run_id")
 _UPSERT_ENDPOINT = ENDPOINTS.insert_sql + ENDPOINTS.on_conflict_update("run_id", "role", "name")
@@ -90,6 +90,13 @@ def get_groups(
         values = [*values, unclaimed_in_epoch, *values, unclaimed_in_epoch, unclaimed_in_epoch]
     rows = db.execute(f"SELECT * FROM groups WHERE {where} ORDER BY idx, seq", values)
     return [decode_group(row) for row in rows]
+
+
+def get_progress_details(db: Database, run_id: str, epoch: int) -> tuple[Progress, list[Group], list[Step]]:
+    """Return the progress, the ready groups without a claim in this epoch, and the steps, all at the same
+    moment: a step that is released in between would be counted neither as a step nor by its groups."""
+    waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
+    return get_progress(db, run_id), waiting, get_steps(db, run_id)
 
 
 def open_session(db: Database, session: Session, key_hash: str | None = None) -> None:

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from instar.data.batcher import Batcher
 from instar.rollout.admission import MAX_STATE_AGE_SECONDS, Admission
 from instar.store.base import Store
+from instar.store.database import Database
 from instar.store.sqlite import SqliteStore
 from instar.types import GroupStatus, StepState
 from tests.unit.data.builders import RUN, add_group, make_config, put_test_run
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -114,3 +117,34 @@ async def test_admission_counts_published_steps_before_commit(store: Store) -> N
     for step in (1, 2):
         await sides.commit(step)
     assert await sides.fill(version=2) == 2
+
+
+class InterruptedStore(SqliteStore):
+    """A store in which another process releases the steps after the read number ``released_after``."""
+
+    released_after = 0
+    reads = 0
+
+    async def read(self, fetch: Callable[[Database], T]) -> T:
+        result = await super().read(fetch)
+        self.reads += 1
+        if self.reads == self.released_after:
+            await self.release_steps(RUN, after=0)
+        return result
+
+
+@pytest.mark.parametrize("released_after", [1, 2, 3])
+async def test_admission_steps_released_while_it_reads_starts_no_extra_group(
+    tmp_path: Path, released_after: int
+) -> None:
+    store = InterruptedStore(tmp_path / "store.db")
+    try:
+        await begin(store)
+        sides = Sides(store, groups_per_step=2, steps=4, mode="sync")
+        assert await sides.fill() == 2
+        await sides.claim(1)
+        store.released_after = store.reads + released_after
+        admission = Admission(sides.config, store, RUN)
+        assert (await admission.read_state()).startable_groups == 0, "the two groups of step 1 still exist"
+    finally:
+        await store.close()
