@@ -1,0 +1,221 @@
+"""Bugs that are planted on purpose, to show that the simulation finds such bugs.
+
+Each replaces one class of the run by a subclass in which one guarantee is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from instar.gateway.base import EndedSession, FailSession
+from instar.gateway.pipeline.record import Recorder
+from instar.gateway.session_service import SessionService
+from instar.gateway.session_states import SessionState
+from instar.gateway.token_api import SubmissionService, SubmittedCall
+from instar.rollout.runner import RolloutRunner
+from instar.store.database import Database
+from instar.trainer.checkpoint import TrainerState, checkpoint_path, prune_folder, save_checkpoint
+from instar.trainer.loop import Trainer
+from instar.types import (
+    Group,
+    GroupStatus,
+    PolicyState,
+    Reward,
+    Score,
+    SessionStatus,
+    StepState,
+)
+from torture_parts.roles import Components
+from torture_parts.simulated_store import SimulatedStore
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    name: str
+    components: Components
+
+
+# --- the trainer --------------------------------------------------------------------------------
+
+
+class StoreWithoutRelease(SimulatedStore):
+    """Recovery keeps the claims of steps that were not saved."""
+
+    async def release_steps(self, run_id: str, after: int) -> list[int]:
+        return []
+
+
+class TrainerWithoutTombstones(Trainer):
+    """Recovery leaves versions of unsaved steps published."""
+
+    async def _tombstone_abandoned_versions(self) -> None:
+        return
+
+
+class TrainerWithEarlyCheckpointRow(Trainer):
+    """The store refers to the checkpoint before it is written."""
+
+    async def _save_and_commit(self, step: int) -> int:
+        path = checkpoint_path(self.config.run_dir, step)
+        await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
+        state = TrainerState(step=step, seconds=0.0)
+        await save_checkpoint(self.config.run_dir, self.backend, state)
+        self.saved_step = step
+        return await self._commit()
+
+
+class TrainerThatLoadsTheLatest(Trainer):
+    """Recovery loads the newest state on disk, even if the store does not refer to it."""
+
+    async def recover(self) -> None:
+        await super().recover()
+        latest = self.config.run_dir / "latest"
+        if latest.exists():
+            await self.backend.load_state(latest)
+
+    async def _save_and_commit(self, step: int) -> int:
+        await self.backend.save_state(self.config.run_dir / "latest")
+        return await super()._save_and_commit(step)
+
+
+class TrainerWithoutLoad(Trainer):
+    """Recovery continues with the initial weights."""
+
+    async def recover(self) -> None:
+        await super().recover()
+        await self.backend.start()
+        self.backend.weights = []  # pyright: ignore[reportAttributeAccessIssue] - of the simulated backend
+
+
+class TrainerThatPrunesTheHead(Trainer):
+    """The files of the last saved version are removed although recovery makes it the head again."""
+
+    async def _publish(self, step: int) -> int:
+        version = await super()._publish(step)
+        prune_folder(self._policy_path(version).parent, 1, frozenset())
+        return version
+
+
+class StoreWithReusedVersions(SimulatedStore):
+    """The number of a version that was abandoned is used again."""
+
+    async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
+        def work(db: Database) -> int:
+            sql = "SELECT MAX(version) AS newest FROM policies WHERE state = ?"
+            row = db.execute(sql, (PolicyState.PUBLISHED.value,)).fetchone()
+            version = (row["newest"] or 0) + 1
+            db.execute(
+                "INSERT OR REPLACE INTO policies (policy_id, version, run_id, step, state, updated_at) "
+                "VALUES (?, ?, ?, ?, ?, 0)",
+                (policy_id, version, run_id, step, PolicyState.RESERVED.value),
+            )
+            return version
+
+        return await self.write(_named("reserve_version", work))
+
+
+def _named(name: str, work: Callable[[Database], T]) -> Callable[[Database], T]:
+    """Return the write under the name of the query that it replaces."""
+    work.__code__ = work.__code__.replace(co_name=name)
+    return work
+
+
+# --- the gateway --------------------------------------------------------------------------------
+
+
+class EarlyRecorder(Recorder):
+    """A call is acknowledged before it is committed."""
+
+    async def record(
+        self, state: Any, graph: Any, meta: Any, placement: Any, replies: Any, **_: Any
+    ) -> list[str]:
+        row = self._build_row(state, meta, placement, replies[0], None, None)
+        task = asyncio.create_task(self._commit(state, graph, meta, placement, [row]))
+        self._commits.add(task)
+        return [row.call.call_id]
+
+
+class SubmissionsWithoutKeys(SubmissionService):
+    """A retry is recorded as another call."""
+
+    async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
+        state.graph = None
+        for call in calls:
+            call.body.parent_id = None
+        graph = await self._states.load_graph(state)
+        graph.find_by_idempotency_key = lambda *_: []
+        return await super().submit(state, calls)
+
+
+class StoreThatEndsTwice(SimulatedStore):
+    """The end of a session that has already ended stores its rewards again."""
+
+    async def end_session(self, session_id: str, status: SessionStatus, *args: Any) -> bool:
+        changed = await super().end_session(session_id, status, *args)
+        rewards: Sequence[Reward] = args[1] if len(args) > 1 else ()
+        if not changed and rewards:
+            await self.add_rewards([replace(reward, reward_id=None) for reward in rewards])
+        return changed
+
+
+class SessionsThatEndLate(SessionService):
+    """The end of a session is acknowledged before it is stored."""
+
+    async def end(self, session_id: str, caller: Any, body: Any) -> Any:
+        task = asyncio.create_task(super().end(session_id, caller, body))
+        self._pending = [*getattr(self, "_pending", []), task]
+        status = SessionStatus.FAILED if isinstance(body, FailSession) else SessionStatus.COMPLETED
+        return EndedSession(session_id, status, True)
+
+
+# --- rollout and scoring ------------------------------------------------------------------------
+
+
+class RunnerThatClosesEarly(RolloutRunner):
+    """A group is closed as ready before its sessions have ended."""
+
+    async def _run_group(self, group: Group, slots: Any, has_failed: bool) -> None:
+        await self.store.close_group(group.group_id, GroupStatus.READY)
+        await super()._run_group(group, slots, has_failed)
+
+
+class RunnerWithoutResume(RolloutRunner):
+    """Groups that an earlier process left open are forgotten."""
+
+    async def _resume(self) -> None:
+        return
+
+
+class StoreWithSplitScores(SimulatedStore):
+    """A score is written before its rewards."""
+
+    async def record_scores(self, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
+        is_new = await super().record_scores(scores, [])
+        if is_new:
+            await self.add_rewards(rewards)
+        return is_new
+
+
+BUGS = (
+    PlantedBug("recovery does not release unsaved steps", Components(store=StoreWithoutRelease)),
+    PlantedBug("recovery does not tombstone versions", Components(trainer=TrainerWithoutTombstones)),
+    PlantedBug(
+        "the checkpoint is recorded before it is written", Components(trainer=TrainerWithEarlyCheckpointRow)
+    ),
+    PlantedBug("recovery loads a state that was not recorded", Components(trainer=TrainerThatLoadsTheLatest)),
+    PlantedBug("recovery does not load the checkpoint", Components(trainer=TrainerWithoutLoad)),
+    PlantedBug("the files of the head are removed", Components(trainer=TrainerThatPrunesTheHead)),
+    PlantedBug("a version number is used again", Components(store=StoreWithReusedVersions)),
+    PlantedBug("a call is acknowledged before its commit", Components(recorder=EarlyRecorder)),
+    PlantedBug("a retry is recorded as another call", Components(submissions=SubmissionsWithoutKeys)),
+    PlantedBug("the end of a session stores its rewards twice", Components(store=StoreThatEndsTwice)),
+    PlantedBug("an end is acknowledged before it is stored", Components(sessions=SessionsThatEndLate)),
+    PlantedBug("a group is ready before its sessions end", Components(runner=RunnerThatClosesEarly)),
+    PlantedBug("open groups are not resumed", Components(runner=RunnerWithoutResume)),
+    PlantedBug("a score is written before its rewards", Components(store=StoreWithSplitScores)),
+)

@@ -1,0 +1,215 @@
+"""Run many schedules in several processes, and keep the results of finished chunks in a file.
+
+A chunk is a range of crash points or of random seeds, or one planted bug. A campaign that was interrupted
+continues after the chunks in the file, if neither the package nor the simulation has changed since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal
+
+from torture_parts.bugs import BUGS
+from torture_parts.schedules import Schedule, Simulator, quiet_logs
+
+ROOT = Path(__file__).parents[2]
+RANDOM_SCHEDULES = 20_000
+CHUNK = 100
+BUG_SCHEDULES = 600
+"""The number of schedules in which a planted bug must be found."""
+MAX_REPORTED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    kind: Literal["crash", "random", "bug"]
+    start: int
+    stop: int
+
+
+@dataclass
+class ChunkResult:
+    kind: str
+    start: int
+    stop: int
+    schedules: int = 0
+    decisions: int = 0
+    crashes: int = 0
+    violations: list[str] = field(default_factory=list[str])
+    """Each violation with the schedule that repeats it."""
+    found_after: int | None = None
+    """The number of schedules until a planted bug was found."""
+
+
+@dataclass
+class Campaign:
+    """The results of all chunks so far."""
+
+    total: int
+    crash_points: int
+    results: list[ChunkResult] = field(default_factory=list[ChunkResult])
+
+    def count(self, kind: str) -> int:
+        return sum(result.schedules for result in self.results if result.kind == kind)
+
+    @property
+    def interleavings(self) -> int:
+        return self.count("crash") + self.count("random")
+
+    @property
+    def violations(self) -> list[str]:
+        return [text for result in self.results if result.kind != "bug" for text in result.violations]
+
+    @property
+    def bugs(self) -> dict[str, int | None]:
+        """The number of schedules until each planted bug was found; None if it was not found."""
+        return {BUGS[r.start].name: r.found_after for r in self.results if r.kind == "bug"}
+
+    @property
+    def share(self) -> float:
+        return self.interleavings / self.total
+
+
+class _Worker:
+    """The simulator of a worker process."""
+
+    simulator: Simulator
+    folder: Path
+    crash_points: list[Schedule]
+
+
+def _start_worker(folder: Path) -> None:
+    os.nice(5)
+    quiet_logs()
+    _Worker.folder = folder / str(os.getpid())
+    _Worker.simulator = Simulator(_Worker.folder)
+    _Worker.crash_points = list(_Worker.simulator.list_crash_points())
+
+
+def _count_crash_points() -> int:
+    return len(_Worker.crash_points)
+
+
+def _run_chunk(chunk: Chunk) -> ChunkResult:
+    if chunk.kind == "bug":
+        return _find_bug(chunk)
+    simulator = _Worker.simulator
+    result = ChunkResult(chunk.kind, chunk.start, chunk.stop)
+    for number in range(chunk.start, chunk.stop):
+        is_crash = chunk.kind == "crash"
+        outcome = simulator.run(_Worker.crash_points[number] if is_crash else simulator.make_random(number))
+        result.schedules += 1
+        result.decisions += outcome.decisions
+        result.crashes += len(outcome.crashes)
+        result.violations += [f"{chunk.kind} {number}: {violation}" for violation in outcome.violations]
+    return result
+
+
+def _find_bug(chunk: Chunk) -> ChunkResult:
+    """Run random schedules and crash points in turn, until one of them shows the planted bug."""
+    simulator = Simulator(_Worker.folder / "bug", BUGS[chunk.start].components)
+    result = ChunkResult(chunk.kind, chunk.start, chunk.stop)
+    # A prime step visits all crash points in an order that mixes the scenarios.
+    points = (_Worker.crash_points[601 * n % len(_Worker.crash_points)] for n in range(BUG_SCHEDULES))
+    pairs = ((simulator.make_random(seed), point) for seed, point in enumerate(points))
+    for schedule in islice(chain.from_iterable(pairs), BUG_SCHEDULES):
+        outcome = simulator.run(schedule)
+        result.schedules += 1
+        if outcome.violations:
+            result.found_after = result.schedules
+            result.violations = outcome.violations
+            break
+    return result
+
+
+def run_campaign(
+    *,
+    random_schedules: int,
+    seconds: float | None,
+    processes: int,
+    state_file: Path | None,
+    on_progress: Callable[[Campaign, float], None],
+) -> Campaign:
+    """Run all crash points and planted bugs, and then random schedules until ``seconds`` have passed."""
+    started = time.monotonic()
+    memory = Path("/dev/shm")
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder,
+        ProcessPoolExecutor(processes, context, _start_worker, (Path(folder),)) as pool,
+    ):
+        crash_points = pool.submit(_count_crash_points).result()
+        campaign = Campaign(crash_points + random_schedules, crash_points)
+        campaign.results += _read_state(state_file)
+        done = {(result.kind, result.start, result.stop) for result in campaign.results}
+        chunks = (
+            chunk
+            for chunk in _list_chunks(crash_points, random_schedules)
+            if (chunk.kind, chunk.start, chunk.stop) not in done
+        )
+        running: set[Future[ChunkResult]] = set()
+        while True:
+            is_over = seconds is not None and time.monotonic() - started > seconds
+            for chunk in islice(chunks, 0 if is_over else processes + 1 - len(running)):
+                running.add(pool.submit(_run_chunk, chunk))
+            if not running:
+                return campaign
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                campaign.results.append(future.result())
+                _append_state(state_file, campaign.results[-1])
+            on_progress(campaign, time.monotonic() - started)
+
+
+def _list_chunks(crash_points: int, random_schedules: int) -> Iterator[Chunk]:
+    # The bugs come first, because each of them may take long.
+    yield from (Chunk("bug", number, number + 1) for number in range(len(BUGS)))
+    sizes: Sequence[tuple[Literal["crash", "random"], int]] = (
+        ("crash", crash_points),
+        ("random", random_schedules),
+    )
+    for kind, count in sizes:
+        for start in range(0, count, CHUNK):
+            yield Chunk(kind, start, min(start + CHUNK, count))
+
+
+# --- the file of a campaign that can be resumed -------------------------------------------------
+
+
+def hash_sources() -> str:
+    """Return a hash of the package and the simulation. Results of other sources are not continued."""
+    digest = hashlib.blake2b(digest_size=8)
+    for folder in (ROOT / "instar", Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read_state(path: Path | None) -> list[ChunkResult]:
+    """Return the finished chunks. A file of other sources is removed."""
+    if path is None:
+        return []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = path.read_text().splitlines() if path.exists() else []
+    sources = hash_sources()
+    if not lines or json.loads(lines[0]) != {"sources": sources}:
+        path.write_text(json.dumps({"sources": sources}) + "\n")
+        return []
+    # The last line is incomplete if the campaign was killed while it wrote.
+    return [ChunkResult(**json.loads(line)) for line in lines[1:] if line.endswith("}")]
+
+
+def _append_state(path: Path | None, result: ChunkResult) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")

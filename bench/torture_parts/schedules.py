@@ -1,0 +1,183 @@
+"""Run one schedule of a scenario, and list the schedules of a simulation."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from instar.config import RunConfig
+from instar.store.base import Run
+from instar.store.sessions import put_run
+from torture_parts.event_loop import virtual_time
+from torture_parts.fakes import Weights
+from torture_parts.invariants import Invariants
+from torture_parts.roles import FINISHING_ROLES, ROLE_NAMES, RUN, Components, RunSetup, create_role
+from torture_parts.simulated_store import clear_database, create_database
+from torture_parts.world import Fault, Scheduler, World
+
+MAX_FAULTS = 4
+KILL_WEIGHTS = {"trainer": 5, "gateway": 3, "rollout": 3, "rewards": 2, "engine": 2, "": 1}
+"""The processes that random schedules kill; the empty name stands for all of them."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    trainer: dict[str, Any]
+    rollout: dict[str, Any] = field(default_factory=dict[str, Any])
+    turns: int = 2
+    scores_in_background: bool = False
+    agent_can_fail: bool = False
+    compares_weights: bool = False
+    """True if the final weights must be those of the undisturbed schedule."""
+
+
+SCENARIOS = (
+    Scenario("sync", {"mode": "sync", "steps": 3, "keep_checkpoints": 1}, compares_weights=True),
+    Scenario(
+        "async",
+        {"max_staleness": 1, "steps": 4, "checkpoint_every": 2, "keep_checkpoints": 1},
+        turns=1,
+        scores_in_background=True,
+    ),
+    Scenario(
+        "refill",
+        {"max_staleness": 1, "steps": 2, "groups_per_step": 2},
+        {"group_policy": "refill", "refills": 1, "concurrency": 3},
+        turns=1,
+        agent_can_fail=True,
+    ),
+    Scenario(
+        "drop",
+        {"mode": "sync", "steps": 2},
+        {"group_policy": "drop"},
+        turns=1,
+        scores_in_background=True,
+        agent_can_fail=True,
+        compares_weights=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule is repeated exactly by its scenario, seed and faults."""
+
+    scenario: int
+    seed: int | None
+    """The seed of the order of events; None for the order in which the processes reach their gates."""
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    schedule: Schedule
+    violations: list[str]
+    decisions: int
+    crashes: list[str]
+    trace: str
+    weights: Weights | None
+
+
+class Simulator:
+    """Runs schedules one after the other, over one database and one folder."""
+
+    def __init__(self, folder: Path, components: Components | None = None) -> None:
+        self._components = components or Components()
+        self._database = create_database()
+        self._configs = [make_config(scenario, folder / scenario.name) for scenario in SCENARIOS]
+        self._undisturbed: dict[int, Outcome] = {}
+
+    def run_undisturbed(self, scenario: int) -> Outcome:
+        if scenario not in self._undisturbed:
+            self._undisturbed[scenario] = self.run(Schedule(scenario, None))
+        return self._undisturbed[scenario]
+
+    def run(self, schedule: Schedule) -> Outcome:
+        scenario, config = SCENARIOS[schedule.scenario], self._configs[schedule.scenario]
+        shutil.rmtree(config.run_dir, ignore_errors=True)
+        clear_database(self._database)
+        world = World(
+            Scheduler(schedule.seed, schedule.faults),
+            lambda world, name: create_role(setup, world, name),
+            ROLE_NAMES,
+            FINISHING_ROLES,
+        )
+        invariants = Invariants(self._database, config, world.report)
+        put_run(self._database, Run(RUN, RUN, {}, created_at=1.0))
+        store_class = self._components.store
+        setup = RunSetup(
+            config,
+            scenario.turns,
+            scenario.scores_in_background,
+            scenario.agent_can_fail,
+            self._components,
+            lambda world: store_class(world, self._database, invariants.on_commit),
+            invariants.acknowledge,
+        )
+        with virtual_time(world.loop, schedule.seed or 0):
+            try:
+                world.loop.run_until_complete(world.run())
+                if not world.violations:
+                    invariants.check_end()
+            except RuntimeError as error:
+                world.report(f"the run stopped: {error}")
+            weights = invariants.read_final_weights()
+            violations = list(world.violations)
+            world.loop.cancel_all()
+        world.loop.close()
+        if schedule.faults or schedule.seed is not None:
+            expected = self.run_undisturbed(schedule.scenario) if scenario.compares_weights else None
+            if expected is not None and not violations and weights != expected.weights:
+                violations.append("the final weights differ from those of the undisturbed run")
+        return Outcome(schedule, violations, world.decisions, world.crashes, world.trace, weights)
+
+    # --- schedules ---------------------------------------------------------------------------------
+
+    def list_crash_points(self) -> Iterator[Schedule]:
+        """Yield one schedule for each gate of each scenario's undisturbed run, in which the process that
+        waits there is killed, and one in which all processes are killed."""
+        for number in range(len(SCENARIOS)):
+            for at in range(1, self.run_undisturbed(number).decisions + 1):
+                yield Schedule(number, None, (Fault(at, None),))
+                yield Schedule(number, None, (Fault(at, None, kills_all=True),))
+
+    def make_random(self, seed: int) -> Schedule:
+        """Return a schedule with a random order of events and up to MAX_FAULTS crashes."""
+        rng = random.Random(f"schedule {seed}")
+        number = rng.randrange(len(SCENARIOS))
+        decisions = self.run_undisturbed(number).decisions
+        faults: list[Fault] = []
+        for _ in range(rng.randint(0, MAX_FAULTS)):
+            (name,) = rng.choices(list(KILL_WEIGHTS), list(KILL_WEIGHTS.values()))
+            faults.append(Fault(rng.randint(1, int(1.2 * decisions)), name or None, kills_all=not name))
+        return Schedule(number, seed, tuple(faults))
+
+
+def make_config(scenario: Scenario, folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": RUN,
+            "dir": folder,
+            "model": {"name": "simulated"},
+            "engine": {"type": "scripted"},
+            "trainer": {"groups_per_step": 1, "warmup_steps": 0, "tensorboard": False, **scenario.trainer},
+            "rollout": {
+                "tasks": {"type": "python", "function": "simulated:tasks"},
+                "agent": {"type": "function", "function": "simulated:agent"},
+                "group_size": 2,
+                **scenario.rollout,
+            },
+            "reward": {"type": "rule", "function": "simulated:rule"},
+        }
+    )
+
+
+def quiet_logs() -> None:
+    """Disable logging, because crashes are expected."""
+    logging.disable(logging.CRITICAL)

@@ -1,0 +1,114 @@
+"""The store of a simulated process: the queries of the real store on one database in memory.
+
+A write waits at a gate, runs in one transaction, and waits at a second gate, where it is committed but its
+caller does not know it yet.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from instar.store import calls as call_queries
+from instar.store.base import CallDelta, Store
+from instar.store.database import Database
+from instar.store.schema import TABLES
+from instar.store.schema_indexes import INDEXES, TRIGGERS
+from instar.store.sqlite_database import SqliteDatabase
+from instar.store.writer import BatchableWrite
+from instar.types import Call
+
+if TYPE_CHECKING:
+    from torture_parts.world import World
+
+T = TypeVar("T")
+
+
+def create_database() -> SqliteDatabase:
+    """Return an empty database in memory. It is used for many schedules, because compiling the statements
+    takes longer than running them."""
+    database = sqlite3.connect(
+        ":memory:",
+        isolation_level=None,
+        check_same_thread=False,
+        factory=SqliteDatabase,
+        cached_statements=512,
+    )
+    database.path = Path(":memory:")
+    database.row_factory = sqlite3.Row
+    for statement in (*(table.create_sql for table in TABLES), *INDEXES, *TRIGGERS):
+        database.execute(statement)
+    return database
+
+
+def clear_database(database: SqliteDatabase) -> None:
+    database.rollback()
+    database.execute("PRAGMA foreign_keys = OFF")
+    for table in TABLES:
+        database.execute(f"DELETE FROM {table.name}")
+    database.execute("PRAGMA foreign_keys = ON")
+
+
+def name_query(work: Callable[[Any], Any]) -> str:
+    """Return the name of the query that a method of `Store` runs."""
+    code, cells = getattr(work, "__code__", None), getattr(work, "__closure__", None)
+    if code is not None and cells and "self" in code.co_freevars:
+        method = cells[code.co_freevars.index("self")].cell_contents
+        return getattr(getattr(method, "query", None), "__name__", "query")
+    return type(work).__name__ if code is None else code.co_name
+
+
+class SimulatedStore(Store):
+    def __init__(self, world: World, database: SqliteDatabase, on_commit: Callable[[str], None]) -> None:
+        """``on_commit`` is called with the name of each write after its transaction."""
+        # Reads never leave the thread, so that there is no pool of readers.
+        super().__init__("the simulated store", None, None)  # pyright: ignore[reportArgumentType]
+        self.world = world
+        self.database = database
+        self._on_commit = on_commit
+
+    async def write(self, work: Callable[[Database], T]) -> T:
+        name = name_query(work)
+        await self.world.pass_gate(name)
+        result = self.commit(work)
+        self._on_commit(name)
+        await self.world.pass_gate(f"{name} done")
+        return result
+
+    def commit(self, work: Callable[[Database], T]) -> T:
+        """Run the write in a transaction of its own, as the real writer does."""
+        database = self.database
+        if isinstance(work, BatchableWrite):
+            work.prepare()
+        database.begin()
+        try:
+            result = work(database)
+            database.commit()
+        except Exception as error:  # any error of a write belongs to its caller
+            database.rollback()
+            if isinstance(error, database.errors):
+                raise database.translate(error) from error
+            raise
+        if isinstance(work, BatchableWrite):
+            work.on_committed()
+        return result
+
+    async def read(self, fetch: Callable[[Database], T]) -> T:
+        await self.world.pass_gate(name_query(fetch))
+        return fetch(self.database)
+
+    async def read_statement(self, fetch: Callable[[Database], T]) -> T:
+        return await self.read(fetch)
+
+    async def call_deltas(self, session_id: str) -> list[CallDelta]:
+        await self.world.pass_gate("call_deltas")
+        return call_queries.fetch_deltas(self.database, session_id).decode_deltas()
+
+    async def _read_calls(self, fetch: Callable[[Database], call_queries.FetchedCalls]) -> list[Call]:
+        await self.world.pass_gate("calls")
+        return fetch(self.database).decode()
+
+    async def close(self) -> None:
+        return

@@ -1,0 +1,235 @@
+"""The processes of a simulated run, the gates at which they wait, and the faults that hit them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from torture_parts.event_loop import ProcessState, SimulationLoop, current_process
+
+T = TypeVar("T")
+
+RESTART_SECONDS = 0.05
+MAX_DELAY_SECONDS = 1.0
+"""The longest time that passes while a process could continue."""
+MAX_SECONDS = 3600.0
+MAX_DECISIONS = 6_000
+"""A run that needs so many decisions makes no progress; an undisturbed one needs about 400."""
+
+
+class Role(Protocol):
+    """A process of the run: `run` ends when the role has finished its work."""
+
+    async def run(self) -> None: ...
+
+
+class Process(ProcessState):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.role: Role | None = None
+        self.is_serving = False
+        self.replies: set[asyncio.Future[Any]] = set()
+        """The requests of other processes that this process has not answered."""
+
+
+@dataclass(slots=True)
+class Gate:
+    """A point at which a process waits for the scheduler, and may be killed."""
+
+    process: Process
+    label: str
+    passed: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Kills processes before the scheduler's decision number ``at``."""
+
+    at: int
+    process: str | None
+    """The name of the process, or None for the one that would continue next."""
+    kills_all: bool = False
+
+
+class Scheduler:
+    """Chooses the gate that opens next. Without a seed, gates open in the order in which they are reached."""
+
+    def __init__(self, seed: int | None = None, faults: Sequence[Fault] = ()) -> None:
+        self.faults = sorted(faults, key=lambda fault: fault.at)
+        self._rng = random.Random(seed) if seed is not None else None
+        self._is_fair = self._rng is None or self._rng.random() < 0.5
+        self._priorities: dict[str, float] = {}
+
+    def choose(self, gates: Sequence[Gate], *, can_wait: bool) -> Gate | None:
+        """Return the gate to open, or None to let time pass first if ``can_wait``."""
+        rng = self._rng
+        if rng is None:
+            return gates[0]
+        if can_wait and rng.random() < 0.02:
+            return None
+        if self._is_fair:
+            return rng.choice(gates)
+        # A process with a low priority waits for long, so that the others get far ahead of it.
+        if rng.random() < 0.01:
+            self._priorities.clear()
+        for gate in gates:
+            self._priorities.setdefault(gate.process.name, rng.random())
+        first = max(gates, key=lambda gate: self._priorities[gate.process.name])
+        return first if rng.random() < 0.9 else rng.choice(gates)
+
+
+@dataclass
+class World:
+    scheduler: Scheduler
+    create_role: Callable[[World, str], Role]
+    role_names: Sequence[str]
+    finishing_roles: Sequence[str]
+    """The roles that end by themselves when the run is complete."""
+    violations: list[str] = field(default_factory=list[str])
+    decisions: int = 0
+    crashes: list[str] = field(default_factory=list[str])
+    processes: dict[str, Process] = field(default_factory=dict[str, Process])
+    finished: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        self.loop = SimulationLoop(self._on_idle)
+        self._gates: list[Gate] = []
+        self._done = self.loop.create_future()
+        self._trace = hashlib.blake2b(digest_size=8)
+
+    @property
+    def trace(self) -> str:
+        """The hash of all decisions."""
+        return self._trace.hexdigest()
+
+    def report(self, violation: str) -> None:
+        if violation not in self.violations:
+            self.violations.append(violation)
+
+    # --- processes ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run all processes until the run is complete."""
+        for name in self.role_names:
+            self.start(name)
+        await self._done
+
+    def start(self, name: str) -> None:
+        process = Process(name)
+        self.processes[name] = process
+        self.finished.discard(name)
+        self._spawn(process, self._run_role(process))
+
+    def kill(self, names: Sequence[str], label: str) -> None:
+        """Stop the processes at once, and start each of them again a moment later."""
+        names = [name for name in names if self.processes[name].is_alive]
+        self.crashes.append(f"{' and '.join(names)} before decision {self.decisions} ({label})")
+        killed = [self.processes[name] for name in names]
+        for process in killed:
+            process.is_alive = process.is_serving = False
+        self._gates = [gate for gate in self._gates if gate.process.is_alive]
+        for process in killed:
+            for reply in process.replies:
+                if not reply.done():
+                    reply.set_exception(ConnectionResetError(f"the {process.name} was killed"))
+        for name in names:
+            self.loop.call_later(RESTART_SECONDS, self.start, name)
+
+    def _spawn(self, process: Process, coroutine: Coroutine[Any, Any, Any]) -> None:
+        context = copy_context()
+        context.run(current_process.set, process)
+        self.loop.create_task(coroutine, context=context)
+
+    async def _run_role(self, process: Process) -> None:
+        try:
+            process.role = self.create_role(self, process.name)
+            await process.role.run()
+        except Exception as error:  # noqa: BLE001 - whatever ends a process is what the simulation looks for
+            self.report(f"the {process.name} failed: {type(error).__name__}: {error}")
+            self._finish()
+            return
+        self.finished.add(process.name)
+        if self.finished.issuperset(self.finishing_roles):
+            self._finish()
+
+    def _finish(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+    # --- gates and requests ------------------------------------------------------------------------
+
+    async def pass_gate(self, label: str) -> None:
+        process = current_process.get()
+        assert isinstance(process, Process), "only processes wait at gates"
+        gate = Gate(process, label, self.loop.create_future())
+        self._gates.append(gate)
+        await gate.passed
+
+    async def request(self, server: str, label: str, handle: Callable[[Any], Awaitable[T]]) -> T:
+        """Call ``handle`` with the server's role, in the server's process. Raises ConnectionError if the
+        server does not run or is killed before its reply arrives."""
+        await self.pass_gate(f"send {label}")
+        process = self.processes[server]
+        if not process.is_serving:
+            raise ConnectionRefusedError(f"the {server} is not running")
+        reply: asyncio.Future[T] = self.loop.create_future()
+        process.replies.add(reply)
+        self._spawn(process, self._answer(process, label, handle, reply))
+        return await reply
+
+    async def _answer(
+        self,
+        process: Process,
+        label: str,
+        handle: Callable[[Any], Awaitable[T]],
+        reply: asyncio.Future[T],
+    ) -> None:
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = await handle(process.role)
+        except Exception as caught:  # noqa: BLE001 - the client gets every error of the handler
+            error = caught
+        await self.pass_gate(f"reply {label}")
+        process.replies.discard(reply)
+        if reply.done():
+            return
+        if error is None:
+            reply.set_result(result)
+        else:
+            reply.set_exception(error)
+
+    # --- scheduling --------------------------------------------------------------------------------
+
+    def _on_idle(self, timeout: float | None) -> bool:
+        if self._done.done():
+            return False
+        if self.decisions >= MAX_DECISIONS or self.loop.time() > MAX_SECONDS:
+            self.report(f"the run did not finish: {self.decisions} decisions, {self.loop.time():.0f} s")
+            self._finish()
+            return True
+        self._gates = [gate for gate in self._gates if not gate.passed.done()]
+        if not self._gates:
+            return False
+        can_wait = timeout is not None and timeout <= MAX_DELAY_SECONDS
+        gate = self.scheduler.choose(self._gates, can_wait=can_wait)
+        if gate is None:
+            return False
+        self.decisions += 1
+        self._trace.update(f"{gate.process.name} {gate.label}\n".encode())
+        while (faults := self.scheduler.faults) and faults[0].at <= self.decisions:
+            fault = faults.pop(0)
+            name = fault.process or gate.process.name
+            if fault.kills_all:
+                self.kill(self.role_names, f"{gate.process.name}: {gate.label}")
+            elif self.processes[name].is_alive and name not in self.finished:
+                self.kill([name], gate.label if gate.process.name == name else "")
+        if gate.process.is_alive:
+            self._gates.remove(gate)
+            gate.passed.set_result(None)
+        return True

@@ -1,0 +1,76 @@
+"""bench/torture.py simulates a run under a seeded scheduler; a short sample of its schedules runs here."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parents[3] / "bench"
+
+
+@pytest.fixture
+def schedules(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
+    """The module bench/torture_parts/schedules.py, imported with its folder on the path."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module("torture_parts.schedules")
+    module.quiet_logs()
+    yield module
+    logging.disable(logging.NOTSET)
+    for name in [name for name in sys.modules if name.split(".")[0] == "torture_parts"]:
+        del sys.modules[name]
+
+
+def test_simulation_sample_of_schedules_has_no_violations(schedules: ModuleType, tmp_path: Path) -> None:
+    simulator = schedules.Simulator(tmp_path)
+    sample: list[Any] = [*list(simulator.list_crash_points())[::200], *map(simulator.make_random, range(15))]
+    for schedule in sample:
+        outcome = simulator.run(schedule)
+        assert not outcome.violations, f"{schedule}: {outcome.violations} after {outcome.crashes}"
+
+
+def test_simulation_same_schedule_makes_same_decisions(schedules: ModuleType, tmp_path: Path) -> None:
+    simulator = schedules.Simulator(tmp_path)
+    schedule = next(s for s in map(simulator.make_random, range(100)) if len(s.faults) > 2)
+    first, second = simulator.run(schedule), simulator.run(schedule)
+    assert first.crashes
+    assert (first.trace, first.crashes, first.weights) == (second.trace, second.crashes, second.weights)
+
+
+def test_simulation_killed_process_runs_no_finally_block(schedules: ModuleType) -> None:
+    from torture_parts.world import Fault, Scheduler, World  # pyright: ignore[reportMissingImports]
+
+    events: list[str] = []
+
+    class Writer:
+        def __init__(self, world: Any) -> None:
+            self.world = world
+
+        async def run(self) -> None:
+            events.append("started")
+            try:
+                await self.world.pass_gate("write")
+                events.append("written")
+            finally:
+                events.append("left")
+
+    world = World(Scheduler(None, [Fault(1, None)]), lambda world, _: Writer(world), ["writer"], ["writer"])
+    world.loop.run_until_complete(world.run())
+    assert events == ["started", "started", "written", "left"]
+    world.loop.cancel_all()
+    world.loop.close()
+
+
+@pytest.mark.parametrize("name", ["recovery does not load the checkpoint", "a version number is used again"])
+def test_simulation_planted_bug_is_found(schedules: ModuleType, tmp_path: Path, name: str) -> None:
+    from torture_parts.bugs import BUGS  # pyright: ignore[reportMissingImports]
+
+    (bug,) = [bug for bug in BUGS if bug.name == name]
+    simulator = schedules.Simulator(tmp_path, bug.components)
+    assert any(simulator.run(simulator.make_random(seed)).violations for seed in range(40))
