@@ -5,8 +5,9 @@
 The simulation runs the real trainer, rollout, scoring and session services as processes over one database,
 with virtual time and a scheduler that decides which of them continues (bench/torture_parts). It kills the
 process at every gate of the undisturbed schedules (each query, reply and file that a process waits for), and
-in random schedules up to four times. ``interleavings`` is the number of schedules, ``violations`` the number
-of broken invariants, and ``bugs_found`` the number of planted bugs that the simulation finds.
+in random schedules up to four times, or replaces it while it still runs. ``interleavings`` is the number of
+schedules, ``violations`` the number of broken invariants, and ``bugs_found`` the number of planted bugs that
+the simulation finds.
 
 By default, the command stops after ``--minutes`` and prints which share it covered. ``--full`` runs all of
 it, and continues an interrupted run from ``--state``.

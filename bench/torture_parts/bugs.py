@@ -101,6 +101,14 @@ class TrainerThatPrunesTheHead(Trainer):
         return version
 
 
+class StoreWithoutLease(SimulatedStore):
+    """A process that was replaced continues to write."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._check_lease = lambda _: None
+
+
 class StoreWithReusedVersions(SimulatedStore):
     """The number of a version that was abandoned is used again."""
 
@@ -210,6 +218,7 @@ BUGS = (
     PlantedBug("recovery loads a state that was not recorded", Components(trainer=TrainerThatLoadsTheLatest)),
     PlantedBug("recovery does not load the checkpoint", Components(trainer=TrainerWithoutLoad)),
     PlantedBug("the files of the head are removed", Components(trainer=TrainerThatPrunesTheHead)),
+    PlantedBug("a process writes without its lease", Components(store=StoreWithoutLease)),
     PlantedBug("a version number is used again", Components(store=StoreWithReusedVersions)),
     PlantedBug("a call is acknowledged before its commit", Components(recorder=EarlyRecorder)),
     PlantedBug("a retry is recorded as another call", Components(submissions=SubmissionsWithoutKeys)),

@@ -6,6 +6,7 @@ continues after the chunks in the file, if neither the package nor the simulatio
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -91,6 +92,8 @@ class _Worker:
 def _start_worker(folder: Path) -> None:
     os.nice(5)
     quiet_logs()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # a schedule leaves little garbage
     _Worker.folder = folder / str(os.getpid())
     _Worker.simulator = Simulator(_Worker.folder)
     _Worker.crash_points = list(_Worker.simulator.list_crash_points())

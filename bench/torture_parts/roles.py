@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from instar.config import RunConfig
-from instar.errors import EngineUnavailable, InstarError
+from instar.errors import EngineUnavailable, InstarError, LeaseLost
 from instar.gateway.auth import Caller
 from instar.gateway.base import ApiError, CompleteSession, FailSession, OpenedSession, OpenSession
 from instar.gateway.context import GatewayContext, RunIdentity
@@ -41,10 +41,9 @@ from torture_parts.fakes import (
     SimulatedEngine,
     SimulatedScorer,
 )
-from torture_parts.simulated_store import SimulatedStore
+from torture_parts.simulated_store import RUN, SimulatedStore
 from torture_parts.world import Process, Role, World, current_process
 
-RUN = "run"
 ROLE_NAMES = ("engine", "gateway", "rewards", "rollout", "trainer")
 FINISHING_ROLES = ("rollout", "trainer")
 CLIENT_SECONDS = 600.0
@@ -199,7 +198,7 @@ class SimulatedGatewayClient(GatewayClient):
 
         try:
             response = await self._world.request("gateway", path.rpartition("/")[2], handle)
-        except (ConnectionError, EngineUnavailable) as error:
+        except (ConnectionError, EngineUnavailable, LeaseLost) as error:
             raise EngineUnavailable(f"the gateway did not answer {path}: {error}") from error
         except ApiError as error:
             raise InstarError(f"the gateway rejected {path} with status {error.status}: {error}") from error

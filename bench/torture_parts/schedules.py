@@ -12,7 +12,7 @@ from typing import Any
 
 from instar.config import RunConfig
 from instar.store.base import Run
-from instar.store.sessions import put_run
+from instar.store.sessions import put_run, take_lease
 from torture_parts.event_loop import virtual_time
 from torture_parts.fakes import Weights
 from torture_parts.invariants import Invariants
@@ -21,6 +21,8 @@ from torture_parts.simulated_store import clear_database, create_database
 from torture_parts.world import Fault, Scheduler, World
 
 MAX_FAULTS = 4
+REPLACED_SHARE = 0.2
+"""The share of faults after which the old process runs on, without its lease."""
 KILL_WEIGHTS = {"trainer": 5, "gateway": 3, "rollout": 3, "rewards": 2, "engine": 2, "": 1}
 """The processes that random schedules kill; the empty name stands for all of them."""
 
@@ -107,6 +109,7 @@ class Simulator:
             lambda world, name: create_role(setup, world, name),
             ROLE_NAMES,
             FINISHING_ROLES,
+            lambda name: take_lease(self._database, RUN, name),
         )
         invariants = Invariants(self._database, config, world.report)
         put_run(self._database, Run(RUN, RUN, {}, created_at=1.0))
@@ -155,7 +158,8 @@ class Simulator:
         faults: list[Fault] = []
         for _ in range(rng.randint(0, MAX_FAULTS)):
             (name,) = rng.choices(list(KILL_WEIGHTS), list(KILL_WEIGHTS.values()))
-            faults.append(Fault(rng.randint(1, int(1.2 * decisions)), name or None, kills_all=not name))
+            at, replaces = rng.randint(1, int(1.2 * decisions)), rng.random() < REPLACED_SHARE
+            faults.append(Fault(at, name or None, kills_all=not name, replaces=replaces and bool(name)))
         return Schedule(number, seed, tuple(faults))
 
 

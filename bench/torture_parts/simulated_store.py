@@ -9,21 +9,23 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from instar.store import calls as call_queries
 from instar.store.base import CallDelta, Store
 from instar.store.database import Database
 from instar.store.schema import TABLES
 from instar.store.schema_indexes import INDEXES, TRIGGERS
+from instar.store.sessions import make_lease_check
 from instar.store.sqlite_database import SqliteDatabase
 from instar.store.writer import BatchableWrite
 from instar.types import Call
-
-if TYPE_CHECKING:
-    from torture_parts.world import World
+from torture_parts.event_loop import current_process
+from torture_parts.world import Process, World
 
 T = TypeVar("T")
+
+RUN = "run"
 
 
 def create_database() -> SqliteDatabase:
@@ -68,6 +70,9 @@ class SimulatedStore(Store):
         self.world = world
         self.database = database
         self._on_commit = on_commit
+        process = current_process.get()
+        assert isinstance(process, Process), "only processes open the store"
+        self._check_lease = make_lease_check(RUN, process.name, process.lease)
 
     async def write(self, work: Callable[[Database], T]) -> T:
         name = name_query(work)
@@ -84,6 +89,7 @@ class SimulatedStore(Store):
             work.prepare()
         database.begin()
         try:
+            self._check_lease(database)
             result = work(database)
             database.commit()
         except Exception as error:  # any error of a write belongs to its caller

@@ -31,6 +31,9 @@ class Role(Protocol):
 class Process(ProcessState):
     def __init__(self, name: str) -> None:
         self.name = name
+        self.lease = 0
+        self.is_replaced = False
+        """True if another process has taken over the role while this one still runs."""
         self.role: Role | None = None
         self.is_serving = False
         self.replies: set[asyncio.Future[Any]] = set()
@@ -48,12 +51,14 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Kills processes before the scheduler's decision number ``at``."""
+    """Kills or replaces processes before the scheduler's decision number ``at``."""
 
     at: int
     process: str | None
     """The name of the process, or None for the one that would continue next."""
     kills_all: bool = False
+    replaces: bool = False
+    """True if the process was only believed dead: another one takes its lease, and both run."""
 
 
 class Scheduler:
@@ -90,6 +95,7 @@ class World:
     role_names: Sequence[str]
     finishing_roles: Sequence[str]
     """The roles that end by themselves when the run is complete."""
+    take_lease: Callable[[str], int] = lambda _: 0
     violations: list[str] = field(default_factory=list[str])
     decisions: int = 0
     crashes: list[str] = field(default_factory=list[str])
@@ -121,6 +127,7 @@ class World:
 
     def start(self, name: str) -> None:
         process = Process(name)
+        process.lease = self.take_lease(name)
         self.processes[name] = process
         self.finished.discard(name)
         self._spawn(process, self._run_role(process))
@@ -140,6 +147,17 @@ class World:
         for name in names:
             self.loop.call_later(RESTART_SECONDS, self.start, name)
 
+    def _kill_one(self, name: str, label: str) -> None:
+        self.kill([name], label)
+
+    def replace(self, name: str, label: str) -> None:
+        """Start another process for the role, as if the current one had been cut off from its supervisor."""
+        process = self.processes[name]
+        if not process.is_replaced:
+            self.crashes.append(f"{name} replaced before decision {self.decisions} ({label})")
+            process.is_replaced, process.is_serving = True, False
+            self.start(name)
+
     def _spawn(self, process: Process, coroutine: Coroutine[Any, Any, Any]) -> None:
         context = copy_context()
         context.run(current_process.set, process)
@@ -150,8 +168,13 @@ class World:
             process.role = self.create_role(self, process.name)
             await process.role.run()
         except Exception as error:  # noqa: BLE001 - whatever ends a process is what the simulation looks for
+            if process.is_replaced:
+                process.is_alive = False
+                return
             self.report(f"the {process.name} failed: {type(error).__name__}: {error}")
             self._finish()
+            return
+        if process.is_replaced:
             return
         self.finished.add(process.name)
         if self.finished.issuperset(self.finishing_roles):
@@ -228,7 +251,8 @@ class World:
             if fault.kills_all:
                 self.kill(self.role_names, f"{gate.process.name}: {gate.label}")
             elif self.processes[name].is_alive and name not in self.finished:
-                self.kill([name], gate.label if gate.process.name == name else "")
+                change = self.replace if fault.replaces else self._kill_one
+                change(name, gate.label if gate.process.name == name else "")
         if gate.process.is_alive:
             self._gates.remove(gate)
             gate.passed.set_result(None)
