@@ -36,8 +36,8 @@ class Process(ProcessState):
         """True if another process has taken over the role while this one still runs."""
         self.role: Role | None = None
         self.is_serving = False
-        self.replies: set[asyncio.Future[Any]] = set()
-        """The requests of other processes that this process has not answered."""
+        self.replies: dict[asyncio.Future[Any], None] = {}
+        """The requests of other processes that this process has not answered, in a repeatable order."""
 
 
 @dataclass(slots=True)
@@ -201,7 +201,7 @@ class World:
         if not process.is_serving:
             raise ConnectionRefusedError(f"the {server} is not running")
         reply: asyncio.Future[T] = self.loop.create_future()
-        process.replies.add(reply)
+        process.replies[reply] = None
         self._spawn(process, self._answer(process, label, handle, reply))
         return await reply
 
@@ -219,7 +219,7 @@ class World:
         except Exception as caught:  # noqa: BLE001 - the client gets every error of the handler
             error = caught
         await self.pass_gate(f"reply {label}")
-        process.replies.discard(reply)
+        process.replies.pop(reply, None)
         if reply.done():
             return
         if error is None:
