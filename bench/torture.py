@@ -1,6 +1,7 @@
 """Search for crashes and interleavings that lose a reply or train a sample twice.
 
     python bench/torture.py [--json] [--full] [--only simulation] [--minutes 15] [--state FILE]
+    python bench/torture.py --repeat "random 17"
 
 The simulation runs the real trainer, rollout, scoring and session services as processes over one database,
 with virtual time and a scheduler that decides which of them continues (bench/torture_parts). It kills the
@@ -27,7 +28,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from torture_parts.bugs import BUGS
-from torture_parts.campaign import MAX_REPORTED, RANDOM_SCHEDULES, Campaign, run_campaign
+from torture_parts.campaign import (
+    MAX_REPORTED,
+    RANDOM_SCHEDULES,
+    Campaign,
+    repeat_schedule,
+    run_campaign,
+)
 
 console = Console(stderr=True)
 
@@ -89,6 +96,13 @@ def show_simulation(campaign: Campaign) -> None:
     )
 
 
+def show_repeated(name: str) -> None:
+    outcome = repeat_schedule(name)
+    for line in (*outcome.crashes, *(f"violation: {violation}" for violation in outcome.violations)):
+        console.print(line, highlight=False)
+    log(f"{outcome.decisions} decisions, {len(outcome.violations)} violations, trace {outcome.trace}")
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"simulation": run_simulation}
 """The parts of the command, by the value of ``--only``. Each returns its keys of the JSON line."""
 
@@ -112,7 +126,11 @@ def main() -> None:
         default=Path(".cache/torture/simulation.jsonl"),
         help="file from which --full continues",
     )
+    parser.add_argument("--repeat", metavar="NAME", help='run one schedule again, such as "random 17"')
     options = parser.parse_args()
+    if options.repeat:
+        show_repeated(options.repeat)
+        return
     figures: dict[str, Any] = {}
     for name, run in PARTS.items():
         if options.only in (None, name):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from torture_parts.bugs import BUGS
-from torture_parts.schedules import Schedule, Simulator, quiet_logs
+from torture_parts.schedules import Outcome, Schedule, Simulator, quiet_logs
 
 ROOT = Path(__file__).parents[2]
 RANDOM_SCHEDULES = 20_000
@@ -186,6 +186,17 @@ def _list_chunks(crash_points: int, random_schedules: int) -> Iterator[Chunk]:
             yield Chunk(kind, start, min(start + CHUNK, count))
 
 
+def repeat_schedule(name: str) -> Outcome:
+    """Run one schedule again. ``name`` is that of a violation: ``random 17`` or ``crash 230``."""
+    kind, _, number = name.partition(" ")
+    quiet_logs()
+    with tempfile.TemporaryDirectory() as folder:
+        simulator = Simulator(Path(folder))
+        if kind == "random":
+            return simulator.run(simulator.make_random(int(number)))
+        return simulator.run(next(islice(simulator.list_crash_points(), int(number), None)))
+
+
 # --- the file of a campaign that can be resumed -------------------------------------------------
 
 
@@ -209,7 +220,9 @@ def _read_state(path: Path | None) -> list[ChunkResult]:
         path.write_text(json.dumps({"sources": sources}) + "\n")
         return []
     # The last line is incomplete if the campaign was killed while it wrote.
-    return [ChunkResult(**json.loads(line)) for line in lines[1:] if line.endswith("}")]
+    complete = [line for line in lines if line.endswith("}")]
+    path.write_text("\n".join(complete) + "\n")
+    return [ChunkResult(**json.loads(line)) for line in complete[1:]]
 
 
 def _append_state(path: Path | None, result: ChunkResult) -> None:
