@@ -11,7 +11,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from torture_parts.bugs import BUGS
-from torture_parts.schedules import Outcome, Schedule, Simulator, quiet_logs
+from torture_parts.schedules import Outcome, Schedule, Simulator, open_folder, quiet_logs
 
 ROOT = Path(__file__).parents[2]
 RANDOM_SCHEDULES = 20_000
@@ -145,10 +144,9 @@ def run_campaign(
 ) -> Campaign:
     """Run all crash points and planted bugs, and then random schedules until ``seconds`` have passed."""
     started = time.monotonic()
-    memory = Path("/dev/shm")
     context = multiprocessing.get_context("spawn")
     with (
-        tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder,
+        open_folder() as folder,
         ProcessPoolExecutor(processes, context, _start_worker, (Path(folder),)) as pool,
     ):
         crash_points = pool.submit(_count_crash_points).result()
@@ -190,7 +188,7 @@ def repeat_schedule(name: str) -> Outcome:
     """Run one schedule again. ``name`` is that of a violation: ``random 17`` or ``crash 230``."""
     kind, _, number = name.partition(" ")
     quiet_logs()
-    with tempfile.TemporaryDirectory() as folder:
+    with open_folder() as folder:
         simulator = Simulator(Path(folder))
         if kind == "random":
             return simulator.run(simulator.make_random(int(number)))

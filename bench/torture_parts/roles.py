@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -81,6 +82,8 @@ class RunSetup:
     components: Components
     open_store: Callable[[World], SimulatedStore]
     acknowledge: Callable[[Acknowledgement], None]
+    resources: ExitStack
+    """The open files of all processes, which are closed after the schedule."""
 
 
 def create_role(setup: RunSetup, world: World, name: str) -> Role:
@@ -124,13 +127,14 @@ class TrainerRole:
             return [engine]
 
         store, config = setup.open_store(world), setup.config
-        self.monitor = Monitor(config.run_dir)
+        monitor = Monitor(config.run_dir)
+        setup.resources.callback(monitor.close)
         self.trainer = setup.components.trainer(
             TrainingRun(config, RUN, RUN),
             store=store,
             backend=setup.components.backend(world),
             publisher=PolicyPublisher(FileSync(), list_engines),
-            monitor=self.monitor,
+            monitor=monitor,
         )
 
     async def run(self) -> None:

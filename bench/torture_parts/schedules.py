@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,8 +124,9 @@ class Simulator:
             self._components,
             lambda world: store_class(world, self._database, invariants.on_commit),
             invariants.acknowledge,
+            ExitStack(),
         )
-        with virtual_time(world.loop, schedule.seed or 0):
+        with setup.resources, virtual_time(world.loop, schedule.seed or 0):
             try:
                 world.loop.run_until_complete(world.run())
                 if not world.violations:
@@ -180,6 +183,12 @@ def make_config(scenario: Scenario, folder: Path) -> RunConfig:
             "reward": {"type": "rule", "function": "simulated:rule"},
         }
     )
+
+
+def open_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder, in memory if the machine has such a file system, because every step is synced."""
+    memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
 
 
 def quiet_logs() -> None:

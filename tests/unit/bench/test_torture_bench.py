@@ -27,16 +27,22 @@ def schedules(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
         del sys.modules[name]
 
 
-def test_simulation_sample_of_schedules_has_no_violations(schedules: ModuleType, tmp_path: Path) -> None:
-    simulator = schedules.Simulator(tmp_path)
+@pytest.fixture
+def folder(schedules: ModuleType) -> Generator[Path]:
+    with schedules.open_folder() as name:
+        yield Path(name)
+
+
+def test_simulation_sample_of_schedules_has_no_violations(schedules: ModuleType, folder: Path) -> None:
+    simulator = schedules.Simulator(folder)
     sample: list[Any] = [*list(simulator.list_crash_points())[::200], *map(simulator.make_random, range(15))]
     for schedule in sample:
         outcome = simulator.run(schedule)
         assert not outcome.violations, f"{schedule}: {outcome.violations} after {outcome.crashes}"
 
 
-def test_simulation_same_schedule_makes_same_decisions(schedules: ModuleType, tmp_path: Path) -> None:
-    simulator = schedules.Simulator(tmp_path)
+def test_simulation_same_schedule_makes_same_decisions(schedules: ModuleType, folder: Path) -> None:
+    simulator = schedules.Simulator(folder)
     schedule = next(s for s in map(simulator.make_random, range(100)) if len(s.faults) > 2)
     first, second = simulator.run(schedule), simulator.run(schedule)
     assert first.crashes
@@ -68,9 +74,9 @@ def test_simulation_killed_process_runs_no_finally_block(schedules: ModuleType) 
 
 
 @pytest.mark.parametrize("name", ["recovery does not load the checkpoint", "a version number is used again"])
-def test_simulation_planted_bug_is_found(schedules: ModuleType, tmp_path: Path, name: str) -> None:
+def test_simulation_planted_bug_is_found(schedules: ModuleType, folder: Path, name: str) -> None:
     from torture_parts.bugs import BUGS  # pyright: ignore[reportMissingImports]
 
     (bug,) = [bug for bug in BUGS if bug.name == name]
-    simulator = schedules.Simulator(tmp_path, bug.components)
+    simulator = schedules.Simulator(folder, bug.components)
     assert any(simulator.run(simulator.make_random(seed)).violations for seed in range(40))
