@@ -106,7 +106,11 @@ class StoreWithoutLease(SimulatedStore):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._check_lease = lambda _: None
+        self._check_lease = _check_nothing
+
+
+def _check_nothing(db: Database) -> None:
+    return
 
 
 class StoreWithReusedVersions(SimulatedStore):
@@ -156,8 +160,12 @@ class SubmissionsWithoutKeys(SubmissionService):
         for call in calls:
             call.body.parent_id = None
         graph = await self._states.load_graph(state)
-        graph.find_by_idempotency_key = lambda *_: []
+        graph.find_by_idempotency_key = _find_nothing
         return await super().submit(state, calls)
+
+
+def _find_nothing(key: bytes, client_key: str) -> list[str]:
+    return []
 
 
 class StoreThatEndsTwice(SimulatedStore):

@@ -61,7 +61,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         return task
 
     def select(self, timeout: float | None) -> list[Any]:
-        if timeout == 0 or self._stopping or self._on_idle(timeout):
+        if timeout == 0 or self._on_idle(timeout):
             return []
         if timeout is None:
             raise RuntimeError("every task waits for another one")
@@ -70,7 +70,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
 
     def cancel_all(self) -> None:
         """Cancel the tasks of all processes, including killed ones, and run them until they have ended."""
-        self._on_idle = lambda _: False
+        self._on_idle = _let_time_pass
         for _ in range(50):
             for handle in self._suspended:
                 if (process := handle._context.get(current_process)) is not None:  # pyright: ignore
@@ -89,6 +89,10 @@ class SimulationLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         return
+
+
+def _let_time_pass(timeout: float | None) -> bool:
+    return False
 
 
 @contextmanager

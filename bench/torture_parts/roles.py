@@ -257,6 +257,7 @@ class GatewayRole:
             is_reply = message["role"] == "assistant"
             prompt += map(int, message["content"].split()) if is_reply else [1]
         ids, version = await self._engine.sample(state.session.seed, prompt)
+        reply = " ".join(map(str, ids))
         call = {
             "prompt_ids": prompt,
             "sampled_ids": ids,
@@ -264,12 +265,11 @@ class GatewayRole:
             "versions": [version] * len(ids),
             "finish_reason": "stop",
             "messages": body.messages,
-            "reply": {"role": "assistant", "content": " ".join(map(str, ids))},
+            "reply": {"role": "assistant", "content": reply},
             "client_key": body.client_key,
         }
         latest = (await self._store.latest_policy(RUN)).version
         calls = parse_submission(msgspec.json.encode({"calls": [call]}), VOCABULARY, max(latest, version))
         (call_id,) = await self._submissions.submit(state, calls)
         recorded = await self._store.call(call_id)
-        content = recorded.reply["content"] if recorded else call["reply"]["content"]
-        return ChatReply(call_id, content)
+        return ChatReply(call_id, recorded.reply["content"] if recorded else reply)

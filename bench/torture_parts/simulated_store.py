@@ -82,7 +82,7 @@ class SimulatedStore(Store):
         await self.world.pass_gate(f"{name} done")
         return result
 
-    def commit(self, work: Callable[[Database], T]) -> T:
+    def commit(self, work: Callable[[Database], Any]) -> Any:
         """Run the write in a transaction of its own, as the real writer does."""
         database = self.database
         if isinstance(work, BatchableWrite):
