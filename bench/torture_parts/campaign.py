@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -89,6 +90,7 @@ class _Worker:
 
 
 def _start_worker(folder: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     os.nice(5)
     quiet_logs()
     gc.freeze()
@@ -165,7 +167,11 @@ def run_campaign(
                 running.add(pool.submit(_run_chunk, chunk))
             if not running:
                 return campaign
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            try:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
             for future in finished:
                 campaign.results.append(future.result())
                 _append_state(state_file, campaign.results[-1])
