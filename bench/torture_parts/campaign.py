@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -91,6 +92,7 @@ class _Worker:
 
 def _start_worker(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.nice(5)
     quiet_logs()
     gc.freeze()
@@ -98,6 +100,13 @@ def _start_worker(folder: Path) -> None:
     _Worker.folder = folder / str(os.getpid())
     _Worker.simulator = Simulator(_Worker.folder)
     _Worker.crash_points = list(_Worker.simulator.list_crash_points())
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "workers have a parent"
+    parent.join()
+    os._exit(1)
 
 
 def _count_crash_points() -> int:
