@@ -179,7 +179,8 @@ def run_campaign(
             try:
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
             except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
+                for worker in multiprocessing.active_children():
+                    worker.terminate()
                 raise
             for future in finished:
                 campaign.results.append(future.result())
