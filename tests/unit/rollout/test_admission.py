@@ -139,7 +139,7 @@ async def test_admission_steps_released_while_it_reads_starts_no_extra_group(
 ) -> None:
     store = InterruptedStore(tmp_path / "store.db")
     try:
-        await begin(store)
+        await put_test_run(store)
         sides = Sides(store, groups_per_step=2, steps=4, mode="sync")
         assert await sides.fill() == 2
         await sides.claim(1)
