@@ -106,6 +106,11 @@ class Group:
     reason: str | None = None
     created_at: float = 0.0
 
+    def accepts(self, session: Session) -> bool:
+        """Return True if the session has the run and channel of this group and one of its slots."""
+        has_same_origin = (session.run_id, session.channel) == (self.run_id, self.channel)
+        return has_same_origin and session.group_id == self.group_id and 0 <= session.slot < self.size
+
 
 @dataclass(frozen=True, slots=True)
 class Session:

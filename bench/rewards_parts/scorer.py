@@ -41,7 +41,7 @@ async def run(arguments: argparse.Namespace) -> None:
     )
     await judge.start(ScoringContext(RUN, store))
     config = ScoringConfig(concurrency=concurrency, deadline=10.0, retries=arguments.retries)
-    runner = ScoringRunner(store, RUN, [judge], config, live_scorers=[judge])
+    runner = ScoringRunner(store, RUN, [judge], config, agent_id="agent", live_scorers=[judge])
     runner_task = asyncio.create_task(runner.run())
     while not runner_task.done():
         scored = sum(n for states in (await store.score_counts(RUN)).values() for n in states.values())

@@ -90,14 +90,12 @@ async def load_complete_groups(
     combine = RewardCombiner(config)
     group_ids = dict.fromkeys(summary.session.group_id for summary in selected)
     groups = [await store.group(group_id) for group_id in group_ids if group_id is not None]
-    ids = [
-        group.group_id for group in groups if group is not None and group.status not in UNFINISHED_STATUSES
-    ]
+    complete = [group for group in groups if group and group.status not in UNFINISHED_STATUSES]
     summaries: list[SessionSummary] = []
-    for start in range(0, len(ids), PAGE_SIZE):
-        grouped_sessions = (await store.sessions_by_group(ids[start : start + PAGE_SIZE])).values()
+    for start in range(0, len(complete), PAGE_SIZE):
+        page = complete[start : start + PAGE_SIZE]
         final: list[Session] = []
-        for sessions in grouped_sessions:
+        for sessions in (await store.group_sessions(page, config.agent_id)).values():
             ended = [session for session in sessions if session.status in ENDED_STATUSES]
             final += select_final_sessions(ended)
         summaries += await _summarize_sessions(store, final, combine)

@@ -21,12 +21,12 @@ from instar.cli.run_store import open_run_store
 from instar.cli.tags import iterate_pages, require_sessions
 from instar.config import RunConfig, ScoringConfig
 from instar.errors import ConfigError, ConflictError
-from instar.rewards.base import NO_TASK, GroupScorer, Scorer, ScoringContext, Transcript
+from instar.rewards.base import GroupScorer, Scorer, ScoringContext, Transcript, get_task
 from instar.rewards.factory import create_scorers
 from instar.rewards.scoring import score_sessions
 from instar.rollout.tasks import load_tasks
 from instar.store.base import SessionFilter, Store
-from instar.types import Json, ScoreState, Session, SessionStatus, Task
+from instar.types import Group, Json, ScoreState, Session, SessionStatus, Task
 
 
 @dataclass(slots=True)
@@ -160,18 +160,14 @@ class SessionRescorer:
         complete group if the scorer compares sessions."""
         units: list[tuple[Task, list[str]]] = []
         by_group: dict[str, list[str]] = {}
-        tasks: dict[str, Task] = {}
+        groups: dict[str, Group | None] = {}
         for session in sessions:
-            group_id = session.group_id
-            if group_id is None:
-                payload = session.metadata.get("task")
-                task = Task(session.task_id or "", payload) if isinstance(payload, dict) else NO_TASK
-            else:
-                if group_id not in tasks:
-                    group = await self._store.group(group_id)
-                    tasks[group_id] = group.task if group else NO_TASK
-                task = tasks[group_id]
-            if group_id is not None and isinstance(self._scorer, GroupScorer):
+            group_id = session.group_id or ""
+            if group_id not in groups:
+                groups[group_id] = await self._store.group(group_id)
+            group = groups[group_id]
+            task = get_task(session, group)
+            if group is not None and group.accepts(session) and isinstance(self._scorer, GroupScorer):
                 if group_id not in by_group:
                     by_group[group_id] = []
                     units.append((task, by_group[group_id]))

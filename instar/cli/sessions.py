@@ -168,7 +168,8 @@ async def _load_details(store: Store, run_id: str, session: Session) -> SessionD
     if session.group_id is not None:
         groups = await store.groups(run_id, session.channel)
         group = next((group for group in groups if group.group_id == session.group_id), None)
-        group_sessions = await store.sessions(group_id=session.group_id)
+        rows = await store.sessions(group_id=session.group_id)
+        group_sessions = [row for row in rows if group is not None and group.accepts(row.session)]
     return SessionDetails(
         session=session,
         calls=await store.calls(session.session_id),

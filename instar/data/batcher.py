@@ -77,7 +77,7 @@ class Batcher:
         self._loaded: dict[str, LoadedGroup] = {}
         # Sessions can be late by several steps.
         limit = 4 * (config.max_staleness + 1) * config.trainer.groups_per_step
-        self._consumed = ConsumedGroups(store, run_id, limit)
+        self._consumed = ConsumedGroups(store, run_id, config.agent_id, limit)
 
     def reset(self) -> None:
         """Forget which groups were consumed. This must be called after steps were released in the store."""

@@ -9,7 +9,7 @@ from instar.data.advantages import Advantages
 from instar.data.group_loader import ENDED_STATUSES, LoadedGroup, LoadedSession
 from instar.data.staleness import Staleness
 from instar.store.base import Store
-from instar.types import Claim, ClaimOutcome, Sample, Session
+from instar.types import Claim, ClaimOutcome, Group, Sample, Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class ClaimBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ConsumedGroup:
+    group: Group
     step: int | None
     """The step that consumed the group, or None if the group was dropped outside of steps."""
     session_ids: set[str]
@@ -87,9 +88,10 @@ class ConsumedGroup:
 class ConsumedGroups:
     """The last ``limit`` groups that were consumed. Sessions of these groups that end later are late."""
 
-    def __init__(self, store: Store, run_id: str, limit: int) -> None:
+    def __init__(self, store: Store, run_id: str, agent_id: str, limit: int) -> None:
         self._store = store
         self._run_id = run_id
+        self._agent_id = agent_id
         self._limit = limit
         self._groups: OrderedDict[str, ConsumedGroup] | None = None
 
@@ -98,7 +100,7 @@ class ConsumedGroups:
 
     def add(self, group: LoadedGroup, step: int | None) -> None:
         assert self._groups is not None, "late sessions are dropped before a group is consumed"
-        self._groups[group.group.group_id] = ConsumedGroup(step, group.session_ids)
+        self._groups[group.group.group_id] = ConsumedGroup(group.group, step, group.session_ids)
         while len(self._groups) > self._limit:
             self._groups.popitem(last=False)
 
@@ -109,7 +111,8 @@ class ConsumedGroups:
         groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []
-        sessions = await self._store.sessions_by_group(list(groups))
+        members = [consumed.group for consumed in groups.values()]
+        sessions = await self._store.group_sessions(members, self._agent_id)
         for group_id, consumed in groups.items():
             for session in sessions[group_id]:
                 if session.status in ENDED_STATUSES and session.session_id not in consumed.session_ids:
@@ -121,6 +124,9 @@ class ConsumedGroups:
         groups: OrderedDict[str, ConsumedGroup] = OrderedDict()
         for claim in await self._store.recent_claims(self._run_id, epoch, self._limit):
             assert claim.group_id is not None
-            consumed = groups.setdefault(claim.group_id, ConsumedGroup(claim.step, set()))
-            consumed.session_ids.add(claim.session_id)
+            if claim.group_id not in groups:
+                group = await self._store.group(claim.group_id)
+                assert group is not None, "groups are never deleted"
+                groups[claim.group_id] = ConsumedGroup(group, claim.step, set())
+            groups[claim.group_id].session_ids.add(claim.session_id)
         return groups

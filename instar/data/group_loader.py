@@ -59,7 +59,7 @@ class GroupLoader:
         self.combiner = RewardCombiner(config)
 
     async def load(self, groups: Sequence[Group]) -> list[LoadedGroup]:
-        sessions = await self.store.sessions_by_group([group.group_id for group in groups])
+        sessions = await self.store.group_sessions(groups, self.config.agent_id)
         ended = [[s for s in sessions[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
         final = [select_final_sessions(sessions_of_group) for sessions_of_group in ended]
         loaded = await self._load_sessions([session for chosen in final for session in chosen])

@@ -61,8 +61,9 @@ async def import_for_training(
     pending: dict[str, list[SessionRecord]] = {}
     added = 0
     for done, record in enumerate(read_sessions(folder, manifest), 1):
-        key = _get_key(record.session.group_id, record.session.session_id)
-        if key in missing and record.session.status in TRAINABLE_STATUSES:
+        session = record.session
+        key = _get_key(session.group_id, session.session_id, session.channel)
+        if key in missing and session.status in TRAINABLE_STATUSES:
             if needs_logprobs:
                 _require_logprobs(record)
             pending.setdefault(key, []).append(_convert_record(record, groups[key], label))
@@ -74,15 +75,16 @@ async def import_for_training(
     return ImportResult(groups=len(missing), sessions=added, unchanged=len(groups) - len(missing))
 
 
-def _get_key(group_id: str | None, session_id: str) -> str:
-    """Return the key of the session's group. A session without a group has a key of its own."""
-    return group_id or f"session {session_id}"
+def _get_key(group_id: str | None, session_id: str, channel: str) -> str:
+    """Return the key of the session's group. A session without a group has a key of its own. A live session
+    is never part of a group, even if it names one."""
+    return f"session {session_id}" if group_id is None or channel == Channel.LIVE else group_id
 
 
 def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
     """Return the number of trainable sessions of each group, by key."""
     return Counter(
-        _get_key(row["group_id"], row["session_id"])
+        _get_key(row["group_id"], row["session_id"], row["channel"])
         for row in read_rows(folder, manifest.format, "sessions")
         if row["status"] in TRAINABLE_STATUSES
     )
@@ -117,7 +119,7 @@ def _read_training_groups(
         ):
             task = Task(row["task_id"] or row["session_id"], {})
             add(
-                _get_key(None, row["session_id"]),
+                _get_key(None, row["session_id"], row["channel"]),
                 Group("", run_id, Channel.DATA, 0, 1, task, created_at=row["created_at"]),
             )
     return by_key
@@ -142,6 +144,7 @@ def _convert_record(record: SessionRecord, group: Group, label: str) -> SessionR
             run_id=group.run_id,
             channel=Channel.DATA,
             group_id=group.group_id,
+            slot=session.slot if group.size > 1 else 0,
             metadata={**session.metadata, "imported_from": origin},
         ),
         calls=tuple(

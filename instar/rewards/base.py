@@ -9,13 +9,22 @@ from dataclasses import dataclass
 
 from instar.errors import InstarError
 from instar.store.base import Store
-from instar.types import Call, Json, Message, Reward, Score, Task
+from instar.types import Call, Group, Json, Message, Reward, Score, Session, Task
 
 NO_TASK = Task("", {})
 """The task of a session without a task, such as a live session."""
 JUDGE_AGENT = "instar-judge"
 """The agent id of sessions in which the run's own model is a judge. These sessions are never scored."""
 MAX_REASON_CHARS = 1000
+
+
+def get_task(session: Session, group: Group | None) -> Task:
+    """Return the task of the session's group, or the session's own task if the session is not in the
+    group."""
+    if group is not None and group.accepts(session):
+        return group.task
+    data = session.metadata.get("task")
+    return Task(session.task_id or "", data) if isinstance(data, dict) else NO_TASK
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from instar.config import ScoringConfig
 from instar.errors import ConflictError
-from instar.rewards.base import JUDGE_AGENT, NO_TASK, GroupScorer, Scorer, ScoringResult, Transcript
+from instar.rewards.base import JUDGE_AGENT, GroupScorer, Scorer, ScoringResult, Transcript, get_task
 from instar.rewards.scoring import score_sessions
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus, ScoreState, Session, SessionStatus, Task
@@ -50,10 +50,12 @@ class ScoringRunner:
         scorers: Sequence[Scorer],
         config: ScoringConfig,
         *,
+        agent_id: str,
         live_scorers: Sequence[Scorer] = (),
     ) -> None:
         self.store = store
         self.run_id = run_id
+        self.agent_id = agent_id
         self.config = config
         self.counts = ScoringCounts()
         self._slots = {
@@ -175,18 +177,12 @@ class _ScorerQueue:
     async def _score(self, session: Session) -> None:
         self.runner.counts.in_progress += 1
         try:
-            task = await self._load_task(session)
-            await self.runner.score(self.scorer, task, [session.session_id])
+            group = await self.runner.store.group(session.group_id) if session.group_id else None
+            await self.runner.score(self.scorer, get_task(session, group), [session.session_id])
         finally:
             self.runner.counts.in_progress -= 1
             del self._pending[session.session_id]
             self._session_done.set()
-
-    async def _load_task(self, session: Session) -> Task:
-        if session.group_id is not None and (group := await self.runner.store.group(session.group_id)):
-            return group.task
-        data = session.metadata.get("task")
-        return Task(session.task_id or "", data) if isinstance(data, dict) else NO_TASK
 
 
 @dataclass(frozen=True)
@@ -239,8 +235,8 @@ class _GroupQueue:
     async def _add_group(self, group: Group, tasks: asyncio.TaskGroup) -> None:
         self._scored_during_read = set()
         store = self.runner.store
-        rows = await store.sessions(group_id=group.group_id)
-        completed = [row.session.session_id for row in rows if row.session.status is SessionStatus.COMPLETED]
+        sessions = (await store.group_sessions([group], self.runner.agent_id))[group.group_id]
+        completed = [s.session_id for s in sessions if s.status is SessionStatus.COMPLETED]
         scores = [score for scores in (await store.scores(completed)).values() for score in scores]
         # The version of a scorer does not matter here.
         scored = {(score.session_id, score.scorer.partition("@")[0]) for score in scores}

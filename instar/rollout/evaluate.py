@@ -144,7 +144,7 @@ class Evaluator:
         return [existing.get(group_id) or new_groups[group_id] for group_id in ids]
 
     async def _run_group(self, slots: SlotRunner, group: Group, index: int) -> None:
-        earlier = await abandon_open_sessions(self.store, group, "interrupted")
+        earlier = await abandon_open_sessions(self.store, group, self.config.agent_id, "interrupted")
         attempt = 1 + max((session.attempt for session in earlier), default=-1)
         await slots.run(RolloutSlot(group, 0, attempt, seed_index=index))
         status = GroupStatus.SCORING if self.scoring.has_background_scorers else GroupStatus.READY
@@ -173,8 +173,8 @@ class Evaluator:
 
     async def _load_reward(self, group: Group) -> float | None:
         """Return the group's combined reward, or None if its session failed or has no score."""
-        rows = await self.store.sessions(group_id=group.group_id)
-        completed = [row.session.session_id for row in rows if row.session.status is SessionStatus.COMPLETED]
+        sessions = (await self.store.group_sessions([group], self.config.agent_id))[group.group_id]
+        completed = [s.session_id for s in sessions if s.status is SessionStatus.COMPLETED]
         if not completed:
             return None
         scores = await self.store.scores(completed[-1:])

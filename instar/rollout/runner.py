@@ -147,7 +147,7 @@ class RolloutRunner:
         results = await gather_or_cancel(self._run_slot(slot) for slot in slots)
         self._check_progress(results)
         has_failed = has_failed or any(result.status is SessionStatus.FAILED for result in results)
-        await abandon_open_sessions(self.store, group, "superseded")
+        await abandon_open_sessions(self.store, group, self.config.agent_id, "superseded")
         if has_failed and self.rollout.group_policy == "drop":
             await self.store.close_group(group.group_id, GroupStatus.DROPPED, "session_failed")
         else:
@@ -185,7 +185,7 @@ class RolloutRunner:
                 # The scorers for which the group waited are no longer configured.
                 await self.store.close_group(group.group_id, GroupStatus.READY)
         for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.OPEN):
-            sessions = await abandon_open_sessions(self.store, group, "interrupted")
+            sessions = await abandon_open_sessions(self.store, group, self.config.agent_id, "interrupted")
             slots: list[RolloutSlot] = []
             has_failed = False
             for number in range(group.size):

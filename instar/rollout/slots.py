@@ -224,9 +224,9 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
-async def abandon_open_sessions(store: Store, group: Group, reason: str) -> list[Session]:
+async def abandon_open_sessions(store: Store, group: Group, agent_id: str, reason: str) -> list[Session]:
     """End the group's open sessions as abandoned, and return all its sessions in their previous state."""
-    sessions = [row.session for row in await store.sessions(group_id=group.group_id)]
+    sessions = (await store.group_sessions([group], agent_id))[group.group_id]
     for session in sessions:
         if session.status is SessionStatus.OPEN:
             await store.end_session(session.session_id, SessionStatus.ABANDONED, reason)

@@ -20,6 +20,7 @@ from instar.store import sessions as session_queries
 from instar.store import shared_rows as shared_queries
 from instar.store import steps as step_queries
 from instar.store.database import Database
+from instar.store.group_members import is_member
 from instar.store.models import FEEDBACK_KEY_PREFIX as FEEDBACK_KEY_PREFIX
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
@@ -140,6 +141,15 @@ class Store:
     last_ended_seq = _read(annotations.get_last_ended_seq)
     sessions = _read(listing.get_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
+
+    async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:
+        """Return the sessions that belong to the groups of the agent, by group id, oldest first. Sessions
+        that only name one of the groups are left out."""
+        sessions = await self.sessions_by_group([group.group_id for group in groups])
+        return {
+            group.group_id: [s for s in sessions[group.group_id] if is_member(group, s, agent_id)]
+            for group in groups
+        }
 
     # calls
     async def add_calls(

@@ -27,7 +27,12 @@ async def run_rewards(context: RoleContext) -> None:
     configured = create_background_scorers(context.config)
     scorers = [scorer for scorer in configured.scorers if scorer.background or scorer in configured.live]
     runner = ScoringRunner(
-        store, context.run_id, scorers, context.config.scoring, live_scorers=configured.live
+        store,
+        context.run_id,
+        scorers,
+        context.config.scoring,
+        agent_id=context.config.agent_id,
+        live_scorers=configured.live,
     )
     scoring_context = ScoringContext(context.run_id, store, api_key=admin_key)
     scoring_context.set_gateway_url(url)

@@ -27,7 +27,12 @@ RUN = "run"
 
 
 def make_session(session_id: str = "s", **fields: Any) -> Session:
-    defaults: dict[str, Any] = {"channel": Channel.TRAIN, "run_id": RUN, "agent_id": "a", "policy_id": RUN}
+    defaults: dict[str, Any] = {
+        "channel": Channel.TRAIN,
+        "run_id": RUN,
+        "agent_id": "default",
+        "policy_id": RUN,
+    }
     return Session(session_id=session_id, **{**defaults, **fields})
 
 
@@ -57,7 +62,7 @@ def make_call(
         call_id=call_id,
         session_id=session_id,
         run_id=RUN,
-        agent_id="a",
+        agent_id="default",
         policy_id=RUN,
         request_id=call_id,
         prompt_ids=np.array([*before, *prompt], np.int32),

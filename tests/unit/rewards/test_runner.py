@@ -102,7 +102,7 @@ async def add_session(
 
 
 def make_runner(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK) -> ScoringRunner:
-    return ScoringRunner(store, RUN, scorers, config, live_scorers=scorers)
+    return ScoringRunner(store, RUN, scorers, config, agent_id="agent", live_scorers=scorers)
 
 
 @asynccontextmanager

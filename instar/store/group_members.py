@@ -1,0 +1,32 @@
+"""Decide which sessions belong to a group. A session names its group, but the name alone proves nothing."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+from instar.types import Channel, Group, Session
+
+logger = logging.getLogger(__name__)
+
+
+def is_member(group: Group, session: Session, agent_id: str) -> bool:
+    """Return True if the session belongs to the group of the agent. Other sessions are reported in the log,
+    once each. Imported data may come from any agent."""
+    if group.accepts(session) and (group.channel is Channel.DATA or session.agent_id == agent_id):
+        return True
+    _report(session.session_id, group.group_id, session.agent_id, session.channel.value, session.slot)
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _report(session_id: str, group_id: str, agent_id: str, channel: str, slot: int) -> None:
+    logger.warning(
+        "session %s (agent %s, channel %s, slot %d) names the group %s but does not belong to it; it is "
+        "ignored",
+        session_id,
+        agent_id,
+        channel,
+        slot,
+        group_id,
+    )
