@@ -126,4 +126,5 @@ def _feedback_service(config: RunConfig, store: Store, *, loads_renderer: bool =
         renderer=renderer,
         max_context=lambda: config.model.max_context,
         models=config.models,
+        reward_range=config.gateway.reward_range,
     )

@@ -16,6 +16,7 @@ from instar.cli.run_store import open_run_store
 from instar.errors import ConfigError, ConflictError, InstarError
 from instar.gateway.auth import create_key
 from instar.http.auth import hash_key
+from instar.store.base import KeyKind
 
 SHOWN_DIGITS = 12
 
@@ -26,20 +27,29 @@ app = new_app()
 @async_command
 async def create(
     run_dir: RunDir,
-    agent: Annotated[str | None, typer.Option(help="Id of the agent. Default: the run's agent.")] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(help="Id of the agent. Default: the run's agent, or all agents with --feedback."),
+    ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Create an admin key.")] = False,
+    feedback: Annotated[
+        bool, typer.Option("--feedback", help="Create a key that can only rate and correct replies.")
+    ] = False,
     name: Annotated[str, typer.Option(help="A name to revoke the key by.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print it once. Only the hash of the key is stored."""
     if admin and agent is not None:
         raise ConfigError("--admin and --agent exclude each other: an admin key belongs to no agent.")
+    if admin and feedback:
+        raise ConfigError("--admin and --feedback exclude each other; create one key for each.")
     if agent is not None and not agent.strip():
         raise ConfigError("--agent is empty; set the agent's id, or omit the option.")
     async with open_run_store(run_dir) as (config, store):
-        agent_id = None if admin else agent or config.agent_id
+        kind: KeyKind = "admin" if admin else "feedback" if feedback else "agent"
+        agent_id = config.agent_id if kind == "agent" and agent is None else agent
         try:
-            key = await create_key(store, "admin" if admin else "agent", agent_id, name)
+            key = await create_key(store, kind, agent_id, name)
         except ConflictError:
             raise InstarError(f"A key named {name!r} exists; revoke it or choose another name.") from None
         row = await store.key(hash_key(key))
@@ -48,8 +58,9 @@ async def create(
         print_json({"key": key, **asdict(row)})
         return
     typer.echo(key)
-    owner = "An admin key" if admin else f"A key of agent {agent_id}"
-    typer.echo(f"{owner}. It is not shown again; revoke it with `instar keys revoke`.", err=True)
+    owner = "all agents" if agent_id is None else f"agent {agent_id}"
+    label = {"admin": "An admin key", "agent": f"A key of {owner}", "feedback": f"A feedback key for {owner}"}
+    typer.echo(f"{label[kind]}. It is not shown again; revoke it with `instar keys revoke`.", err=True)
 
 
 @app.command("ls")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from instar.cli.options import AsJson, Overrides
 from instar.cli.output import print_json
 from instar.cluster.live_run import serve_run
 from instar.config import RunConfig, UpstreamEngineConfig
-from instar.gateway.auth import create_agent_key
+from instar.gateway.auth import create_key
 
 
 def serve(
@@ -39,13 +40,15 @@ def serve(
     asyncio.run(_serve(config, console, as_json))
 
 
-def _instructions(config: RunConfig, url: str, key: str) -> list[str]:
+def _instructions(config: RunConfig, url: str, key: str, feedback_key: str) -> list[str]:
     engine = config.engine
     model = engine.base_url if isinstance(engine, UpstreamEngineConfig) else config.model.name
     return [
         f"Serving {model}. Connect an agent with:\n",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}\n",
+        f"Rate its replies (POST {url}/feedback) with the feedback key:\n",
+        f"  export INSTAR_FEEDBACK_KEY={feedback_key}\n",
     ]
 
 
@@ -57,11 +60,13 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
     async with serve_run(
         config, resume=run_exists, log=lambda text: console.print(text, highlight=False)
     ) as run:
-        key = await create_agent_key(run.store, config.agent_id)
+        name = f"serve-{secrets.token_hex(4)}"
+        key = await create_key(run.store, "agent", config.agent_id, name)
+        feedback_key = await create_key(run.store, "feedback", config.agent_id, f"{name}-feedback")
         if as_json:
-            keys = {"api_key": key, "admin_key": run.admin_key}
+            keys = {"api_key": key, "feedback_key": feedback_key, "admin_key": run.admin_key}
             print_json({"base_url": f"{run.gateway_url}/v1", **keys, "run_dir": str(run.folder.path)})
-        for line in _instructions(config, run.gateway_url, key):
+        for line in _instructions(config, run.gateway_url, key, feedback_key):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"Calls are recorded in {run.folder.path}. Press Ctrl-C to stop.", highlight=False)
         stopped = asyncio.create_task(stop.wait())

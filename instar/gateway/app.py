@@ -130,6 +130,7 @@ def create_app(
         renderer=renderer,
         max_context=lambda: engine.info.max_context if engine else None,
         models=models or {},
+        reward_range=config.reward_range,
     )
     services = ControlServices(SessionService(context, states), feedback, submissions, LoopLagMonitor())
     return GatewayApp(

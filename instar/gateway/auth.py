@@ -1,7 +1,8 @@
-"""The keys of the admin, of agents and of sessions. Only hashes of the keys are stored.
+"""The keys of the admin, of agents, of sessions and of people who give feedback, and the actions that each
+kind of key allows. Only hashes of the keys are stored.
 
-The admin key has access to everything, an agent's key to all sessions of its agent, and a session's key to
-its own session.
+Every route is authorized with `PERMISSIONS`. docs/security.md lists the resulting access to every route;
+tests/unit/gateway/test_authorization.py compares that list with the responses of a gateway.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, StrEnum
 from typing import Literal
 
 from instar.errors import ConfigError
-from instar.gateway.base import ApiError
+from instar.gateway.base import ApiError, invalid_value
 from instar.http.auth import hash_key
 from instar.store.base import KeyKind, KeyRow, Store
-from instar.types import Session
+from instar.types import Channel, Session
 
 KEY_CACHE_SECONDS = 3.0
 """The time after which a key is looked up again. A revoked key works for up to this time."""
 MAX_CACHED_KEYS = 20_000
 MIN_KEY_LENGTH = 16
 MIN_REMOTE_KEY_LENGTH = 32
+
+CallerKind = Literal[KeyKind, "session"]
 
 KEY_HEADER = "x-instar-key"
 KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key"})
@@ -53,19 +57,111 @@ def extract_key(headers: Mapping[str, str]) -> str:
 class Caller:
     """The sender of a request."""
 
-    kind: Literal["admin", "agent", "session"]
+    kind: CallerKind
     agent_id: str | None = None
     session_id: str | None = None
 
-    def check_access(self, session: Session) -> None:
-        """Raise ApiError (403) if the caller may not use the session."""
-        if not self.can_access(session):
-            raise ApiError(403, f"This key belongs to another {self.kind}.", code=f"wrong_{self.kind}")
 
-    def can_access(self, session: Session) -> bool:
-        if self.kind == "session":
-            return self.session_id == session.session_id
-        return self.kind == "admin" or self.agent_id == session.agent_id
+class Action(StrEnum):
+    """An action, as error messages describe it."""
+
+    LIST_MODELS = "list models"
+    CALL_MODEL = "call models"
+    OPEN_SESSION = "open sessions"
+    PLACE_SESSION = "choose the channel, group, slot or attempt of a session"
+    READ_SESSION = "read sessions"
+    END_SESSION = "end sessions"
+    SUBMIT_CALLS = "submit calls"
+    SEND_REWARDS = "send rewards and scores of other sources"
+    GIVE_FEEDBACK = "give feedback"
+    SPEAK_FOR_PEOPLE = "give feedback that counts as a person's"
+    EXCEED_REWARD_RANGE = "send rewards outside of gateway.reward_range"
+    LIST_FEEDBACK = "list feedback"
+    READ_STATS = "read statistics"
+
+
+class Scope(Enum):
+    NONE = 0
+    OWN = 1
+    """The caller's own sessions: the session of a session's key, the live sessions of an agent's key, and all
+    sessions of the agent of a feedback key."""
+    ALL = 2
+
+
+def _allow(agent: Scope, session: Scope, feedback: Scope) -> Mapping[CallerKind, Scope]:
+    return {"admin": Scope.ALL, "agent": agent, "session": session, "feedback": feedback}
+
+
+PERMISSIONS: Mapping[Action, Mapping[CallerKind, Scope]] = {
+    Action.LIST_MODELS: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
+    Action.CALL_MODEL: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
+    Action.OPEN_SESSION: _allow(Scope.OWN, Scope.NONE, Scope.NONE),
+    Action.PLACE_SESSION: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
+    Action.READ_SESSION: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
+    Action.END_SESSION: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
+    Action.SUBMIT_CALLS: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
+    Action.SEND_REWARDS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
+    Action.GIVE_FEEDBACK: _allow(Scope.OWN, Scope.OWN, Scope.OWN),
+    Action.SPEAK_FOR_PEOPLE: _allow(Scope.NONE, Scope.NONE, Scope.OWN),
+    Action.EXCEED_REWARD_RANGE: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
+    Action.LIST_FEEDBACK: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
+    Action.READ_STATS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
+}
+
+
+def is_allowed(caller: Caller, action: Action, session: Session | None = None) -> bool:
+    """Return True if the caller may perform the action on the session or, without a session, on some
+    session."""
+    scope = PERMISSIONS[action].get(caller.kind, Scope.NONE)
+    return scope is Scope.ALL or (scope is Scope.OWN and (session is None or _owns(caller, session)))
+
+
+def authorize(
+    caller: Caller, action: Action, session: Session | None = None, *, param: str | None = None
+) -> None:
+    """Raise ApiError (403) if the caller may not perform the action. ``param`` is the field that requests the
+    action."""
+    if is_allowed(caller, action, session):
+        return
+    if not is_allowed(caller, action):
+        kinds = [kind for kind, scope in PERMISSIONS[action].items() if scope is not Scope.NONE]
+        message = (
+            f"The {caller.kind} key may not {action.value}; this requires a key of kind {' or '.join(kinds)}."
+        )
+        if param is not None:
+            message = f"'{param}' is not allowed with this key: {message}"
+        raise ApiError(403, message, code="not_allowed", param=param)
+    if caller.kind == "session":
+        raise ApiError(403, "This key belongs to another session.", code="wrong_session")
+    assert session is not None
+    if caller.agent_id != session.agent_id:
+        raise ApiError(403, "This key belongs to another agent.", code="wrong_agent")
+    message = (
+        f"The session belongs to the channel {session.channel.value!r}, and an agent's key may only use live "
+        "sessions; use the session's own key."
+    )
+    raise ApiError(403, message, code="wrong_channel")
+
+
+def check_reward(caller: Caller, value: float | None, reward_range: tuple[float, float], param: str) -> None:
+    """Raise ApiError (400) if the value is outside of the range and the caller is bound by the range."""
+    low, high = reward_range
+    if value is None or low <= value <= high or is_allowed(caller, Action.EXCEED_REWARD_RANGE):
+        return
+    message = f"'{param}' is {value:g}; it must be between {low:g} and {high:g} (gateway.reward_range)."
+    raise invalid_value(message, param)
+
+
+def _owns(caller: Caller, session: Session) -> bool:
+    if caller.kind == "session":
+        return caller.session_id == session.session_id
+    if caller.kind == "feedback" and caller.agent_id is None:
+        return True
+    # A session of a rollout belongs to its slot: an agent that could use it by its agent's key could train
+    # on its own rewards.
+    return caller.agent_id == session.agent_id and (
+        caller.kind == "feedback" or session.channel is Channel.LIVE
+    )
 
 
 class Authenticator:
@@ -113,11 +209,6 @@ async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: st
     key = new_key()
     await store.put_key(KeyRow(hash_key(key), kind, agent_id, name))
     return key
-
-
-async def create_agent_key(store: Store, agent_id: str) -> str:
-    """Store the hash of a new key of the agent and return the key. Earlier keys stay valid."""
-    return await create_key(store, "agent", agent_id, f"serve-{secrets.token_hex(4)}")
 
 
 def resolve_admin_key(environment: Mapping[str, str], variable: str, host: str) -> str:

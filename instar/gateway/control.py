@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from instar.errors import EngineError
-from instar.gateway.auth import Caller
+from instar.gateway.auth import Action, Caller
 from instar.gateway.base import ApiError, CompleteSession, FailSession, OpenedSession, OpenSession
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.chat import ChatDialect
@@ -98,13 +98,13 @@ class ControlApi:
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
-        await self._authenticate(http)
+        await self._authorize_models(http)
         if "anthropic-version" in http.headers:
             return Response(format_models([self._policy_id]), media_type=JSON)
         return _to_response({"object": "list", "data": [_format_model(self._policy_id)]})
 
     async def get_model(self, http: HttpRequest) -> Response:
-        await self._authenticate(http)
+        await self._authorize_models(http)
         return _to_response(_format_model(http.path_params["model"]))
 
     async def health(self, http: HttpRequest) -> Response:
@@ -118,7 +118,7 @@ class ControlApi:
         return _to_response({"status": "ok", "engine": "up", "version": status.version})
 
     async def stats(self, http: HttpRequest) -> Response:
-        await self._require_admin(http)
+        await self._authenticate(http, Action.READ_STATS)
         return _to_response(
             {
                 "loop_lag_p99_ms": self._services.loop_lag.p99() * 1000,
@@ -129,31 +129,32 @@ class ControlApi:
         )
 
     async def open_session(self, http: HttpRequest) -> Response:
-        caller, body = await self._read(http, OpenSession)
+        caller, body = await self._read(http, OpenSession, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
         base_url = f"{http.url.scheme}://{http.url.netloc}/s/{session.session_id}/v1"
         opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _to_response(opened, 201)
 
     async def end_session(self, kind: type[CompleteSession | FailSession], http: HttpRequest) -> Response:
-        caller, body = await self._read(http, kind)
+        caller, body = await self._read(http, kind, Action.END_SESSION)
         return _to_response(await self._services.sessions.end(http.path_params["session"], caller, body))
 
     async def get_session(self, http: HttpRequest) -> Response:
-        caller = await self._authenticate(http)
+        caller = await self._authenticate(http, Action.READ_SESSION)
         return _to_response(await self._services.sessions.view(http.path_params["session"], caller))
 
     async def submit_calls(self, http: HttpRequest) -> Response:
-        caller, engine = await self._authenticate(http), self._router.require_engine().engine
+        caller = await self._authenticate(http, Action.SUBMIT_CALLS)
+        engine = self._router.require_engine().engine
         body = await self._reader.read_http(http)
-        state = await self._states.get_open(http.path_params["session"], caller)
+        state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
         latest = (await self._store.latest_policy(state.session.policy_id)).version
         calls = parse_submission(body, engine.info.vocab_size, latest)
         assert self._services.submissions is not None, "a gateway with an engine accepts submissions"
         return _to_response({"call_ids": await self._services.submissions.submit(state, calls)}, 201)
 
     async def add_feedback(self, http: HttpRequest) -> Response:
-        caller, body = await self._read(http, FeedbackBody)
+        caller, body = await self._read(http, FeedbackBody, Action.GIVE_FEEDBACK)
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
                 message = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}."
@@ -164,22 +165,23 @@ class ControlApi:
         return _to_response(view, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
-        await self._require_admin(http)
+        await self._authenticate(http, Action.LIST_FEEDBACK)
         session_id = http.query_params.get("session")
         return _to_response(FeedbackList(await self._services.feedback.list_feedback(session_id)))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
         return error_response(ChatDialect(), error)
 
-    async def _authenticate(self, http: HttpRequest) -> Caller:
-        return await self._reader.authenticate(http.headers)
+    async def _authenticate(self, http: HttpRequest, action: Action) -> Caller:
+        return await self._reader.authenticate(http.headers, action)
 
-    async def _require_admin(self, http: HttpRequest) -> None:
-        if (await self._authenticate(http)).kind != "admin":
-            raise ApiError(403, "This path requires the admin key.", code="not_allowed")
+    async def _authorize_models(self, http: HttpRequest) -> None:
+        caller = await self._authenticate(http, Action.LIST_MODELS)
+        if session_id := http.path_params.get("session"):
+            await self._states.get(session_id, caller, Action.LIST_MODELS)
 
-    async def _read(self, http: HttpRequest, body_class: type[T]) -> tuple[Caller, T]:
-        caller = await self._authenticate(http)
+    async def _read(self, http: HttpRequest, body_class: type[T], action: Action) -> tuple[Caller, T]:
+        caller = await self._authenticate(http, action)
         body = await self._reader.read_http(http)
         return caller, decode_body(msgspec.json.Decoder(body_class), body or b"{}")
 

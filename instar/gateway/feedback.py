@@ -14,7 +14,7 @@ import msgspec
 
 from instar.config import ModelRoute
 from instar.errors import RenderError
-from instar.gateway.auth import Caller
+from instar.gateway.auth import Action, Caller, authorize, check_reward, is_allowed
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE
 from instar.gateway.routing import match_model_route
@@ -25,6 +25,8 @@ from instar.store.base import Store, feedback_key
 from instar.types import Call, CallStatus, Channel, Feedback, Ids, Reward, RewardSource, Session, new_id
 
 SCORER = "feedback"
+AGENT_SCORER = "agent-feedback"
+"""The scorer of feedback that an agent sent, so that a combination of rewards by `feedback` ignores it."""
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
 THUMB_REWARDS = {1: 1.0, -1: 0.0}
 
@@ -94,6 +96,7 @@ class FeedbackService:
         renderer: Renderer | None,
         max_context: Callable[[], int | None],
         models: Mapping[str, ModelRoute],
+        reward_range: tuple[float, float],
     ) -> None:
         """Create a service. ``renderer`` encodes corrections. ``max_context`` returns the model's context
         length."""
@@ -103,6 +106,7 @@ class FeedbackService:
         self._renderer = renderer
         self._max_context = max_context
         self._models = models
+        self._reward_range = reward_range
 
     async def add(
         self, caller: Caller, body: FeedbackBody, client_key: str | None = None
@@ -114,6 +118,7 @@ class FeedbackService:
         """
         _check_body(body)
         session, call = await self._find_subject(caller, body)
+        check_reward(caller, body.score, self._reward_range, "score")
         feedback, reason = await self._build_feedback(session, call, body, client_key, caller)
         value = reward_value(feedback)
         rewards = [] if value is None else [_build_reward(feedback, value, session, call, caller)]
@@ -146,7 +151,7 @@ class FeedbackService:
         session = await self._get_session(session_id)
         if session is None:
             raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
-        caller.check_access(session)
+        authorize(caller, Action.GIVE_FEEDBACK, session)
         return session, call
 
     async def _get_session(self, session_id: str) -> Session | None:
@@ -165,7 +170,9 @@ class FeedbackService:
         # responses.
         sessions = [await self._get_session(call.session_id) for call in calls]
         pairs = zip(calls, sessions, strict=True)
-        calls = [call for call, session in pairs if session and caller.can_access(session)]
+        calls = [
+            call for call, session in pairs if session and is_allowed(caller, Action.GIVE_FEEDBACK, session)
+        ]
         if body.session_id is not None and len(calls) > 1:
             calls = [call for call in calls if call.session_id == body.session_id]
         if not calls:
@@ -194,8 +201,8 @@ class FeedbackService:
             call = call or await self._find_last_call(session_id)
             if correction != body.correction:
                 reason = "a secret was removed from the correction"
-            elif _is_from_agent(session, caller):
-                reason = "the correction was sent with the session key of a rollout, which only the agent has"
+            elif not is_allowed(caller, Action.SPEAK_FOR_PEOPLE, session):
+                reason = f"the correction was sent with the key of the {caller.kind}; use a feedback key"
             else:
                 ids, reason = self._encode_correction(session, call, correction)
         feedback = Feedback(
@@ -251,24 +258,18 @@ def _check_body(body: FeedbackBody) -> None:
         raise invalid_value("Send a call_id or a response_id, not both.", "response_id")
 
 
-def _is_from_agent(session: Session, caller: Caller) -> bool:
-    """Return True if an agent sent the feedback. An agent must not train itself, and only the agent has the
-    key of a rollout's session."""
-    return caller.kind == "session" and session.channel is not Channel.LIVE
-
-
 def _build_reward(
     feedback: Feedback, value: float, session: Session, call: Call | None, caller: Caller
 ) -> Reward:
     detail = {"feedback_id": feedback.feedback_id, "by": caller.kind}
     if feedback.author:
         detail["author"] = feedback.author
-    is_from_agent = _is_from_agent(session, caller)
+    is_from_person = is_allowed(caller, Action.SPEAK_FOR_PEOPLE, session)
     return Reward(
         session_id=feedback.session_id,
         value=value,
-        source=RewardSource.AGENT if is_from_agent else RewardSource.HUMAN,
-        scorer=SCORER,
+        source=RewardSource.HUMAN if is_from_person else RewardSource.AGENT,
+        scorer=SCORER if is_from_person else AGENT_SCORER,
         call_id=call.call_id if call else None,
         detail=detail,
         created_at=feedback.created_at,

@@ -11,12 +11,12 @@ import msgspec
 
 from instar.errors import ConflictError
 from instar.gateway import base
-from instar.gateway.auth import Caller, new_key
+from instar.gateway.auth import Action, Caller, authorize, check_reward, new_key
 from instar.gateway.base import ApiError, CallView, EndedSession, FailSession, RewardBody, SessionView
 from instar.gateway.context import GatewayContext
 from instar.gateway.session_states import SessionState, SessionStates
 from instar.http.auth import hash_key
-from instar.types import Call, Channel, Reward, RewardSource, Score, Session, SessionStatus, new_id
+from instar.types import Call, Reward, RewardSource, Score, Session, SessionStatus, new_id
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -24,22 +24,22 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (1, math.inf),
 }
 
+_DEFAULTS = base.OpenSession()
+
 
 class SessionService:
     def __init__(self, context: GatewayContext, states: SessionStates) -> None:
         self._store = context.store
         self._identity = context.identity
         self._redactor = context.redactor
+        self._reward_range = context.config.reward_range
         self._states = states
 
     async def open(self, caller: Caller, body: base.OpenSession) -> tuple[Session, str]:
         """Open a session and return it with its key."""
-        if caller.kind == "session":
-            message = "The key of a session cannot open other sessions; use an agent's key or the admin key."
-            raise ApiError(403, message, code="not_allowed")
-        if caller.kind == "agent" and body.channel is not Channel.LIVE:
-            message = f"Only the admin key may open sessions of the channel {body.channel.value!r}."
-            raise ApiError(403, message, param="channel")
+        for name in ("channel", "group_id", "slot", "attempt"):
+            if getattr(body, name) != getattr(_DEFAULTS, name):
+                authorize(caller, Action.PLACE_SESSION, param=name)
         _check_sampling(body.sampling)
         key = new_key()
         fields = msgspec.structs.asdict(body)
@@ -65,12 +65,12 @@ class SessionService:
         self, session_id: str, caller: Caller, body: base.CompleteSession | FailSession
     ) -> EndedSession:
         """End a session and store its rewards. A session that has already ended is not changed."""
-        state = await self._states.get(session_id)
-        caller.check_access(state.session)
+        state = await self._states.get(session_id, caller, Action.END_SESSION)
         scores = [] if isinstance(body, FailSession) else body.scores
         for name, values in (("rewards", body.rewards), ("scores", scores)):
-            if values and caller.kind != "admin":
-                raise ApiError(403, f"Only the admin key may send '{name}'.", code="not_allowed", param=name)
+            if values:
+                authorize(caller, Action.SEND_REWARDS, param=name)
+        check_reward(caller, body.reward, self._reward_range, "reward")
         rewards = list(body.rewards)
         if body.reward is not None:
             rewards.insert(0, RewardBody(value=body.reward, source=RewardSource.AGENT))
@@ -115,7 +115,7 @@ class SessionService:
         return closed
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
-        caller.check_access((await self._states.get(session_id)).session)
+        await self._states.get(session_id, caller, Action.READ_SESSION)
         session = await self._store.session(session_id)
         assert session is not None, "sessions are never deleted"
         view = msgspec.convert(session, SessionView, from_attributes=True)

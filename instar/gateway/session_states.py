@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from instar.gateway.auth import Caller
+from instar.gateway.auth import Action, Caller, authorize
 from instar.gateway.base import ApiError
 from instar.gateway.context import GatewayContext
 from instar.record.graph import MessageGraph
@@ -81,16 +81,17 @@ class SessionStates:
     def __len__(self) -> int:
         return len(self._states)
 
-    async def get(self, session_id: str) -> SessionState:
-        """Raise ApiError (404) if the run has no such session."""
+    async def get(self, session_id: str, caller: Caller, action: Action) -> SessionState:
+        """Raise ApiError if the run has no such session (404), or if the caller may not perform the action on
+        the session (403)."""
         if (state := await self.find(session_id)) is None:
             raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
+        authorize(caller, action, state.session)
         return state
 
-    async def get_open(self, session_id: str, caller: Caller) -> SessionState:
-        """Raise ApiError if the session does not exist (404), belongs to others (403) or has ended (410)."""
-        state = await self.get(session_id)
-        caller.check_access(state.session)
+    async def get_open(self, session_id: str, caller: Caller, action: Action) -> SessionState:
+        """Like `get`, but also raise ApiError (410) if the session has ended."""
+        state = await self.get(session_id, caller, action)
         if state.session.status is not SessionStatus.OPEN:
             raise ApiError(410, f"The session {session_id!r} has ended.", code="session_ended")
         return state

@@ -7,7 +7,7 @@ from typing import Literal
 
 from instar import types
 
-KeyKind = Literal["admin", "agent"]
+KeyKind = Literal["admin", "agent", "feedback"]
 FEEDBACK_KEY_PREFIX = "feedback:"
 
 
@@ -119,7 +119,8 @@ class KeyRow:
     key_hash: str
     kind: KeyKind
     agent_id: str | None = None
-    """The agent that an ``agent`` key opens sessions for; None for an ``admin`` key."""
+    """The agent whose sessions the key is for; None for an ``admin`` key and for a ``feedback`` key of all
+    agents."""
     name: str = ""
     created_at: float = 0.0
     revoked_at: float | None = None

@@ -11,7 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
 from instar.config import GatewayConfig
-from instar.gateway.auth import Authenticator, Caller, extract_key
+from instar.gateway.auth import Action, Authenticator, Caller, authorize, extract_key
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.http_protocol import get_connection
@@ -55,12 +55,16 @@ class RequestReader:
     def release(self) -> None:
         self.in_flight -= 1
 
-    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+    async def authenticate(self, headers: Mapping[str, str], action: Action) -> Caller:
+        """Return the caller. Raise ApiError if the key is not known (401) or does not allow the action
+        (403)."""
         size = sum(map(len, headers)) + sum(map(len, headers.values()))
         if size > self._config.max_header:
             message = f"The headers have {size} bytes; at most {self._config.max_header} are allowed."
             raise ApiError(431, message)
-        return await self._authenticator.identify(extract_key(headers))
+        caller = await self._authenticator.identify(extract_key(headers))
+        authorize(caller, action)
+        return caller
 
     async def read_body(self, headers: Mapping[str, str], scope: Scope, receive: Receive) -> bytes:
         if headers.get("content-encoding", "identity") != "identity":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from instar.gateway.auth import Caller
+from instar.gateway.auth import Action, Caller
 from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect
@@ -89,9 +89,10 @@ class CallPipeline:
             message = f"The method {scope['method']} is not allowed on this path; use POST."
             raise ApiError(405, message, code="method_not_allowed")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        caller = await self._reader.authenticate(headers)
+        caller = await self._reader.authenticate(headers, Action.CALL_MODEL)
         body = await self._reader.read_body(headers, scope, receive)
         if route.counts_tokens:
+            await self._check_named_sessions(route, caller, headers)
             request = route.dialect.parse_count_request(body)
             source, _ = self._router.select(request.model)
             count_body = await source.count_tokens(route.dialect, request, body, headers)
@@ -107,6 +108,7 @@ class CallPipeline:
         source, is_trainable = self._router.select(request.model, needs_engine=dialect.is_token_level)
         is_engine = isinstance(source, EngineSource)
         if request.score_prompt and is_engine:
+            await self._check_named_sessions(route, caller, headers)
             tokens = await source.score_prompt(request)
             return Response(dialect.format_scores(_new_request_id(dialect), request, tokens), media_type=JSON)
         request, chain, previous = await self._resolver.expand_previous(
@@ -129,6 +131,15 @@ class CallPipeline:
         state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)
         return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
+
+    async def _check_named_sessions(
+        self, route: RouteMatch, caller: Caller, headers: Mapping[str, str]
+    ) -> None:
+        """Raise ApiError (403 or 404) if a request that belongs to no session names one that the caller may
+        not use."""
+        for session_id in (route.session_id, headers.get(SESSION_HEADER)):
+            if session_id is not None:
+                await self._states.get(session_id, caller, Action.CALL_MODEL)
 
     async def _execute(self, call: ModelCall, responder: Responder) -> None:
         with self._states.track_call(call.state):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain as chain_iterables
 from typing import TypeVar
 
-from instar.gateway.auth import Caller
+from instar.gateway.auth import Action, Caller, is_allowed
 from instar.gateway.base import ApiError
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
@@ -73,7 +73,7 @@ class SessionResolver:
             message = "The URL, the key, the header and the previous response name different sessions."
             raise ApiError(403, message, code="session_conflict")
         if session_ids:
-            return await self._states.get_open(session_ids.pop(), caller)
+            return await self._states.get_open(session_ids.pop(), caller, Action.CALL_MODEL)
         if hints.external_id is not None:
             return await self._find_by_external_id(agent_id, hints.external_id)
         state = await self._find_by_first_request(agent_id, chain, hints.retry) if chain else None
@@ -118,7 +118,9 @@ class SessionResolver:
     async def _find_response(self, caller: Caller, request_id: str) -> Call | None:
         calls = await self._store.calls_by_request(request_id)
         state = await self._states.find(calls[0].session_id) if calls else None
-        return calls[0] if state is not None and caller.can_access(state.session) else None
+        if state is None or not is_allowed(caller, Action.CALL_MODEL, state.session):
+            return None
+        return calls[0]
 
     def index_call(
         self, state: SessionState, call: Call, chain: HashChain | None, prompt: str | None

@@ -50,6 +50,14 @@ def test_keys_create_for_agent_and_admin(instar: Instar, config: RunConfig) -> N
     assert len(instar("keys", "ls", config.run_dir, "--json").json) == 2
 
 
+def test_keys_create_feedback_key_for_one_or_all_agents(instar: Instar, config: RunConfig) -> None:
+    created = instar("keys", "create", config.run_dir, "--feedback", "--agent", "writer", "--json").json
+    assert (created["kind"], created["agent_id"]) == ("feedback", "writer")
+    assert "A feedback key for all agents" in instar("keys", "create", config.run_dir, "--feedback").err
+    rows = instar("keys", "ls", config.run_dir, "--json").json
+    assert [(row["kind"], row["agent_id"]) for row in rows] == [("feedback", "writer"), ("feedback", None)]
+
+
 @pytest.mark.parametrize("identifier_kind", ["key", "name", "hash"])
 def test_keys_revoke_by_value_name_or_hash(instar: Instar, config: RunConfig, identifier_kind: str) -> None:
     created = instar("keys", "create", config.run_dir, "--name", "laptop", "--json").json
@@ -76,6 +84,10 @@ def test_keys_mistakes_are_explained(instar: Instar, config: RunConfig, tmp_path
     assert_fails(
         instar("keys", "create", config.run_dir, "--admin", "--agent", "x"),
         "--admin and --agent exclude each other",
+    )
+    assert_fails(
+        instar("keys", "create", config.run_dir, "--admin", "--feedback"),
+        "--admin and --feedback exclude each other",
     )
     assert_fails(instar("keys", "revoke", config.run_dir, ""), "No key was revoked")
     assert_fails(instar("keys", "ls", tmp_path / "nowhere"), "nowhere")

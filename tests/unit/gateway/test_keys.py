@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from instar.errors import ConfigError
-from instar.gateway.auth import Authenticator, create_agent_key, create_key, resolve_admin_key
+from instar.gateway.auth import Authenticator, create_key, resolve_admin_key
 from instar.gateway.base import ApiError
 from instar.http.auth import hash_key
 from instar.store.sqlite import SqliteStore
@@ -47,7 +47,23 @@ async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: Ru
     assert [reward.value for reward in await gateway.store.rewards(session_id)] == [1.0]
 
 
-async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: RunningGateway) -> None:
+@pytest.mark.parametrize(
+    "field", [{"group_id": "run/train/000000"}, {"slot": 1}, {"attempt": 999}, {"channel": "val"}]
+)
+async def test_agent_key_that_places_a_session_gets_an_error_that_names_the_field(
+    gateway: Served, field: dict[str, Any]
+) -> None:
+    key = await create_key(gateway.store, "agent", "coder")
+    (name,) = field
+    answer = await gateway.control("/sessions", field, key)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (403, name)
+    assert f"'{name}'" in error["message"]
+    assert "a key of kind admin" in error["message"]
+    assert await gateway.store.sessions() == []
+
+
+async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: Served) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     other = await gateway.open()
     for response in (
@@ -142,9 +158,9 @@ async def test_known_keys_are_cached(tmp_path: Path) -> None:
     assert (await keys.identify("the session's")).session_id == "s"
 
 
-async def test_agent_gets_a_new_key_at_each_start(tmp_path: Path) -> None:
+async def test_agent_can_have_several_keys(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
-    first, second = [await create_agent_key(store, "coder") for _ in range(2)]
+    first, second = [await create_key(store, "agent", "coder", name) for name in ("one", "two")]
     keys = Authenticator(store, ADMIN, "run")
     for key in (first, second):
         caller = await keys.identify(key)

@@ -1,0 +1,201 @@
+"""The authorization matrix of docs/security.md, compared with the responses of a gateway on a socket."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from instar.config import GatewayConfig
+from instar.gateway.app import create_app
+from instar.gateway.auth import create_key
+from instar.gateway.base import OpenedSession
+from instar.registry import list_names, resolve
+from instar.store.sqlite import SqliteStore
+from tests.unit.gateway.conftest import ADMIN, Served
+from tests.unit.gateway.wire import build_request, post
+
+PAGE = Path(__file__).parents[3] / "docs" / "security.md"
+HELLO = build_request("chat", "hello")
+CALL = {
+    "prompt_ids": [1, 2],
+    "sampled_ids": [3],
+    "logprobs": [-1.0],
+    "versions": [0],
+    "finish_reason": "stop",
+}
+MODEL_BODIES = {
+    "chat/completions": HELLO,
+    "completions": build_request("completions", "hello"),
+    "messages": build_request("messages", "hello"),
+    "messages/count_tokens": {"model": "m", "messages": HELLO["messages"]},
+    "responses": build_request("responses", "hello"),
+    "responses/input_tokens": build_request("responses", "hello"),
+    "generate": {},
+}
+FIELDS: dict[str, Any] = {
+    "channel": "train",
+    "group_id": "run/train/000000",
+    "slot": 1,
+    "attempt": 999,
+    "reward": 1.0,
+    "rewards": [{"value": 1.0, "source": "rule"}],
+    "scores": [{"scorer": "rule", "state": "scored"}],
+    "echo": True,
+}
+"""The values of the fields that rows of the matrix mention."""
+
+
+def read_tables() -> list[dict[str, dict[str, str]]]:
+    """Return the tables of the page: the cells by row and column."""
+    tables: list[dict[str, dict[str, str]]] = []
+    section = PAGE.read_text().split("## Authorization matrix")[1].split("\n## ")[0]
+    for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+        lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in block.splitlines()]
+        header, rows = lines[0][1:], lines[2:]
+        tables.append({row[0]: dict(zip(header, row[1:], strict=True)) for row in rows})
+    return tables
+
+
+KEY_TABLE, OWNER_TABLE, EFFECT_TABLE = read_tables()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A session with one call, which the requests of a cell name."""
+
+    session: OpenedSession
+    call_id: str
+    response_id: str
+    prompt_ids: list[int]
+
+
+async def open_subject(gateway: Served, opener: str = ADMIN, **fields: Any) -> Subject:
+    opened = await gateway.control("/sessions", fields, opener)
+    assert opened.status_code == 201, opened.text
+    session = OpenedSession(**opened.json())
+    answer = await post(gateway, build_request("responses", "hi"), "responses", session.api_key)
+    assert answer.status_code == 200, answer.text
+    (call,) = await gateway.calls(session)
+    return Subject(session, call.call_id, answer.json()["id"], call.prompt_ids.tolist())
+
+
+async def prepare(gateway: Served, column: str) -> tuple[str | None, Subject]:
+    """Return the key of a column, and a new session of the column's owner."""
+    kind, _, owner = column.partition(", ")
+    other_key = await create_key(gateway.store, "agent", "other")
+    channel = {"channel": "train"} if owner == "rollout" else {}
+    is_other = kind in ("agent", "feedback") and owner == "other"
+    subject = await open_subject(gateway, other_key if is_other else ADMIN, **channel)
+    match kind:
+        case "no key":
+            return None, subject
+        case "admin":
+            return ADMIN, subject
+        case "session":
+            key_session = subject if owner != "other" else await open_subject(gateway)
+            return key_session.session.api_key, subject
+        case "agent":
+            return await create_key(gateway.store, "agent", "agent"), subject
+        case "feedback":
+            agent_id = None if owner == "all" else "agent"
+            return await create_key(gateway.store, "feedback", agent_id), subject
+        case _:
+            raise AssertionError(f"unknown column {column!r}")
+
+
+def build(row: str, subject: Subject) -> tuple[str, str, dict[str, Any] | None, dict[str, str]]:
+    """Return the method, path, body and headers of the request that a row describes."""
+    parts = re.findall("`([^`]+)`", row)
+    method, path = parts[0].split(" ")
+    field = parts[1] if len(parts) > 1 else None
+    session_id, headers = subject.session.session_id, dict[str, str]()
+    ids = {
+        "session_id": session_id,
+        "call_id": subject.call_id,
+        "response_id": subject.response_id,
+        "previous_response_id": subject.response_id,
+    }
+    body: dict[str, Any] | None = None
+    route = path.removeprefix("/s/{session}").removeprefix("/v1/")
+    if route in MODEL_BODIES:
+        body = MODEL_BODIES[route] | ({"prompt_ids": subject.prompt_ids} if route == "generate" else {})
+    elif route.endswith("/calls"):
+        body = {"calls": [CALL]}
+    elif route.endswith("feedback") and method == "POST":
+        body = {"thumbs": "up"} if "/s/" in path or field in ids else {"session_id": session_id}
+    elif method == "POST":
+        body = {"reason": "why"} if route.endswith("/fail") else {}
+    if field == "x-instar-session":
+        headers[field] = session_id
+    elif field is not None:
+        assert body is not None
+        value = 10.5 if "out of range" in row else ids.get(field) or FIELDS[field]
+        body |= {field: value} | ({"max_tokens": 0, "logprobs": 0} if field == "echo" else {})
+    path = path.replace("{session}", session_id).replace("{model}", "default")
+    return method, path, body, headers
+
+
+async def fill_cell(gateway: Served, row: str, column: str) -> tuple[str, str]:
+    """Send the request of a cell, and return the cell that describes its response, and the response."""
+    key, subject = await prepare(gateway, column)
+    method, path, body, headers = build(row, subject)
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    answer = await gateway.http.request(method, path, json=body, headers=headers)
+    if row in OWNER_TABLE and answer.is_success:
+        session_id = subject.session.session_id
+        assert answer.headers.get("x-instar-session", session_id) == session_id, "the call's session"
+    return ("yes" if answer.is_success else str(answer.status_code)), answer.text
+
+
+@pytest.mark.parametrize("row", [*KEY_TABLE, *OWNER_TABLE])
+async def test_route_answers_every_key_as_the_matrix_says(gateway: Served, row: str) -> None:
+    expected = KEY_TABLE.get(row) or OWNER_TABLE[row]
+    actual = {column: await fill_cell(gateway, row, column) for column in expected}
+    assert {column: cell for column, (cell, _) in actual.items()} == expected, actual
+
+
+async def test_matrix_contains_every_route(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    app = create_app(
+        store=store,
+        engine=None,
+        renderer=None,
+        run_id="run",
+        agent_id="agent",
+        policy_id="policy",
+        config=GatewayConfig(),
+        admin_key=ADMIN,
+    )
+    await store.close()
+    routes = {
+        f"{method} {route.path.replace(':path', '')}"
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    dialects = [resolve("dialects", name)() for name in list_names("dialects")]
+    paths = [path for dialect in dialects for path in (dialect.path, dialect.count_path) if path]
+    routes |= {f"POST {prefix}/v1{path}" for path in paths for prefix in ("", "/s/{session}")}
+    documented = {re.findall("`([^`]+)`", row)[0] for row in (*KEY_TABLE, *OWNER_TABLE)}
+    assert documented == routes
+
+
+@pytest.mark.parametrize("kind", EFFECT_TABLE)
+async def test_feedback_has_the_effects_that_the_matrix_says(gateway: Served, kind: str) -> None:
+    for owner in ("own",) if kind == "agent" else ("own", "rollout"):
+        key, subject = await prepare(gateway, f"{kind}, {owner}")
+        assert key is not None
+        body = {"session_id": subject.session.session_id, "score": 1.0, "correction": "Better."}
+        answer = await gateway.control("/feedback", body, key)
+        assert answer.status_code == 201, answer.text
+        (reward,) = await gateway.store.rewards(subject.session.session_id)
+        assert list(EFFECT_TABLE[kind].values()) == [
+            reward.source.value,
+            "yes" if answer.json()["trainable"] else "no",
+        ], owner
