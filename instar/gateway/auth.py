@@ -125,11 +125,9 @@ def authorize(
         return
     if not is_allowed(caller, action):
         kinds = [kind for kind, scope in PERMISSIONS[action].items() if scope is not Scope.NONE]
-        message = (
-            f"The {caller.kind} key may not {action.value}; this requires a key of kind {' or '.join(kinds)}."
-        )
-        if param is not None:
-            message = f"'{param}' is not allowed with this key: {message}"
+        subject = "A" if param is None else f"'{param}' is not allowed: a"
+        allowed = " or ".join(kinds)
+        message = f"{subject} key of kind {caller.kind} may not {action.value}; use a key of kind {allowed}."
         raise ApiError(403, message, code="not_allowed", param=param)
     if caller.kind == "session":
         raise ApiError(403, "This key belongs to another session.", code="wrong_session")
