@@ -72,7 +72,8 @@ def batch_config() -> RunConfig:
     }
     trainer = {"groups_per_step": STEP_GROUPS}
     reward = {"type": "rule", "function": "instar.demo.tasks:train_tasks"}
-    return RunConfig.model_validate({"name": RUN, "trainer": trainer, "rollout": rollout, "reward": reward})
+    settings = {"name": RUN, "agent_id": "agent", "trainer": trainer, "rollout": rollout, "reward": reward}
+    return RunConfig.model_validate(settings)
 
 
 async def batch_seconds(store: SqliteStore) -> float:

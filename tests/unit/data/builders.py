@@ -127,7 +127,8 @@ async def add_group(
     reason: str | None = None,
 ) -> str:
     group_id = f"{RUN}/train/{index:06d}"
-    group = Group(group_id, RUN, Channel.TRAIN, index, len(rewards), Task(f"t{index}", {}))
+    size = max(len(rewards), 4)  # room for sessions that a test adds
+    group = Group(group_id, RUN, Channel.TRAIN, index, size, Task(f"t{index}", {}))
     await store.open_group(group)
     for slot, reward in enumerate(rewards):
         await add_session(store, group_id, slot, reward, version=version)
