@@ -16,7 +16,7 @@ from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
 from instar.registry import list_names, resolve
 from instar.store.sqlite import SqliteStore
-from tests.unit.gateway.conftest import ADMIN, Served
+from tests.unit.gateway.conftest import ADMIN, RunningGateway
 from tests.unit.gateway.wire import build_request, post
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
@@ -74,17 +74,17 @@ class Subject:
     prompt_ids: list[int]
 
 
-async def open_subject(gateway: Served, opener: str = ADMIN, **fields: Any) -> Subject:
+async def open_subject(gateway: RunningGateway, opener: str = ADMIN, **fields: Any) -> Subject:
     opened = await gateway.control("/sessions", fields, opener)
     assert opened.status_code == 201, opened.text
     session = OpenedSession(**opened.json())
-    answer = await post(gateway, build_request("responses", "hi"), "responses", session.api_key)
-    assert answer.status_code == 200, answer.text
+    response = await post(gateway, build_request("responses", "hi"), "responses", session.api_key)
+    assert response.status_code == 200, response.text
     (call,) = await gateway.calls(session)
-    return Subject(session, call.call_id, answer.json()["id"], call.prompt_ids.tolist())
+    return Subject(session, call.call_id, response.json()["id"], call.prompt_ids.tolist())
 
 
-async def prepare(gateway: Served, column: str) -> tuple[str | None, Subject]:
+async def prepare(gateway: RunningGateway, column: str) -> tuple[str | None, Subject]:
     """Return the key of a column, and a new session of the column's owner."""
     kind, _, owner = column.partition(", ")
     other_key = await create_key(gateway.store, "agent", "other")
@@ -140,21 +140,21 @@ def build(row: str, subject: Subject) -> tuple[str, str, dict[str, Any] | None, 
     return method, path, body, headers
 
 
-async def fill_cell(gateway: Served, row: str, column: str) -> tuple[str, str]:
+async def fill_cell(gateway: RunningGateway, row: str, column: str) -> tuple[str, str]:
     """Send the request of a cell, and return the cell that describes its response, and the response."""
     key, subject = await prepare(gateway, column)
     method, path, body, headers = build(row, subject)
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    answer = await gateway.http.request(method, path, json=body, headers=headers)
-    if row in OWNER_TABLE and answer.is_success:
+    response = await gateway.http.request(method, path, json=body, headers=headers)
+    if row in OWNER_TABLE and response.is_success:
         session_id = subject.session.session_id
-        assert answer.headers.get("x-instar-session", session_id) == session_id, "the call's session"
-    return ("yes" if answer.is_success else str(answer.status_code)), answer.text
+        assert response.headers.get("x-instar-session", session_id) == session_id, "the call's session"
+    return ("yes" if response.is_success else str(response.status_code)), response.text
 
 
 @pytest.mark.parametrize("row", [*KEY_TABLE, *OWNER_TABLE])
-async def test_route_answers_every_key_as_the_matrix_says(gateway: Served, row: str) -> None:
+async def test_route_answers_every_key_as_the_matrix_says(gateway: RunningGateway, row: str) -> None:
     expected = KEY_TABLE.get(row) or OWNER_TABLE[row]
     actual = {column: await fill_cell(gateway, row, column) for column in expected}
     assert {column: cell for column, (cell, _) in actual.items()} == expected, actual
@@ -187,15 +187,15 @@ async def test_matrix_contains_every_route(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", EFFECT_TABLE)
-async def test_feedback_has_the_effects_that_the_matrix_says(gateway: Served, kind: str) -> None:
+async def test_feedback_has_the_effects_that_the_matrix_says(gateway: RunningGateway, kind: str) -> None:
     for owner in ("own",) if kind == "agent" else ("own", "rollout"):
         key, subject = await prepare(gateway, f"{kind}, {owner}")
         assert key is not None
         body = {"session_id": subject.session.session_id, "score": 1.0, "correction": "Better."}
-        answer = await gateway.control("/feedback", body, key)
-        assert answer.status_code == 201, answer.text
+        response = await gateway.control("/feedback", body, key)
+        assert response.status_code == 201, response.text
         (reward,) = await gateway.store.rewards(subject.session.session_id)
         assert list(EFFECT_TABLE[kind].values()) == [
             reward.source.value,
-            "yes" if answer.json()["trainable"] else "no",
+            "yes" if response.json()["trainable"] else "no",
         ], owner

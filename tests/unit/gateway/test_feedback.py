@@ -42,7 +42,7 @@ async def send_feedback(gateway: RunningGateway, key: str = ADMIN, **body: Any) 
     return response.json()
 
 
-async def send_as_person(gateway: Served, session: OpenedSession, **body: Any) -> Any:
+async def send_as_person(gateway: RunningGateway, session: OpenedSession, **body: Any) -> Any:
     """Send feedback on the session with a feedback key."""
     key = await create_key(gateway.store, "feedback", "agent")
     return await send_feedback(gateway, key, session_id=session.session_id, **body)
@@ -84,9 +84,11 @@ def get_response_id(response: httpx.Response) -> str:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_feedback_by_response_id_finds_the_call(gateway: Served, dialect: str, stream: bool) -> None:
-    session, answer = await open_session_with_reply(gateway, dialect=dialect, stream=stream)
-    view = await send_as_person(gateway, session, response_id=get_response_id(answer), thumbs="down")
+async def test_feedback_by_response_id_finds_the_call(
+    gateway: RunningGateway, dialect: str, stream: bool
+) -> None:
+    session, response = await open_session_with_reply(gateway, dialect=dialect, stream=stream)
+    view = await send_as_person(gateway, session, response_id=get_response_id(response), thumbs="down")
     call = await get_only_call(gateway, session)
     assert (view["session_id"], view["call_id"]) == (session.session_id, call.call_id)
     (reward,) = await list_rewards(gateway, session)
@@ -208,18 +210,18 @@ async def test_feedback_access_depends_on_the_key(gateway: RunningGateway) -> No
     assert len(await list_rewards(gateway, session)) == 1
 
 
-async def test_reward_outside_of_the_range_is_rejected_with_the_range(serving: Serve) -> None:
-    gateway = await serving(config=GatewayConfig(reward_range=(-1.0, 2.5)))
+async def test_reward_outside_of_the_range_is_rejected_with_the_range(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(reward_range=(-1.0, 2.5)))
     session, _ = await open_session_with_reply(gateway)
     people = await create_key(gateway.store, "feedback", None)
     for key in (session.api_key, people):
         for score in (2.6, -1.5, 1e30):
-            answer = await post_feedback(gateway, key, session_id=session.session_id, score=score)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "score"), answer.text
-            assert "between -1 and 2.5 (gateway.reward_range)" in answer.json()["error"]["message"]
+            response = await post_feedback(gateway, key, session_id=session.session_id, score=score)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "score"), response.text
+            assert "between -1 and 2.5 (gateway.reward_range)" in response.json()["error"]["message"]
     path = f"/sessions/{session.session_id}/complete"
-    answer = await gateway.control(path, {"reward": 3.0}, session.api_key)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reward"), answer.text
+    response = await gateway.control(path, {"reward": 3.0}, session.api_key)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "reward"), response.text
     assert await list_rewards(gateway, session) == []
     await send_feedback(gateway, people, session_id=session.session_id, score=2.5)
     await send_feedback(gateway, session_id=session.session_id, score=1000.0)
@@ -227,7 +229,7 @@ async def test_reward_outside_of_the_range_is_rejected_with_the_range(serving: S
     assert [r.value for r in await list_rewards(gateway, session)] == [2.5, 1000.0, 1000.0]
 
 
-async def test_feedback_list_needs_the_admin_key(gateway: Served) -> None:
+async def test_feedback_list_needs_the_admin_key(gateway: RunningGateway) -> None:
     sessions = [(await open_session_with_reply(gateway))[0] for _ in range(2)]
     for session in sessions:
         await send_feedback(gateway, session.api_key, text="hm")
@@ -303,7 +305,7 @@ async def test_correction_is_encoded_as_the_model_samples(gateway: RunningGatewa
     session, response = await open_session_with_reply(gateway, "say it", dialect=dialect)
     call = await get_only_call(gateway, session)
     view = await send_as_person(
-        gateway, session, response_id=get_response_id(answer), correction="Saïd.\n\nTwice."
+        gateway, session, response_id=get_response_id(response), correction="Saïd.\n\nTwice."
     )
     assert (view["trainable"], view["reason"], view["reward"]) == (True, None, None)
     end = call.sampled_ids.tolist()[-1]
@@ -460,10 +462,10 @@ async def test_feedback_is_listed_after_a_restart(
     path = tmp_path / "store.db"
     body = {"feedback_id": "f", "thumbs": "up", "correction": "Hello."}
     async with run_scripted_gateway(path, model, renderer) as gateway:
-        _, answer = await open_session_with_reply(gateway)
-        first = await send_feedback(gateway, response_id=get_response_id(answer), **body)
+        _, response = await open_session_with_reply(gateway)
+        first = await send_feedback(gateway, response_id=get_response_id(response), **body)
     async with run_scripted_gateway(path, model, renderer) as gateway:
-        again = await post_feedback(gateway, response_id=get_response_id(answer), **body)
+        again = await post_feedback(gateway, response_id=get_response_id(response), **body)
         assert (again.status_code, again.json()) == (200, first)
 
 

@@ -51,19 +51,19 @@ async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: Ru
     "field", [{"group_id": "run/train/000000"}, {"slot": 1}, {"attempt": 999}, {"channel": "val"}]
 )
 async def test_agent_key_that_places_a_session_gets_an_error_that_names_the_field(
-    gateway: Served, field: dict[str, Any]
+    gateway: RunningGateway, field: dict[str, Any]
 ) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     (name,) = field
-    answer = await gateway.control("/sessions", field, key)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (403, name)
+    response = await gateway.control("/sessions", field, key)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (403, name)
     assert f"'{name}'" in error["message"]
     assert "a key of kind admin" in error["message"]
     assert await gateway.store.sessions() == []
 
 
-async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: Served) -> None:
+async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     other = await gateway.open()
     for response in (

@@ -36,12 +36,12 @@ class Attacker:
 
     async def attack(self, group: Group, slot: int) -> None:
         """Complete a session in the slot of the group, or outside of groups if the gateway refuses that."""
-        answer = await self.post(
+        response = await self.post(
             "/sessions", {"group_id": group.group_id, "slot": slot, "attempt": ATTEMPT, "channel": "live"}
         )
-        if answer.status_code == 403:
-            answer = await self.post("/sessions", {})
-        await self._finish(answer.json()["session_id"], slot)
+        if response.status_code == 403:
+            response = await self.post("/sessions", {})
+        await self._finish(response.json()["session_id"], slot)
 
     async def write_session(self, group: Group, slot: int, **changes: Any) -> None:
         """Complete a session that an earlier version of the gateway placed in the slot of the group."""
@@ -53,8 +53,8 @@ class Attacker:
 
     async def _finish(self, session_id: str, slot: int, key: str | None = None) -> None:
         self.session_ids.add(session_id)
-        answer = await self.post(f"/s/{session_id}/v1/chat/completions", ASK, key)
-        assert answer.status_code == 200, answer.text
+        response = await self.post(f"/s/{session_id}/v1/chat/completions", ASK, key)
+        assert response.status_code == 200, response.text
         for score in (10 - slot, 1000 - slot):
             await self.post("/feedback", {"session_id": session_id, "score": score}, key)
         await self.post(f"/sessions/{session_id}/complete", {}, key)
