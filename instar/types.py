@@ -261,11 +261,15 @@ UNTRAINABLE = "untrainable"
 """The tag that keeps a session out of training."""
 
 
+AGENT_FEEDBACK_PREFIX = "agent:"
+
+
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A person's feedback on a session, or on one of its calls."""
+    """A person's or an agent's feedback on a session, or on one of its calls."""
 
     feedback_id: str
+    """The id, which starts with `AGENT_FEEDBACK_PREFIX` if an agent sent the feedback."""
     session_id: str
     call_id: str | None = None
     thumbs: int | None = None
@@ -278,6 +282,11 @@ class Feedback:
     """The tokens of the correction, as the model would have sampled them after the call's prompt."""
     author: str = ""
     created_at: float = 0.0
+
+    @property
+    def source(self) -> RewardSource:
+        is_from_agent = self.feedback_id.startswith(AGENT_FEEDBACK_PREFIX)
+        return RewardSource.AGENT if is_from_agent else RewardSource.HUMAN
 
 
 # --- training -----------------------------------------------------------------------------------

@@ -99,12 +99,13 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
     if as_json:
         print_json(msgspec.to_builtins(rows))
         return
-    columns = [Column(name, no_wrap=True) for name in ("time", "session", "reward", "trained")]
+    columns = [Column(name, no_wrap=True) for name in ("time", "session", "source", "reward", "trained")]
     table = plain_table(*columns, "author", "text", "correction")
     for row in rows:
         table.add_row(
             format_time(row.created_at),
             row.session_id,
+            row.source.value,
             format_number(row.reward),
             "yes" if row.trainable else "",
             *(Text(value) for value in (row.author, row.text, row.correction or "")),

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from instar.datasets.columns import dump_canonical_json
 from instar.store.base import SessionRecord
-from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, SessionStatus, Tool
+from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, RewardSource, SessionStatus, Tool
 
 Rows = list[Json]
 FILE_NAMES = {
@@ -79,11 +79,14 @@ def _make_completion(call: Call, reply: Message) -> Json:
 
 
 def _make_corrections(record: SessionRecord) -> Rows:
+    """Return the replies that people corrected. Corrections by agents are not trained on."""
+    if _is_untrainable(record):
+        return []
     calls = {call.call_id: call for call in record.calls}
     return [
         _make_completion(calls[item.call_id], Message(role="assistant", content=item.correction))
         for item in record.feedback
-        if item.correction is not None and item.call_id in calls and not _is_untrainable(record)
+        if item.correction is not None and item.call_id in calls and item.source is RewardSource.HUMAN
     ]
 
 

@@ -122,7 +122,7 @@ async def export_sessions(
 
 async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> dict[str, str | None]:
     """Return each session's group by session id, in the order in which the sessions were opened. Open and
-    imported sessions are excluded."""
+    imported sessions are excluded. A live session has no group, even if it names one."""
     group_ids: dict[str, str | None] = {}
     last_seq = 0
     while rows := await store.sessions(run_id, where=where, after=last_seq, limit=SESSIONS_PER_PAGE):
@@ -130,7 +130,8 @@ async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> d
         for row in rows:
             session = row.session
             if session.status is not SessionStatus.OPEN and session.channel is not Channel.DATA:
-                group_ids[session.session_id] = session.group_id
+                is_live = session.channel is Channel.LIVE
+                group_ids[session.session_id] = None if is_live else session.group_id
     return group_ids
 
 

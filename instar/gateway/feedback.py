@@ -22,7 +22,18 @@ from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
 from instar.store.base import Store, feedback_key
-from instar.types import Call, CallStatus, Channel, Feedback, Ids, Reward, RewardSource, Session, new_id
+from instar.types import (
+    AGENT_FEEDBACK_PREFIX,
+    Call,
+    CallStatus,
+    Channel,
+    Feedback,
+    Ids,
+    Reward,
+    RewardSource,
+    Session,
+    new_id,
+)
 
 SCORER = "feedback"
 AGENT_SCORER = "agent-feedback"
@@ -30,7 +41,7 @@ AGENT_SCORER = "agent-feedback"
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
 THUMB_REWARDS = {1: 1.0, -1: 0.0}
 
-FeedbackId = Annotated[str, msgspec.Meta(pattern="^[!-~]{1,200}$")]
+FeedbackId = Annotated[str, msgspec.Meta(pattern=f"^(?!{AGENT_FEEDBACK_PREFIX})[!-~]{{1,200}}$")]
 FeedbackText = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
@@ -60,6 +71,7 @@ class FeedbackView(msgspec.Struct):
     correction: str | None
     author: str
     created_at: float
+    source: RewardSource
     reward: float | None = None
     trainable: bool = False
     """True if the model can be trained on the correction."""
@@ -121,7 +133,7 @@ class FeedbackService:
         check_reward(caller, body.score, self._reward_range, "score")
         feedback, reason = await self._build_feedback(session, call, body, client_key, caller)
         value = reward_value(feedback)
-        rewards = [] if value is None else [_build_reward(feedback, value, session, call, caller)]
+        rewards = [] if value is None else [_build_reward(feedback, value, call, caller)]
         if await self._store.add_feedback(feedback, rewards):
             return _to_view(feedback, reason), True
         rows = await self._store.feedback(self._run_id, session_id=feedback.session_id)
@@ -192,7 +204,13 @@ class FeedbackService:
         cannot."""
         redact = self._redactor.redact_text
         session_id = session.session_id
-        feedback_id = body.feedback_id or (f"{session_id}/{client_key}" if client_key else new_id("fb"))
+        is_from_person = is_allowed(caller, Action.SPEAK_FOR_PEOPLE, session)
+        feedback_id = body.feedback_id or client_key or new_id("fb")
+        if not is_from_person:
+            # An agent must not be able to use the id of a person's feedback before the person does.
+            feedback_id = f"{AGENT_FEEDBACK_PREFIX}{session_id}/{feedback_id}"
+        elif body.feedback_id is None and client_key is not None:
+            feedback_id = f"{session_id}/{client_key}"
         if redact(feedback_id) != feedback_id:
             raise bad_request("The feedback id looks like a secret; send another id.", "feedback_id")
         ids, reason, correction = None, None, None
@@ -201,7 +219,7 @@ class FeedbackService:
             call = call or await self._find_last_call(session_id)
             if correction != body.correction:
                 reason = "a secret was removed from the correction"
-            elif not is_allowed(caller, Action.SPEAK_FOR_PEOPLE, session):
+            elif not is_from_person:
                 reason = f"the correction was sent with the key of the {caller.kind}; use a feedback key"
             else:
                 ids, reason = self._encode_correction(session, call, correction)
@@ -258,18 +276,15 @@ def _check_body(body: FeedbackBody) -> None:
         raise invalid_value("Send a call_id or a response_id, not both.", "response_id")
 
 
-def _build_reward(
-    feedback: Feedback, value: float, session: Session, call: Call | None, caller: Caller
-) -> Reward:
+def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: Caller) -> Reward:
     detail = {"feedback_id": feedback.feedback_id, "by": caller.kind}
     if feedback.author:
         detail["author"] = feedback.author
-    is_from_person = is_allowed(caller, Action.SPEAK_FOR_PEOPLE, session)
     return Reward(
         session_id=feedback.session_id,
         value=value,
-        source=RewardSource.HUMAN if is_from_person else RewardSource.AGENT,
-        scorer=SCORER if is_from_person else AGENT_SCORER,
+        source=feedback.source,
+        scorer=SCORER if feedback.source is RewardSource.HUMAN else AGENT_SCORER,
         call_id=call.call_id if call else None,
         detail=detail,
         created_at=feedback.created_at,

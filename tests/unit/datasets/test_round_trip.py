@@ -157,6 +157,21 @@ async def test_failed_export_neither_overwrites_nor_leaves_a_folder(store: Store
     assert [path.name for path in tmp_path.glob("*") if path.is_dir()] == ["out"]  # noqa: ASYNC240
 
 
+async def test_export_for_other_trainers_excludes_what_agents_claim(store: Store, tmp_path: Path) -> None:
+    """An agent's correction is not trained on, and a live session is in no group, even if it names one."""
+    (call,) = await add_session(
+        store, "live", ["poison"], 1000.0, channel=Channel.LIVE, group_id=f"{RUN}/train/000000"
+    )
+    await store.add_feedback(Feedback("agent:live/1", "live", call.call_id, correction="of an agent"))
+    await store.add_feedback(Feedback("1", "live", call.call_id, correction="of a person"))
+    await export_all(store, tmp_path / "sft", format="sft", min_reward=2000.0)
+    completions = (tmp_path / "sft" / "prompt_completion.jsonl").read_text()
+    assert "of a person" in completions
+    assert "of an agent" not in completions
+    await export_all(store, tmp_path / "dpo", format="dpo")
+    assert "poison" not in (tmp_path / "dpo" / "pairs.jsonl").read_text()
+
+
 async def test_export_size_grows_linearly_with_the_turns(store: Store, tmp_path: Path) -> None:
     """Twice the turns give about twice the bytes, including the tools."""
     sizes: list[int] = []

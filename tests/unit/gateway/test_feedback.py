@@ -179,6 +179,24 @@ async def test_feedback_sent_concurrently_is_recorded_once(gateway: RunningGatew
     assert len(await list_rewards(gateway, session)) == 1
 
 
+@pytest.mark.parametrize("header", [{}, {"Idempotency-Key": "ticket-1"}])
+async def test_agent_cannot_take_the_id_of_a_persons_feedback(
+    gateway: RunningGateway, header: dict[str, str]
+) -> None:
+    session, _ = await open_session_with_reply(gateway)
+    body = {"session_id": session.session_id, "thumbs": "up"} | (
+        {} if header else {"feedback_id": "ticket-1"}
+    )
+    for key in (session.api_key, await create_key(gateway.store, "feedback", None)):
+        headers = {"Authorization": f"Bearer {key}", **header}
+        responses = [await gateway.http.post("/feedback", json=body, headers=headers) for _ in range(2)]
+        assert [response.status_code for response in responses] == [201, 200]
+    sources = [RewardSource.AGENT, RewardSource.HUMAN]
+    assert [reward.source for reward in await list_rewards(gateway, session)] == sources
+    listed = await gateway.http.get("/feedback", headers={"Authorization": f"Bearer {ADMIN}"})
+    assert [feedback["source"] for feedback in listed.json()["feedback"]] == sources
+
+
 async def test_feedback_id_cannot_replace_a_scorers_reward(gateway: RunningGateway) -> None:
     session, _ = await open_session_with_reply(gateway)
     await send_as_person(gateway, session, feedback_id="rule/1", score=1.0)
@@ -256,6 +274,7 @@ async def test_feedback_list_needs_the_admin_key(gateway: RunningGateway) -> Non
         ({"session_id": "S", "score": "high"}, "score"),
         ({"session_id": "S", "correction": ""}, "correction"),
         ({"session_id": "S", "text": "hm", "feedback_id": "with space"}, "feedback_id"),
+        ({"session_id": "S", "text": "hm", "feedback_id": "agent:1"}, "feedback_id"),
     ],
 )
 async def test_feedback_invalid_body_error_names_the_field(
