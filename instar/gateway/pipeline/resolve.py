@@ -100,10 +100,10 @@ class SessionResolver:
         response_id = request.previous_response_id
         if response_id is None:
             return request, chain, None
-        call = await self._find_response(caller, response_id)
-        if call is None and allow_unknown:
-            return request, chain, None
+        call, is_foreign = await self._find_response(caller, response_id)
         if call is None:
+            if allow_unknown and not is_foreign:
+                return request, chain, None
             message = f"There is no earlier response {response_id!r}."
             param = "previous_response_id"
             raise ApiError(404, message, code="previous_response_not_found", param=param)
@@ -115,12 +115,17 @@ class SessionResolver:
         request = replace(request, messages=messages)
         return request, self._hasher.hash_messages(messages, request.tools), call.session_id
 
-    async def _find_response(self, caller: Caller, request_id: str) -> Call | None:
-        calls = await self._store.calls_by_request(request_id)
-        state = await self._states.find(calls[0].session_id) if calls else None
-        if state is None or not is_allowed(caller, Action.CALL_MODEL, state.session):
-            return None
-        return calls[0]
+    async def _find_response(self, caller: Caller, request_id: str) -> tuple[Call | None, bool]:
+        """Return the first call with this id that the caller may use. The second value is True if only
+        sessions that the caller may not use have such a call; a provider must not continue it either."""
+        is_foreign = False
+        for call in await self._store.calls_by_request(request_id):
+            state = await self._states.find(call.session_id)
+            session = state.session if state else await self._store.session(call.session_id)
+            if session is not None and is_allowed(caller, Action.CALL_MODEL, session):
+                return (call if state else None), False  # A call without a state belongs to another run.
+            is_foreign = True
+        return None, is_foreign
 
     def index_call(
         self, state: SessionState, call: Call, chain: HashChain | None, prompt: str | None

@@ -14,6 +14,7 @@ import orjson
 import pytest
 
 from instar.config import GatewayConfig, UpstreamEngineConfig
+from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
 from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Call, CallStatus
@@ -194,3 +195,20 @@ async def test_upstream_response_can_be_continued_by_id(
     first_call, second_call = await gateway.calls(session)
     assert second_call.parent_id == first_call.call_id
     assert [message["content"] for message in second_call.messages] == ["hi", TEXT, "and?"]
+
+
+async def test_upstream_response_of_another_agent_cannot_be_continued_by_id(
+    start_gateway: StartGateway, provider: Provider
+) -> None:
+    gateway = await start_gateway("responses")
+    session = await gateway.open()
+    async with gateway.client(session) as client:
+        first = await client.responses.create(model="plain", input="hi")
+    body = {"model": "plain", "input": "and?", "previous_response_id": first.id}
+    for key in (await create_key(gateway.store, "agent", "other"), (await gateway.open()).api_key):
+        response = await gateway.control("/v1/responses", body, key)
+        assert (response.status_code, response.json()["error"]["param"]) == (404, "previous_response_id")
+    assert "previous_response_id" not in provider.last_request, "the provider did not receive the requests"
+    body["previous_response_id"] = "resp_of_the_provider"
+    assert (await gateway.control("/v1/responses", body, session.api_key)).status_code == 200
+    assert provider.last_request["previous_response_id"] == "resp_of_the_provider"
