@@ -17,7 +17,7 @@ from instar.rewards.judge.endpoint import HttpJudgeEndpoint, JudgeEndpoint, Judg
 from instar.rewards.judge.rubric import JudgePromptPart, Rubric, hash_json
 from instar.rewards.judge.session_steps import render_task
 from instar.store.base import Store
-from instar.types import Call, Json, Reward, RewardSource, Task, new_id
+from instar.types import UNTRAINABLE, Call, Json, Reward, RewardSource, Task, new_id
 
 T = TypeVar("T")
 ParseAnswer = Callable[[Json], T]
@@ -113,7 +113,15 @@ class Judge(Scorer):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not transcript.calls:
             raise ScoreError("the session has no calls, so it cannot be judged")
-        return [] if is_judge_session(transcript) else await self.judge(task, transcript)
+        return [] if await self._is_judge_session(transcript) else await self.judge(task, transcript)
+
+    async def _is_judge_session(self, transcript: Transcript) -> bool:
+        """Return True if the run's own model is the judge in this session. Agents may send the judge's model
+        name, too, but only the judge tags its sessions."""
+        if self._context is None or all(call.model != JUDGE_AGENT for call in transcript.calls):
+            return False
+        tags = await self._context.store.tags([transcript.session_id])
+        return any(tag.name == UNTRAINABLE for tag in tags[transcript.session_id])
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         raise NotImplementedError
@@ -195,11 +203,6 @@ class Judge(Scorer):
 
     def _price(self, input_tokens: float, output_tokens: float) -> float:
         return (input_tokens * self.config.input_price + output_tokens * self.config.output_price) / 1e6
-
-
-def is_judge_session(transcript: Transcript) -> bool:
-    """Return True if the run's own model is the judge in this session. Such sessions use this model name."""
-    return any(call.model == JUDGE_AGENT for call in transcript.calls)
 
 
 def _find_answer(reply: JudgeReply, parse: ParseAnswer[T]) -> Json:

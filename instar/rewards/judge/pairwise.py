@@ -11,7 +11,7 @@ from typing import Literal
 
 from instar.rewards.base import GroupScorer, Transcript
 from instar.rewards.judge.answers import ComparisonAnswer, convert_answer, truncate
-from instar.rewards.judge.judge import Judge, JudgeVote, gather_all, is_judge_session
+from instar.rewards.judge.judge import Judge, JudgeVote, gather_all
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
@@ -41,7 +41,7 @@ class PairComparison:
 
 class PairwiseJudge(GroupScorer, Judge):
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
-        sessions = [t for t in transcripts if t.calls and not is_judge_session(t)]
+        sessions = [transcript for transcript in transcripts if transcript.calls]
         if len(sessions) < 2:
             return []
         max_chars = self.max_session_chars // 2

@@ -65,8 +65,22 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
         calls = await gateway.store.calls(session.session_id)
         assert "6 times 7" in calls[0].messages[-1]["content"]
         judge = create_run_model_judge()
+        await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN))
         assert await judge.score(TASK, Transcript(session.session_id, calls, None)) == []
+        await judge.close()
     assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
+
+
+async def test_agent_cannot_avoid_the_judge_with_the_judges_model_name(gateway: RunningGateway) -> None:
+    session = await gateway.open(channel="train")
+    body = {"model": JUDGE_AGENT, "messages": [{"role": "user", "content": "What is 6 times 7?"}]}
+    assert (await gateway.control("/v1/chat/completions", body, session.api_key)).status_code == 200
+    judge = create_run_model_judge()
+    await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN))
+    transcript = Transcript(session.session_id, await gateway.calls(session), None)
+    (reward,) = await judge.score(TASK, transcript)
+    assert reward.value == 0.5
+    await judge.close()
 
 
 async def test_run_model_is_asked_without_proxy(
