@@ -70,6 +70,8 @@ def _type(annotation: Any) -> str:
         return _type(arguments[0])
     if origin in (list, dict):
         return f"{origin.__name__} of {_type(arguments[-1])}"
+    if origin is tuple:
+        return f"[{', '.join(map(_type, arguments))}]"
     if arguments:
         return " \\| ".join(_type(part) for part in arguments)
     name: str = annotation.__name__
@@ -85,7 +87,7 @@ def _default(value: Any) -> str:
         return ", ".join(f"`{key}`" for key in value)
     if value is None:
         return "null"
-    return f"`{value}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
 
 
 def main() -> None:

@@ -106,14 +106,14 @@ class GatewayConfig(Section):
     idle_timeout: Seconds = 1800.0
     """Time without a call after which a live session is closed, in seconds."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
-    """Lowest and highest reward or feedback score that agents and people may send. The admin key and the
-    rules under `reward` may exceed it."""
+    """Lowest and highest reward that agents may return or send, and score that people may send. The admin key
+    and the rules under `reward` may exceed it."""
     redact: RedactConfig = RedactConfig()
 
     @field_validator("reward_range")
     @classmethod
     def _check_reward_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if value[0] >= value[1]:
+        if not value[0] < value[1]:  # also True if one of them is NaN
             raise ValueError("the first number must be lower than the second")
         return value
 

@@ -21,7 +21,7 @@ class TextScorerSource(Protocol):
 
 def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -> list[Scorer]:
     """Return the configured scorers. A rule without a function uses the scorer of the task set."""
-    scorers = [_create_scorer(section, taskset) for section in config.reward]
+    scorers = [_create_scorer(config, section, taskset) for section in config.reward]
     names = [scorer.name for scorer in scorers]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -78,8 +78,10 @@ class _MissingTextScorer:
         raise ScoreError("the scorer of the task set is not available in this process")
 
 
-def _create_scorer(section: RewardConfig, taskset: TextScorerSource | None) -> Scorer:
+def _create_scorer(config: RunConfig, section: RewardConfig, taskset: TextScorerSource | None) -> Scorer:
     create = registry.resolve_section("rewards", section)
+    if section.type == "agent":
+        return create(section, config.gateway.reward_range)
     if section.type == "rule":
         return create(section, taskset.scorer if taskset else None)
     return create(section)

@@ -27,15 +27,18 @@ class AgentReward(Scorer):
 
     name = "returned"
 
-    def __init__(self, config: AgentRewardConfig | None = None) -> None:
+    def __init__(self, config: AgentRewardConfig, reward_range: tuple[float, float]) -> None:
         del config  # this scorer has no settings
+        self.reward_range = reward_range
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if transcript.returned is None:
             return []
-        if not math.isfinite(transcript.returned):
+        low, high = self.reward_range
+        if not (math.isfinite(transcript.returned) and low <= transcript.returned <= high):
             raise InstarError(
-                f"the agent returned {transcript.returned} as its reward; it must be a finite number"
+                f"the agent returned {transcript.returned} as its reward; it must be a finite number between "
+                f"{low:g} and {high:g} (gateway.reward_range)"
             )
         return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer=self.name)]
 

@@ -22,8 +22,16 @@ from instar.types import Json, Task
 STDOUT_TAIL_BYTES = 64 * 1024
 """A reward is searched for in this number of bytes at the end of a program's output."""
 STDERR_TAIL_BYTES = 800
-SECRET_VARIABLES = frozenset({"INSTAR_ADMIN_KEY", "INSTAR_ENGINE_TOKEN", "INSTAR_PROTOCOL_KEYS"})
-"""Variables with keys of the run itself, which agents must not see."""
+SECRET_VARIABLES = frozenset(
+    {
+        "INSTAR_ADMIN_KEY",
+        "INSTAR_ENGINE_TOKEN",
+        "INSTAR_FEEDBACK_KEY",
+        "INSTAR_POSTGRES_PASSWORD",
+        "INSTAR_PROTOCOL_KEYS",
+    }
+)
+"""Variables with keys of the run itself or of people, which agents must not see."""
 
 
 def create_agent(config: AgentConfig) -> Agent:

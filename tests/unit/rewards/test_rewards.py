@@ -184,6 +184,8 @@ async def test_agent_reward_is_the_returned_reward() -> None:
     ]
 
 
-async def test_agent_reward_that_is_nan_raises() -> None:
-    with pytest.raises(InstarError, match="the agent returned nan as its reward"):
-        await create_scorer(make_config(type="agent")).score(TASK, make_transcript("x", float("nan")))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10.5, -1000.0])
+async def test_agent_reward_outside_of_the_range_raises(value: float) -> None:
+    message = rf"the agent returned {value} as its reward.* between -10 and 10 \(gateway.reward_range\)"
+    with pytest.raises(InstarError, match=message):
+        await create_scorer(make_config(type="agent")).score(TASK, make_transcript("x", value))

@@ -145,6 +145,11 @@ async def completes_itself(task: dict[str, Any], session: AgentSession) -> None:
             response.raise_for_status()
 
 
+async def completes_itself_and_fails(task: dict[str, Any], session: AgentSession) -> None:
+    await completes_itself(task, session)
+    raise ValueError("no idea")
+
+
 async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 — what is waited for sets no event

@@ -157,10 +157,9 @@ async def test_session_fails_after_timeout(harness: RolloutHarness) -> None:
     assert session.reason == "the agent did not finish within 0.3 s"
 
 
-async def test_agent_may_complete_its_own_session(harness: RolloutHarness) -> None:
-    config = make_config(
-        harness.folder, agent="completes_itself", group_size=1, trainer={"groups_per_step": 1}
-    )
+@pytest.mark.parametrize("agent", ["completes_itself", "completes_itself_and_fails"])
+async def test_agent_may_complete_its_own_session(harness: RolloutHarness, agent: str) -> None:
+    config = make_config(harness.folder, agent=agent, group_size=1, trainer={"groups_per_step": 1})
     (group,) = await run_once(harness, harness.runner(config), groups=1)
     (session,) = await sessions(harness, group)
     rewards = {reward.source: reward.value for reward in await harness.store.rewards(session.session_id)}
