@@ -12,7 +12,8 @@ STAMP := $(VENV)/.installed
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
 	@echo "make test         run the tests"
-	@echo "make check        lint, types, import contracts, dead code, style limits, generated docs"
+	@echo "make check        lint, types, import contracts, dead code, style limits, generated docs,"
+	@echo "                  licences and known vulnerabilities of the installed packages"
 	@echo "make integration  run slower tests with real servers and crashes; parts: integration-clients,"
 	@echo "                  integration-backends, integration-scale (vLLM, Ray), integration-rest, integration-rewards"
 	@echo "make bench        measure the engine"
@@ -54,6 +55,8 @@ check: install
 	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/style.py
 	$(BIN)/python -m instar.cli.reference --check docs/configuration.md
+	$(BIN)/python tools/licences.py
+	$(BIN)/python tools/audit.py
 
 # `make style ARGS=--json` prints only the figures, `ARGS=--list` every finding.
 style: install

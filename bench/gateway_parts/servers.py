@@ -58,6 +58,11 @@ class GatewayProcess:
         with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as database:
             return int(database.execute("SELECT count(*) FROM calls").fetchone()[0])
 
+    def list_replies(self) -> set[str]:
+        """Return the ids of the complete replies on disk."""
+        with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as database:
+            return {row[0] for row in database.execute("SELECT request_id FROM calls WHERE status = 'ok'")}
+
     def post(self, path: str, body: Any) -> Any:
         headers = {"Authorization": f"Bearer {self.admin_key}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
@@ -77,14 +82,16 @@ class GatewayProcess:
 
 
 @contextlib.contextmanager
-def start_gateway(folder: Path, engine: dict[str, Any]) -> Generator[GatewayProcess]:
+def start_gateway(
+    folder: Path, engine: dict[str, Any], *, max_in_flight: int = 1024
+) -> Generator[GatewayProcess]:
     folder.mkdir(parents=True)
     settings = {
         "name": "bench",
         "dir": str(folder / "run"),
         "model": {"name": MODEL, "max_context": 200_000},
         "engine": engine,
-        "gateway": {"max_in_flight": 1024},
+        "gateway": {"max_in_flight": max_in_flight},
     }
     config_path, log = folder / "run.yaml", folder / "log"
     config_path.write_text(yaml.safe_dump(settings))

@@ -1,0 +1,159 @@
+"""Model calls at a fixed rate or with a fixed concurrency, and the outcome of each."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import aiohttp
+from gateway_parts.load import SMALL, Target, make_body
+
+from instar.http.plain import PlainClient
+
+TICK_SECONDS = 0.005
+REPLY_ID = re.compile(rb'"id": ?"([^"]+)"')
+SendCall = Callable[[], Awaitable["Outcome"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    began: float
+    ended: float
+    status: int
+    """The status of the response, or 0 if the connection was lost before the response was complete."""
+    reply_id: str | None = None
+    """The id of a reply that arrived completely, so that it must be in the store."""
+    has_retry_after: bool = False
+
+    @property
+    def milliseconds(self) -> float:
+        return 1000 * (self.ended - self.began)
+
+
+class LoadClient:
+    """Sends requests over as many connections as are needed at the same time."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        assert address.hostname is not None
+        assert address.port is not None
+        self._http = PlainClient(address.hostname, address.port, idle_seconds=60, connect_seconds=60)
+
+    async def send(
+        self, path: str, headers: Mapping[str, str], body: bytes, *, abandon_after: float | None = None
+    ) -> tuple[Outcome, bytes]:
+        """Send a request and return its outcome and the response's body. ``abandon_after`` is the number of
+        seconds after which the client disconnects."""
+        began = time.perf_counter()
+        try:
+            async with asyncio.timeout(abandon_after):
+                response = await self._http.post(path, headers, body)
+                try:
+                    received = await response.read()
+                finally:
+                    response.close()
+        except (OSError, TimeoutError, aiohttp.ClientError):
+            return Outcome(began, time.perf_counter(), 0), b""
+        outcome = Outcome(
+            began,
+            time.perf_counter(),
+            response.status,
+            find_reply_id(received) if response.status == 200 else None,
+            "Retry-After" in response.headers,
+        )
+        return outcome, received
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def find_reply_id(body: bytes) -> str | None:
+    """Return the id of a complete reply, streamed or not, or None if the end of the stream is missing."""
+    if body.startswith(b"data:") and not body.rstrip().endswith(b"[DONE]"):
+        return None
+    match = REPLY_ID.search(body)
+    return match[1].decode() if match else None
+
+
+class ChatRequests:
+    """Unique chat requests of 1 KB, in turn over the sessions of a gateway."""
+
+    def __init__(self, target: Target, client: LoadClient, *, stream: bool) -> None:
+        self._target = target
+        self._client = client
+        self._opening, rest = make_body(SMALL, stream).split("@SESSION@")
+        self._middle, self._ending = rest.split("@NONCE@")
+        self._count = 0
+
+    async def send_next(self) -> Outcome:
+        number = self._count % len(self._target.sessions)
+        self._count += 1
+        path, key = self._target.sessions[number]
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        body = f"{self._opening}{number:08d}{self._middle}{self._count:010d}{self._ending}"
+        outcome, _ = await self._client.send(path, headers, body.encode())
+        return outcome
+
+
+class LoadGenerator:
+    """Starts calls and collects their outcomes, also those of calls that end after their phase."""
+
+    def __init__(self, send: SendCall) -> None:
+        self._send = send
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.outcomes: list[Outcome] = []
+        self.lags: list[float] = []
+        """The delays of this process's own timers in seconds: latencies are only valid if these are short."""
+
+    async def run_at_rate(self, rate: float, seconds: float) -> tuple[float, float]:
+        """Start calls at this rate, whether or not earlier ones have ended. Return the begin and the end of
+        the phase without waiting for the calls."""
+        began = now = tick = time.perf_counter()
+        started = 0
+        while now - began < seconds:
+            due = int((now - began) * rate)
+            while started < due:
+                started += 1
+                task = asyncio.create_task(self._record())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(TICK_SECONDS)
+            now, tick = time.perf_counter(), now
+            self.lags.append(now - tick - TICK_SECONDS)
+        return began, now
+
+    async def run_concurrently(self, concurrency: int, seconds: float) -> tuple[float, float]:
+        """Keep this number of calls in flight. Return the begin and the end of the phase."""
+        began = time.perf_counter()
+
+        async def call_repeatedly() -> None:
+            while time.perf_counter() - began < seconds:
+                await self._record()
+
+        await asyncio.gather(*(call_repeatedly() for _ in range(concurrency)))
+        return began, began + seconds
+
+    async def finish(self, timeout: float = 120.0) -> None:
+        """Wait for the calls that are still in flight."""
+        if self._tasks:
+            _, pending = await asyncio.wait(self._tasks, timeout=timeout)
+            for task in pending:
+                task.cancel()
+
+    async def _record(self) -> None:
+        self.outcomes.append(await self._send())
+
+
+def count_replies(outcomes: list[Outcome], began: float, ended: float) -> int:
+    """Return the number of successful calls that ended within the phase."""
+    return sum(outcome.status == 200 and began <= outcome.ended < ended for outcome in outcomes)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the value below which this share of the values lies, or 0 if there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,128 @@
+"""A training run under live load: how it is started, and the resources of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from gateway_parts.processes import MeasurementError, log_tail, process_usage, start_process, wait_until_up
+from gateway_parts.servers import GatewayProcess
+
+BENCH = Path(__file__).resolve().parent.parent
+MAX_IN_FLIGHT = 64
+START_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Resources:
+    rss_mb: float
+    fds: int
+
+
+def make_settings(folder: Path, model: Path) -> dict[str, Any]:
+    """Return the settings of a run that trains a tiny model on the replies of two scripted engines."""
+    module = "reliability_parts.workload"
+    return {
+        "name": "soak",
+        "dir": str(folder / "run"),
+        "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
+        "engine": {"type": "scripted", "function": f"{module}:reply", "delay": 0.01, "count": 2},
+        "gateway": {"max_in_flight": MAX_IN_FLIGHT, "idle_timeout": 60},
+        "backend": {"type": "local", "threads": 1, "lora": {"rank": 4}},
+        "trainer": {
+            "steps": 1_000_000,
+            "groups_per_step": 2,
+            "max_staleness": 4,
+            "warmup_steps": 0,
+            "tensorboard": False,
+        },
+        "rollout": {
+            "tasks": {"type": "python", "function": f"{module}:make_tasks"},
+            "agent": {"type": "function", "function": f"{module}:agent"},
+            "group_size": 4,
+            "concurrency": 8,
+            "timeout": 60,
+        },
+        "reward": {"type": "rule", "function": f"{module}:rule"},
+    }
+
+
+class SoakedRun:
+    def __init__(self, gateway: GatewayProcess, supervisor: int) -> None:
+        self.gateway = gateway
+        self._supervisor = supervisor
+
+    def query(self, sql: str) -> list[Any]:
+        return query_store(self.gateway.store, sql)
+
+    def list_processes(self) -> dict[str, int]:
+        """Return the process ids by name."""
+        return {"supervisor": self._supervisor, **dict(self.query("SELECT name, pid FROM endpoints"))}
+
+    def measure(self) -> dict[str, Resources]:
+        """Return the resources of each process. A process that is being restarted is left out."""
+        measured: dict[str, Resources] = {}
+        for name, pid in self.list_processes().items():
+            with contextlib.suppress(OSError):
+                fds = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - names only, and often
+                measured[name] = Resources(process_usage(pid).rss_mb, fds)
+        return measured
+
+    def count_versions(self) -> int:
+        return int(self.query("SELECT count(*) FROM policies WHERE state = 'published'")[0][0])
+
+    def count_rewards(self) -> int:
+        return int(self.query("SELECT count(*) FROM rewards")[0][0])
+
+
+def query_store(store: Path, sql: str) -> list[Any]:
+    with contextlib.closing(sqlite3.connect(f"{store.as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+        return database.execute(sql).fetchall()
+
+
+@contextlib.contextmanager
+def start_run(folder: Path, model: Path) -> Generator[SoakedRun]:
+    """Run `instar train` until the block ends. The run has begun to train when this returns."""
+    config_path, log = folder / "run.yaml", folder / "log"
+    settings = make_settings(folder, model)
+    config_path.write_text(yaml.safe_dump(settings))
+    admin_key = f"sk-instar-{secrets.token_urlsafe(32)}"
+    environment = {
+        "INSTAR_ADMIN_KEY": admin_key,
+        "PYTHONPATH": os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "instar.cli.main", "train", config_path, "--json"]
+    with start_process(command, log=log, env=environment) as process:
+        run_dir = Path(settings["dir"])
+        deadline = time.monotonic() + START_SECONDS
+        while (url := find_gateway(run_dir / "store.db")) is None:
+            if process.poll() is not None:
+                raise MeasurementError(f"instar train ended with code {process.returncode}: {log_tail(log)}")
+            if time.monotonic() > deadline:
+                raise MeasurementError(f"the run did not start within {START_SECONDS:.0f} s: {log_tail(log)}")
+            time.sleep(0.1)
+        wait_until_up(process, f"{url}/healthz", log)
+        announcement = {"base_url": f"{url}/v1", "admin_key": admin_key, "run_dir": str(run_dir)}
+        yield SoakedRun(GatewayProcess(announcement), process.pid)
+
+
+def find_gateway(store: Path) -> str | None:
+    """Return the URL of the run's gateway once the trainer waits for data or trains, and None before."""
+    if not store.is_file():
+        return None
+    try:
+        rows = query_store(store, "SELECT role, url, doing FROM endpoints")
+    except sqlite3.OperationalError:  # the tables do not exist yet
+        return None
+    is_training = any(role == "trainer" and doing.startswith(("waiting", "step")) for role, _, doing in rows)
+    return next((url for role, url, _ in rows if role == "gateway" and is_training), None)

@@ -1,0 +1,254 @@
+"""Measure the growth of memory and file descriptors of a training run under load, with failures, for hours.
+
+    python bench/soak.py [--json] [--full] [--minutes M] [--warm-up M]
+
+`instar train` trains a tiny model on the replies of two scripted engines, and loads every new version into
+them. Its agents are rewarded by a rule, and some of them fail. Live agents call its gateway at 70% of the
+measured capacity: they hold conversations, stream, rate their sessions and are rated; a tenth of them
+disconnects during the reply, and a tenth of the requests is broken (malformed, half-sent, too long, with an
+unknown key or session). One of the engines is killed again and again.
+
+``rss_growth`` is the growth of the resident memory of the process that grows most (gateway, trainer, rollout,
+rewards, supervisor, the engine that is not killed), from the end of the warm-up to the end, as the medians of
+the first and of the last tenth of the samples. ``fd_growth`` is the same for the number of open file
+descriptors. ``lost`` counts replies that arrived completely and are not in the store, ``server_errors`` the
+responses with a status of 500 or above other than 502, 503 and 504.
+
+The full measurement is 120 minutes, of which the first 20 are the warm-up; by default it is 17 minutes with
+a warm-up of 5. `--full` runs all of it. If it is stopped and started again, it continues with a new run and a
+new warm-up; the time after the warm-ups counts and the growth of the parts is added. The samples are kept in
+.cache/bench/soak.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from gateway_parts.processes import MeasurementError
+from reliability_parts.live_agents import LiveAgents
+from reliability_parts.load import LoadClient, LoadGenerator, count_replies
+from reliability_parts.soaked_run import MAX_IN_FLIGHT, SoakedRun, start_run
+from reliability_parts.state_file import CACHE, StateFile
+from rich.console import Console
+from rich.table import Table
+
+from instar.conformance.tiny import make_tiny_model
+
+LOAD_SHARE = 0.7
+FULL_WARM_UP, FULL_MEASURED = 20 * 60.0, 100 * 60.0
+DEFAULT_WARM_UP, DEFAULT_MEASURED = 5 * 60.0, 12 * 60.0
+SAMPLES = 300
+"""The approximate number of samples of a measurement."""
+KILLED = "engine-1"
+GOALS = {"rss_growth": "< 0.05", "fd_growth": "≤ 0", "lost": "0", "server_errors": "0"}
+Sample = tuple[float, dict[str, dict[str, float]]]
+"""The seconds since the start of the load, and the resources of each process."""
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    warm_up: float
+    measured: float
+
+    @property
+    def total(self) -> float:
+        return self.warm_up + self.measured
+
+    @property
+    def sample_seconds(self) -> float:
+        return max(0.5, self.total / SAMPLES)
+
+    @property
+    def kill_seconds(self) -> float:
+        """The time between two kills: the supervisor gives up on a role that dies too often in 2 minutes."""
+        return max(5.0, min(150.0, self.total / 3))
+
+
+def log(text: str) -> None:
+    console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
+
+
+class Soak:
+    """One run under load. ``part`` has the samples and counts so far."""
+
+    def __init__(self, run: SoakedRun, plan: Plan, state: StateFile, name: str) -> None:
+        self._run = run
+        self._plan = plan
+        self._state = state
+        self._name = name
+        self._client = LoadClient(run.gateway.url)
+        self._agents = LiveAgents(run.gateway, self._client)
+        self._load = LoadGenerator(self._agents.send_call)
+        self._acknowledged: set[str] = set()
+        self.part: dict[str, Any] = {"warm_up": plan.warm_up, "samples": [], "kills": 0}
+
+    async def run(self) -> None:
+        seconds = max(5.0, min(30.0, self._plan.warm_up / 10))
+        began, ended = await self._load.run_concurrently(MAX_IN_FLIGHT, seconds)
+        capacity = count_replies(self._load.outcomes, began, ended) / (ended - began)
+        log(f"capacity: {capacity:.0f} replies/s")
+        self.part["capacity"] = capacity
+        # Not every call gets a reply: the broken ones and those of clients that disconnect do not.
+        calls_per_reply = len(self._load.outcomes) / max(1, count_replies(self._load.outcomes, began, ended))
+        helpers = [asyncio.create_task(self._sample()), asyncio.create_task(self._kill_engine())]
+        load = asyncio.create_task(
+            self._load.run_at_rate(LOAD_SHARE * capacity * calls_per_reply, self._plan.total)
+        )
+        try:
+            done, _ = await asyncio.wait([*helpers, load], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # A helper only ends with an error.
+        finally:
+            for task in (*helpers, load):
+                task.cancel()
+            await asyncio.gather(*helpers, load, return_exceptions=True)
+            await self._load.finish()
+            self._client.close()
+        self._collect()
+        self.part["lost"] = len(self._acknowledged - self._run.gateway.list_replies())
+        self._save()
+
+    async def _sample(self) -> None:
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(self._plan.sample_seconds)
+            measured = {name: asdict(resources) for name, resources in self._run.measure().items()}
+            self.part["samples"].append((time.monotonic() - began, measured))
+            self._collect()
+            self._save()
+
+    async def _kill_engine(self) -> None:
+        while True:
+            await asyncio.sleep(self._plan.kill_seconds)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._run.list_processes()[KILLED], signal.SIGKILL)
+                self.part["kills"] += 1
+
+    def _collect(self) -> None:
+        """Take over the outcomes so far, so that they do not fill this process's memory."""
+        outcomes, self._load.outcomes = self._load.outcomes, []
+        self._acknowledged.update(outcome.reply_id for outcome in outcomes if outcome.reply_id)
+        self.part["replies"] = len(self._acknowledged)
+        self.part["counts"] = dict(self._agents.counts)
+
+    def _save(self) -> None:
+        self.part["swaps"] = self._run.count_versions()
+        self.part["rewards"] = self._run.count_rewards()
+        self._state.save(self._name, self.part)
+
+
+def measure_growth(samples: list[Sample], warm_up: float) -> dict[str, dict[str, float]]:
+    """Return by process the medians of the first and the last tenth of the samples after the warm-up."""
+    samples = [sample for sample in samples if sample[0] >= warm_up]
+    count = max(1, len(samples) // 10)
+    growth: dict[str, dict[str, float]] = {}
+    for name in sorted({name for _, measured in samples for name in measured} - {KILLED}):
+        values = [measured[name] for _, measured in samples if name in measured]
+        medians = {
+            f"{key}_{place}": statistics.median(value[key] for value in part)
+            for key in ("rss_mb", "fds")
+            for place, part in (("begin", values[:count]), ("end", values[-count:]))
+        }
+        growth[name] = medians | {
+            "rss_growth": medians["rss_mb_end"] / medians["rss_mb_begin"] - 1,
+            "fd_growth": medians["fds_end"] - medians["fds_begin"],
+        }
+    return growth
+
+
+def summarize(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures over all parts. Parts that ended during their warm-up only count their calls."""
+    growths = [measure_growth(part["samples"], part["warm_up"]) for part in parts]
+    names = sorted({name for growth in growths for name in growth})
+    processes = {
+        name: {
+            "rss_growth": sum(growth[name]["rss_growth"] for growth in growths if name in growth),
+            "fd_growth": max(growth[name]["fd_growth"] for growth in growths if name in growth),
+            "rss_mb": max(growth[name]["rss_mb_end"] for growth in growths if name in growth),
+            "fds": max(growth[name]["fds_end"] for growth in growths if name in growth),
+        }
+        for name in names
+    }
+    if not processes:
+        raise MeasurementError("the measurement ended during its warm-up")
+    return {
+        "rss_growth": max(process["rss_growth"] for process in processes.values()),
+        "fd_growth": max(process["fd_growth"] for process in processes.values()),
+        "lost": sum(part.get("lost", 0) for part in parts),
+        "server_errors": sum(part["counts"].get("server_errors", 0) for part in parts),
+        "share": sum(map(measured_seconds, parts)) / FULL_MEASURED,
+        "processes": processes,
+        **{name: sum(part[name] for part in parts) for name in ("replies", "swaps", "rewards", "kills")},
+        "capacity": parts[-1]["capacity"],
+        "counts": parts[-1]["counts"],
+    }
+
+
+def measured_seconds(part: dict[str, Any]) -> float:
+    samples = part["samples"]
+    return max(0.0, samples[-1][0] - part["warm_up"]) if samples else 0.0
+
+
+def show(figures: dict[str, Any]) -> None:
+    table = Table("process", "RSS MB", "growth", "file descriptors", "growth")
+    for name, process in figures["processes"].items():
+        memory = [f"{process['rss_mb']:.0f}", f"{process['rss_growth']:+.1%}"]
+        table.add_row(name, *memory, f"{process['fds']:.0f}", f"{process['fd_growth']:+.0f}")
+    console.print(table)
+    table = Table("figure", "value", "to reach")
+    for name, goal in GOALS.items():
+        table.add_row(name, f"{figures[name]:.4g}", goal)
+    console.print(table)
+    done = ", ".join(f"{figures[name]:,} {name}" for name in ("replies", "swaps", "rewards", "kills"))
+    share = f"This run covered {figures['share']:.0%} of the full measurement"
+    console.print(f"{share}: {done}.", highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
+    parser.add_argument("--full", action="store_true", help="run all of it, or continue where it was stopped")
+    parser.add_argument("--minutes", type=float, help="duration after the warm-up")
+    parser.add_argument("--warm-up", type=float, help="duration of the warm-up in minutes")
+    options = parser.parse_args()
+    state = StateFile(CACHE / "soak.json", keep=options.full)
+    parts = list(state.parts.values())
+    defaults = (FULL_WARM_UP, FULL_MEASURED) if options.full else (DEFAULT_WARM_UP, DEFAULT_MEASURED)
+    warm_up = defaults[0] if options.warm_up is None else 60 * options.warm_up
+    measured = defaults[1] if options.minutes is None else 60 * options.minutes
+    plan = Plan(warm_up, measured - sum(map(measured_seconds, parts)))
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if plan.measured > 0:
+        log(f"a warm-up of {plan.warm_up / 60:.1f} minutes, then {plan.measured / 60:.1f} minutes")
+        with tempfile.TemporaryDirectory(dir=CACHE, prefix="soak-") as folder:
+            try:
+                model = make_tiny_model(Path(folder) / "model", hidden=32, context=4096)
+                with start_run(Path(folder), model) as run:
+                    soak = Soak(run, plan, state, f"part {len(parts) + 1}")
+                    uvloop.run(soak.run())
+                parts.append(soak.part)
+            except MeasurementError as error:
+                parser.exit(1, f"{error}\n")
+    figures = summarize(parts)
+    state.remove()
+    show(figures)
+    if options.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

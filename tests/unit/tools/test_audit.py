@@ -1,0 +1,115 @@
+"""`tools/audit.py` fails only on a known vulnerability, and names the packages that it could not look up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.tools.test_licences import install
+
+TOOLS = Path(__file__).parents[3] / "tools"
+UNREACHABLE = "http://127.0.0.1:9"
+
+
+class Index(BaseHTTPRequestHandler):
+    """A mirror of PyPI with the pages of projects, but not of their versions."""
+
+    projects: dict[str, Any]
+
+    def do_GET(self) -> None:
+        page = self.projects.get(self.path)
+        self.send_response(404 if page is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(page).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def index() -> Generator[str]:
+    def page(version: str, *ids: str) -> Any:
+        return {"info": {"version": version}, "vulnerabilities": [{"id": identifier} for identifier in ids]}
+
+    Index.projects = {
+        "/pypi/safe/json": page("1.0"),
+        "/pypi/old/json": page("2.0"),
+        "/pypi/bad/json": page("1.0", "PYSEC-2026-1"),
+    }
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def tool(tmp_path: Path) -> Path:
+    """A copy of the tool, so that its cache and its allow-list are its own."""
+    shutil.copytree(TOOLS, tmp_path / "copy" / "tools")
+    return tmp_path / "copy" / "tools" / "audit.py"
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    return folder
+
+
+def run_audit(tool: Path, packages: Path, index: str) -> tuple[int, str]:
+    options = ["--path", str(packages), "--index", index, "--osv", UNREACHABLE]
+    run = subprocess.run([sys.executable, str(tool), *options], capture_output=True, text=True, check=False)
+    return run.returncode, run.stdout + run.stderr
+
+
+def test_audit_without_reachable_service_says_so_and_passes(tool: Path, packages: Path) -> None:
+    install(packages, "safe")
+    code, output = run_audit(tool, packages, UNREACHABLE)
+    assert code == 0
+    assert "pip-audit was not run" in output
+    assert "NOT AUDITED: 1 of 1 packages: safe 1.0" in output
+
+
+def test_audit_by_project_pages_names_packages_in_older_versions(
+    tool: Path, packages: Path, index: str
+) -> None:
+    install(packages, "safe")
+    install(packages, "old")
+    code, output = run_audit(tool, packages, index)
+    assert code == 0
+    assert "1 packages were audited by the pages of their projects" in output
+    assert "NOT AUDITED: 1 of 2 packages: old 1.0" in output
+
+
+def test_audit_of_vulnerable_package_fails_until_it_is_allowed(
+    tool: Path, packages: Path, index: str
+) -> None:
+    install(packages, "bad")
+    code, output = run_audit(tool, packages, index)
+    assert code == 1
+    assert "bad 1.0 has the known vulnerability PYSEC-2026-1" in output
+    with tool.with_name("audit_allow.txt").open("a") as file:
+        file.write("bad PYSEC-2026-1 -- not reachable from our code\n")
+    assert run_audit(tool, packages, index)[0] == 0
+
+
+def test_audit_is_repeated_from_its_cache_until_packages_change(
+    tool: Path, packages: Path, index: str
+) -> None:
+    install(packages, "safe")
+    assert run_audit(tool, packages, index)[0] == 0
+    Index.projects["/pypi/safe/json"]["vulnerabilities"] = [{"id": "PYSEC-2026-2"}]
+    assert run_audit(tool, packages, index)[0] == 0
+    install(packages, "old")
+    assert run_audit(tool, packages, index)[0] == 1

@@ -1,0 +1,69 @@
+"""`tools/licences.py` accepts the licences of the allow-list in every form of metadata, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[3] / "tools" / "licences.py"
+
+
+def install(folder: Path, name: str, *metadata: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "\n".join(["Metadata-Version: 2.4", f"Name: {name}", "Version: 1.0", *metadata])
+    )
+
+
+def check(folder: Path) -> tuple[int, str]:
+    run = subprocess.run(
+        [sys.executable, str(TOOL), "--path", str(folder)], capture_output=True, text=True, check=False
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "License-Expression: MPL-2.0 AND (Apache-2.0 OR MIT)",
+        "License-Expression: Apache-2.0 WITH LLVM-exception",
+        "License: BSD",
+        "License: Copyright (c) 2020\nClassifier: License :: OSI Approved :: MIT License",
+    ],
+)
+def test_licence_in_allow_list_passes(tmp_path: Path, metadata: str) -> None:
+    install(tmp_path, "good", metadata)
+    assert check(tmp_path) == (0, "0 of 1 packages have a licence that is not allowed\n")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "licence"),
+    [
+        ("License-Expression: MIT AND AGPL-3.0-only", "AGPL-3.0-only"),
+        (
+            "Classifier: License :: OSI Approved :: GNU General Public License v3 or later (GPLv3+)",
+            "GPL-3.0-or-later",
+        ),
+        ("License: Proprietary", "Proprietary"),
+        ("Summary: No licence", "none given"),
+    ],
+)
+def test_licence_outside_allow_list_is_rejected_by_name(tmp_path: Path, metadata: str, licence: str) -> None:
+    install(tmp_path, "bad", metadata)
+    code, output = check(tmp_path)
+    assert code == 1
+    assert f"bad: the licence '{licence}' is not in tools/licences_allow.txt" in output
+
+
+def test_licence_allowed_for_one_package_is_rejected_for_another(tmp_path: Path) -> None:
+    install(tmp_path, "psycopg", "License-Expression: LGPL-3.0-only")
+    assert check(tmp_path)[0] == 0
+    install(tmp_path, "other", "License-Expression: LGPL-3.0-only")
+    code, output = check(tmp_path)
+    assert code == 1
+    assert "other: the licence 'LGPL-3.0-only'" in output
+    assert "psycopg" not in output

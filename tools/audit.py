@@ -1,0 +1,169 @@
+"""Look up the installed packages in databases of known vulnerabilities.
+
+    python tools/audit.py [--path FOLDER] [--index URL] [--osv URL]
+
+Exits with 1 if a package has a known vulnerability that is not listed with a reason in
+``tools/audit_allow.txt``.
+
+pip-audit asks OSV or, if OSV does not answer, PyPI. A mirror of PyPI may have the page of each project, which
+lists the vulnerabilities of its latest version, but not the pages of versions, which pip-audit needs: it
+skips packages without one and still succeeds. This script looks such packages up on the pages of their
+projects, and names those that were not audited at all. Without network it only reports that. Results are kept
+for a day in ``.cache/audit.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOW_LIST = ROOT / "tools" / "audit_allow.txt"
+CACHE = ROOT / ".cache" / "audit.json"
+CACHE_SECONDS = 24 * 3600.0
+ANSWER_SECONDS = 4.0
+OWN_PACKAGE = "instar"
+Vulnerabilities = dict[str, list[str]]
+"""The ids of the known vulnerabilities by package; a package that was not found has no entry."""
+
+
+def list_packages(folder: str) -> dict[str, str]:
+    """Return the version of each package that is installed in the folder."""
+    found = {canonicalize_name(item.name): item.version for item in distributions(path=[folder])}
+    found.pop(canonicalize_name(OWN_PACKAGE), None)
+    return found
+
+
+def fetch_json(url: str, body: Any = None) -> Any:
+    """Return the decoded response, or None if there is none or it is an error."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=ANSWER_SECONDS) as response:
+            return json.load(response)
+    except (OSError, ValueError):
+        return None
+
+
+def find_service(packages: dict[str, str], index: str, osv: str) -> str | None:
+    """Return the first service of pip-audit that answers a query, or None."""
+    name, version = next(iter(packages.items()))
+    query = {"package": {"name": name, "ecosystem": "PyPI"}, "version": version}
+    if fetch_json(osv, query) is not None:
+        return "osv"
+    return "pypi" if fetch_json(f"{index}/pypi/{name}/{version}/json") is not None else None
+
+
+def run_pip_audit(service: str, folder: str, osv: str) -> Vulnerabilities:
+    options = ["--format", "json", "--progress-spinner", "off", "--timeout", "10", "--path", folder]
+    command = [sys.executable, "-m", "pip_audit", "--vulnerability-service", service, *options]
+    environment = {**os.environ, "PIP_AUDIT_OSV_URL": osv}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    try:
+        dependencies = json.loads(run.stdout)["dependencies"]
+    except ValueError:
+        print(f"pip-audit failed: {run.stderr.strip()[-300:]}")
+        return {}
+    return {
+        canonicalize_name(item["name"]): [vulnerability["id"] for vulnerability in item["vulns"]]
+        for item in dependencies
+        if "vulns" in item
+    }
+
+
+def look_up_latest(packages: dict[str, str], index: str) -> Vulnerabilities:
+    """Return the vulnerabilities of the packages that are installed in the latest version."""
+
+    def look_up(name: str) -> list[str] | None:
+        project = fetch_json(f"{index}/pypi/{name}/json")
+        # A local version such as 2.0+cpu is a build of the version before the plus sign.
+        if not project or Version(project["info"]["version"]) != Version(Version(packages[name]).public):
+            return None
+        entries = project.get("vulnerabilities", ())
+        return [entry["id"] for entry in entries if not entry.get("withdrawn")]
+
+    with ThreadPoolExecutor(16) as pool:
+        found = zip(packages, pool.map(look_up, packages), strict=True)
+        return {name: ids for name, ids in found if ids is not None}
+
+
+def audit(packages: dict[str, str], folder: str, index: str, osv: str) -> tuple[Vulnerabilities, list[str]]:
+    """Return the vulnerabilities, and a line for each way in which packages were looked up."""
+    service = find_service(packages, index, osv)
+    by_version = run_pip_audit(service, folder, osv) if service else {}
+    rest = {name: version for name, version in packages.items() if name not in by_version}
+    latest = look_up_latest(rest, index) if rest else {}
+    if service:
+        lines = [f"{len(by_version)} packages were audited by pip-audit with {service}"]
+    else:
+        lines = [f"pip-audit was not run: neither {osv} nor the versions at {index} can be reached"]
+    if rest:
+        lines.append(f"{len(latest)} packages were audited by the pages of their projects")
+    return by_version | latest, lines
+
+
+def read_allowed() -> set[tuple[str, str]]:
+    """Return the accepted pairs of package and vulnerability."""
+    rows = [line for line in ALLOW_LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    pairs = [row.partition(" -- ")[0].split() for row in rows]
+    return {(name, identifier) for name, identifier in pairs}
+
+
+def load_cached(key: dict[str, Any]) -> tuple[Vulnerabilities, list[str]] | None:
+    try:
+        cached = json.loads(CACHE.read_text())
+    except (OSError, ValueError):
+        return None
+    is_fresh = cached["key"] == key and 0 <= time.time() - cached["time"] < CACHE_SECONDS
+    return (cached["vulnerabilities"], cached["lines"]) if is_fresh else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--path", default=sysconfig.get_path("purelib"), help="folder of installed packages")
+    parser.add_argument("--index", default="https://pypi.org", help="URL of PyPI or a mirror of it")
+    parser.add_argument("--osv", default="https://api.osv.dev/v1/query", help="URL of the OSV service")
+    options = parser.parse_args()
+    packages = list_packages(options.path)
+    key = {"packages": packages, "index": options.index, "osv": options.osv}
+    result = load_cached(key)
+    if result is None:
+        result = audit(packages, options.path, options.index, options.osv)
+        if result[0]:  # Otherwise nothing could be reached.
+            CACHE.parent.mkdir(exist_ok=True)
+            CACHE.write_text(
+                json.dumps(
+                    {"key": key, "time": time.time(), "vulnerabilities": result[0], "lines": result[1]}
+                )
+            )
+    vulnerabilities, lines = result
+    unknown = sorted(f"{name} {packages[name]}" for name in packages.keys() - vulnerabilities.keys())
+    if unknown:
+        lines = [*lines, f"NOT AUDITED: {len(unknown)} of {len(packages)} packages: {', '.join(unknown)}"]
+    allowed = read_allowed()
+    found = [
+        f"{name} {packages[name]} has the known vulnerability {identifier}; update it, or list it with a "
+        f"reason in {ALLOW_LIST.relative_to(ROOT)}"
+        for name, identifiers in sorted(vulnerabilities.items())
+        for identifier in identifiers
+        if (name, identifier) not in allowed
+    ]
+    print("\n".join([*lines, *found, f"{len(found)} known vulnerabilities"]))
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
