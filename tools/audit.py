@@ -17,11 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import ssl
 import subprocess
 import sys
 import sysconfig
 import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distributions
@@ -37,6 +37,7 @@ CACHE = ROOT / ".cache" / "audit.json"
 CACHE_SECONDS = 24 * 3600.0
 ANSWER_SECONDS = 4.0
 OWN_PACKAGE = "instar"
+TLS = ssl.create_default_context()  # Shared, because reading the certificates takes longer than a request.
 Vulnerabilities = dict[str, list[str]]
 """The ids of the known vulnerabilities by package; a package that was not found has no entry."""
 
@@ -52,7 +53,8 @@ def fetch_json(url: str, body: Any = None) -> Any:
     """Return the decoded response, or None if there is none or it is an error."""
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=ANSWER_SECONDS) as response:
+        request = urllib.request.Request(url, data)
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS, context=TLS) as response:
             return json.load(response)
     except (OSError, ValueError):
         return None

@@ -127,7 +127,8 @@ class LoadGenerator:
         return began, now
 
     async def run_concurrently(self, concurrency: int, seconds: float) -> tuple[float, float]:
-        """Keep this number of calls in flight. Return the begin and the end of the phase."""
+        """Keep this number of calls in flight. Return the begin and the end of the phase, which is the end of
+        its last call."""
         began = time.perf_counter()
 
         async def call_repeatedly() -> None:
@@ -135,7 +136,7 @@ class LoadGenerator:
                 await self._record()
 
         await asyncio.gather(*(call_repeatedly() for _ in range(concurrency)))
-        return began, began + seconds
+        return began, time.perf_counter()
 
     async def finish(self, timeout: float = 120.0) -> None:
         """Wait for the calls that are still in flight."""
