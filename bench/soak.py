@@ -8,16 +8,17 @@ measured capacity: they hold conversations, stream, rate their sessions and are 
 disconnects during the reply, and a tenth of the requests is broken (malformed, half-sent, too long, with an
 unknown key or session). One of the engines is killed again and again.
 
-``rss_growth`` is the growth of the resident memory of the process that grows most (gateway, trainer, rollout,
-rewards, supervisor, the engine that is not killed), from the end of the warm-up to the end, as the medians of
-the first and of the last tenth of the samples. ``fd_growth`` is the same for the number of open file
-descriptors. ``lost`` counts replies that arrived completely and are not in the store, ``server_errors`` the
-responses with a status of 500 or above other than 502, 503 and 504.
+``rss_growth`` is the growth of the resident memory of the process that grows most (gateway, trainer,
+rollout, supervisor, the engine that is not killed), from the end of the warm-up to the end, as the medians
+of the first and of the last tenth of the samples. ``fd_growth`` is the growth of the number of open file
+descriptors, as the minima of the first and of the last third, because the number of connections varies.
+``lost`` counts replies that arrived completely and are not in the store, ``server_errors`` the responses
+with a status of 500 or above other than 502, 503 and 504.
 
 The full measurement is 120 minutes, of which the first 20 are the warm-up; by default it is 17 minutes with
-a warm-up of 5. `--full` runs all of it. If it is stopped and started again, it continues with a new run and a
-new warm-up; the time after the warm-ups counts and the growth of the parts is added. The samples are kept in
-.cache/bench/soak.json.
+a warm-up of 5. `--full` runs all of it. If it is stopped and started again, it continues with a new run and
+a new warm-up; the time after the warm-ups counts and the growth of the parts is added. The samples are kept
+in .cache/bench/soak.json.
 """
 
 from __future__ import annotations
@@ -152,20 +153,21 @@ class Soak:
 
 
 def measure_growth(samples: list[Sample], warm_up: float) -> dict[str, dict[str, float]]:
-    """Return by process the medians of the first and the last tenth of the samples after the warm-up."""
+    """Return by process the memory and the file descriptors at the begin and the end, after the warm-up."""
     samples = [sample for sample in samples if sample[0] >= warm_up]
-    count = max(1, len(samples) // 10)
+    tenth, third = max(1, len(samples) // 10), max(1, len(samples) // 3)
     growth: dict[str, dict[str, float]] = {}
     for name in sorted({name for _, measured in samples for name in measured} - {KILLED}):
         values = [measured[name] for _, measured in samples if name in measured]
-        medians = {
-            f"{key}_{place}": statistics.median(value[key] for value in part)
-            for key in ("rss_mb", "fds")
-            for place, part in (("begin", values[:count]), ("end", values[-count:]))
-        }
-        growth[name] = medians | {
-            "rss_growth": medians["rss_mb_end"] / medians["rss_mb_begin"] - 1,
-            "fd_growth": medians["fds_end"] - medians["fds_begin"],
+        begin, end = (
+            statistics.median(v["rss_mb"] for v in part) for part in (values[:tenth], values[-tenth:])
+        )
+        fds_begin, fds_end = (min(v["fds"] for v in part) for part in (values[:third], values[-third:]))
+        growth[name] = {
+            "rss_mb": end,
+            "rss_growth": end / begin - 1,
+            "fds": fds_end,
+            "fd_growth": fds_end - fds_begin,
         }
     return growth
 
@@ -178,8 +180,8 @@ def summarize(parts: list[dict[str, Any]]) -> dict[str, Any]:
         name: {
             "rss_growth": sum(growth[name]["rss_growth"] for growth in growths if name in growth),
             "fd_growth": max(growth[name]["fd_growth"] for growth in growths if name in growth),
-            "rss_mb": max(growth[name]["rss_mb_end"] for growth in growths if name in growth),
-            "fds": max(growth[name]["fds_end"] for growth in growths if name in growth),
+            "rss_mb": max(growth[name]["rss_mb"] for growth in growths if name in growth),
+            "fds": max(growth[name]["fds"] for growth in growths if name in growth),
         }
         for name in names
     }

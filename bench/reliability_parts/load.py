@@ -146,7 +146,8 @@ class LoadGenerator:
                 task.cancel()
 
     async def _record(self) -> None:
-        self.outcomes.append(await self._send())
+        outcome = await self._send()
+        self.outcomes.append(outcome)  # The list may have been replaced during the call.
 
 
 def count_replies(outcomes: list[Outcome], began: float, ended: float) -> int:

@@ -34,8 +34,6 @@ def test_bench_overload_short_sample_rejects_calls_and_loses_none() -> None:
 def test_bench_soak_short_sample_swaps_weights_and_loses_no_reply() -> None:
     figures = run_bench("soak.py", "--warm-up", "0.05", "--minutes", "0.15")
     assert {"rss_growth", "fd_growth"} <= figures.keys()
-    assert {"gateway", "engine-0", "trainer", "rollout", "rewards", "supervisor"} <= figures[
-        "processes"
-    ].keys()
+    assert {"gateway", "engine-0", "trainer", "rollout", "supervisor"} <= figures["processes"].keys()
     assert [figures[name] for name in ("lost", "server_errors")] == [0, 0], figures
     assert all(figures[name] > 0 for name in ("replies", "swaps", "rewards", "kills")), figures

@@ -31,6 +31,16 @@ class Index(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(page).encode())
 
+    def do_POST(self) -> None:
+        """Answer a query as OSV does; only this path is an OSV service."""
+        query = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        affected = [{"package": {"name": "old", "ecosystem": "PyPI"}, "ranges": []}]
+        is_known = query["package"]["name"] == "old"
+        answer = {"vulns": [{"id": "GHSA-1", "affected": affected}]} if is_known else {}
+        self.send_response(200 if self.path == "/osv" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
@@ -67,8 +77,8 @@ def packages(tmp_path: Path) -> Path:
     return folder
 
 
-def run_audit(tool: Path, packages: Path, index: str) -> tuple[int, str]:
-    options = ["--path", str(packages), "--index", index, "--osv", UNREACHABLE]
+def run_audit(tool: Path, packages: Path, index: str, osv: str = UNREACHABLE) -> tuple[int, str]:
+    options = ["--path", str(packages), "--index", index, "--osv", osv]
     run = subprocess.run([sys.executable, str(tool), *options], capture_output=True, text=True, check=False)
     return run.returncode, run.stdout + run.stderr
 
@@ -113,3 +123,16 @@ def test_audit_is_repeated_from_its_cache_until_packages_change(
     assert run_audit(tool, packages, index)[0] == 0
     install(packages, "old")
     assert run_audit(tool, packages, index)[0] == 1
+
+
+def test_audit_with_reachable_osv_finds_vulnerability_of_older_version(
+    tool: Path, packages: Path, index: str
+) -> None:
+    pytest.importorskip("pip_audit")
+    install(packages, "safe")
+    install(packages, "old")
+    code, output = run_audit(tool, packages, index, f"{index}/osv")
+    assert code == 1, output
+    assert "2 packages were audited by pip-audit with osv" in output
+    assert "old 1.0 has the known vulnerability GHSA-1" in output
+    assert "NOT AUDITED" not in output
