@@ -37,7 +37,7 @@ ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_cl
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """The features of a backend. A run that needs other features is rejected at its start."""
+    """The features of a backend. A run that needs other features is rejected when it starts."""
 
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
@@ -75,7 +75,7 @@ def torch_capabilities(lora: LoraConfig | None, *, reference: bool, live: bool) 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardResult:
     loss: float
-    """The sum over all trained tokens."""
+    """The loss, summed over all trained tokens."""
     logprobs: list[Floats]
     """The logprobs under the current weights, one array per sample; NaN for tokens that are not trained."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -84,17 +84,17 @@ class ForwardBackwardResult:
 @dataclass(frozen=True, slots=True)
 class OptimStepResult:
     grad_norm: float
-    """The norm before clipping; NaN if the backend does not return the norm."""
+    """The gradient norm before clipping; NaN if the backend does not report it."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
     def from_norm(
         cls, adam: AdamConfig, grad_norm: float, metrics: Mapping[str, float] | None = None
     ) -> OptimStepResult:
-        result = {**(metrics or {}), "lr": adam.lr}
+        all_metrics = {**(metrics or {}), "lr": adam.lr}
         if not math.isnan(grad_norm):
-            result["grad_clipped"] = float(0.0 < adam.grad_clip_norm < grad_norm)
-        return cls(grad_norm, result)
+            all_metrics["grad_clipped"] = float(0.0 < adam.grad_clip_norm < grad_norm)
+        return cls(grad_norm, all_metrics)
 
 
 class Backend(ABC):
@@ -114,7 +114,7 @@ class Backend(ABC):
         initialized from the seed. Must be called before any other method."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprobs under the base model, which has no adapter and the initial weights."""
+        """Return the logprob of every token under the base model: the initial weights without an adapter."""
         raise BackendError("this backend does not compute the base model's logprobs")
 
     @abstractmethod
@@ -146,13 +146,14 @@ class Backend(ABC):
     @abstractmethod
     async def save_state(self, path: Path) -> None:
         """Save weights, optimizer and RNG state, so that training continues bit for bit after ``load_state``.
-        ``path`` is created atomically, when its content is on disk. A service stores the state itself and
-        writes only a reference to ``path``."""
+        ``path`` appears atomically, after its content is on disk. A service stores the state itself, and
+        ``path`` contains only a reference."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        """Continue from a saved state and drop gradients that were not applied. A service starts a new
-        session, which is not affected by calls of earlier processes."""
+        """Continue from a saved state. A gradient that was accumulated since then is dropped. If
+        ``optimizer`` is False, only the weights are loaded. A service starts a new session, which is not
+        affected by calls of earlier processes."""
 
     async def discard_state(self, path: Path) -> None:  # noqa: B027 - most backends store the state in `path`
         """Delete the parts of a saved state that are stored outside ``path``. The caller removes ``path``."""

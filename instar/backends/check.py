@@ -1,4 +1,4 @@
-"""Validate samples before a backend computes with them, and select the samples that it computes."""
+"""Validate samples before a backend computes with them, and select the samples to compute."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def check_samples(
 
 
 def _find_token_problem(sample: Sample, vocab_size: int | None, max_tokens: int | None) -> str | None:
-    ids = sample.token_ids
+    token_ids = sample.token_ids
     if sample.media:
         return "it contains media, and this backend can train on text only"
-    if max_tokens is not None and len(ids) > max_tokens:
-        return f"it has {len(ids)} tokens, but the model supports at most {max_tokens}"
+    if max_tokens is not None and len(token_ids) > max_tokens:
+        return f"it has {len(token_ids)} tokens, but the model supports at most {max_tokens}"
     end = np.inf if vocab_size is None else vocab_size
-    outside = np.flatnonzero((ids < 0) | (ids >= end))
-    if len(outside):
-        index = outside[0]
-        return f"token id {ids[index]} at index {index} is outside the vocabulary (0 to {end - 1})"
+    invalid_indices = np.flatnonzero((token_ids < 0) | (token_ids >= end))
+    if len(invalid_indices):
+        index = invalid_indices[0]
+        return f"token id {token_ids[index]} at index {index} is outside the vocabulary (0 to {end - 1})"
     return None
 
 

@@ -1,7 +1,7 @@
 """Create the backend of a run, and reject settings that the backend does not support.
 
-An unsupported loss or setting is an error, because a warning is easily missed and the run would train
-something other than configured. With `trainer.loss_fallback`, the user accepts another loss.
+An unsupported loss or setting is an error, because users easily miss a warning and the run would not train as
+configured. With `trainer.loss_fallback`, the user accepts another loss.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
 
 
 def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the config that will be trained, and notes for the user. Raises ConfigError for every problem
+    """Return the config with `auto` resolved, and notes for the user. Raises ConfigError for every problem
     that can be found before the run starts."""
     config, notes = resolve_run(config, env)
     if not config.trains:
@@ -151,7 +151,7 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
 
 def _check_sampling(config: RunConfig) -> None:
     """Raise ConfigError unless a service samples greedily or from the full softmax. A service returns only
-    logprobs of the full softmax, so other samples cannot be trained on."""
+    logprobs of the full softmax, so tokens that were sampled differently cannot be used for training."""
     if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling = config.rollout.sampling

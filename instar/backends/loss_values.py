@@ -24,7 +24,7 @@ def compute_loss(
     loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> tuple[float, dict[str, float]]:
     """Return the loss, summed over trained tokens, and the same metrics as the local backend. ``logprobs``
-    are aligned with the samples' tokens; values under mask 0 are ignored."""
+    are aligned with the samples' tokens; values of tokens that are not trained are ignored."""
     new_logprobs = _concat_trained(samples, logprobs)
     old_logprobs = _concat_trained(samples, [sample.logprobs for sample in samples])
     advantages = _concat_trained(samples, [sample.advantages for sample in samples])
@@ -48,7 +48,7 @@ def non_finite_error(
     logprobs: Sequence[Floats],
     dtype: type[np.floating] = np.float64,
 ) -> NonFiniteError:
-    """Return an error that names the samples whose own loss is not finite in ``dtype``."""
+    """Return an error that names the samples whose own loss is not finite in ``dtype``, or all samples."""
     with np.errstate(over="ignore"):
         values = [dtype(compute_loss(loss, [s], [row])[0]) for s, row in zip(samples, logprobs, strict=True)]
     all_keys = [sample.sample_key for sample in samples]

@@ -63,14 +63,14 @@ class TreeAttentionPlan:
 
 
 def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
-    inline = _inline_ancestors(pack.nodes)
+    inline = _select_inline_ancestors(pack.nodes)
     copied = {ancestor for ancestors in inline for ancestor in ancestors}
     cross = [
         CrossBlock(slice(node.end, node.subtree_end), slice(node.start, node.end))
         for index, node in enumerate(pack.nodes)
         if node.subtree_end > node.end and index not in copied
     ]
-    prefixes = [_row_positions([pack.nodes[a] for a in ancestors]) for ancestors in inline]
+    prefixes = [_concat_positions([pack.nodes[a] for a in ancestors]) for ancestors in inline]
     lengths = [len(prefixes[i]) + len(node) for i, node in enumerate(pack.nodes)]
     own = [
         _make_own_blocks([prefixes[i] for i in members], [pack.nodes[i] for i in members], device)
@@ -79,7 +79,7 @@ def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
     return TreeAttentionPlan(own, cross)
 
 
-def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
+def _select_inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
     """Return the indices of the ancestors to copy in front of each node. An ancestor is copied for all of its
     descendants or for none."""
     inline: list[list[int]] = []
@@ -88,8 +88,8 @@ def _inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
             inline.append([])
             continue
         ancestors, parent = inline[node.parent], nodes[node.parent]
-        budget = MAX_INLINE_TOKENS - sum(len(nodes[a]) for a in ancestors)
-        is_short = len(parent) <= min(MAX_INLINE_ANCESTOR_TOKENS, budget)
+        remaining_tokens = MAX_INLINE_TOKENS - sum(len(nodes[a]) for a in ancestors)
+        is_short = len(parent) <= min(MAX_INLINE_ANCESTOR_TOKENS, remaining_tokens)
         inline.append([*ancestors, node.parent] if is_short else ancestors)
     return inline
 
@@ -108,7 +108,7 @@ def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _row_positions(nodes: Sequence[PackNode]) -> Index:
+def _concat_positions(nodes: Sequence[PackNode]) -> Index:
     return np.concatenate([np.empty(0, np.int64), *(np.arange(n.start, n.end) for n in nodes)])
 
 
@@ -141,7 +141,7 @@ class _TreeAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for block in plan.own:
-            part, part_lse = block_forward(*_batch(block, q, k, v), causal=True, scale=scale)
+            part, part_lse = block_forward(*_gather_batch(block, q, k, v), causal=True, scale=scale)
             out[block.targets] = part.transpose(1, 2).flatten(0, 1)[block.queries].float()
             lse[block.targets] = part_lse.transpose(1, 2).flatten(0, 1)[block.queries]
         for block in plan.cross:
@@ -172,7 +172,7 @@ class _TreeAttention(torch.autograd.Function):
             block_grad[block.queries] = grad[block.targets]
             parts = block_backward(
                 block_grad.view(*rows.shape, *grad.shape[1:]).transpose(1, 2),
-                *_batch(block, q, k, v),
+                *_gather_batch(block, q, k, v),
                 out[rows].transpose(1, 2),
                 lse[rows].transpose(1, 2),
                 causal=True,
@@ -200,13 +200,13 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _add_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    joint = torch.logaddexp(lse, part_lse)
-    weight = torch.exp(part_lse - joint)
-    out.mul_(torch.exp(lse - joint).unsqueeze(-1)).addcmul_(part.float(), weight.unsqueeze(-1))
-    lse.copy_(joint)
+    joint_lse = torch.logaddexp(lse, part_lse)
+    weight = torch.exp(part_lse - joint_lse)
+    out.mul_(torch.exp(lse - joint_lse).unsqueeze(-1)).addcmul_(part.float(), weight.unsqueeze(-1))
+    lse.copy_(joint_lse)
 
 
-def _batch(block: OwnBlocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_batch(block: OwnBlocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = block.rows
     return q[rows].transpose(1, 2), k[rows].transpose(1, 2), v[rows].transpose(1, 2)
 
@@ -232,8 +232,8 @@ def tree_attention(
             raise BackendError(f"the local backend does not support this model: its attention uses {name}")
     if tree_plan is None:
         raise BackendError(
-            f"the local backend does not support {type(module).__name__}, because it does not pass its "
-            "keyword arguments to its attention"
+            f"the local backend does not support {type(module).__name__}, because the model does not pass "
+            "keyword arguments to its attention function"
         )
     tree_plan.calls += 1
     device = query.device.type
@@ -275,7 +275,7 @@ def cpu_flash_backward(
     )
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     """Return the scores [N, K, G·L, S] in fp32, with the G query heads of each key head in the same rows."""
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
     if causal:
@@ -292,7 +292,7 @@ def _fold_heads(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(_fold_heads(q, k.shape[1]), k, causal, scale)
+    scores = _compute_scores(_fold_heads(q, k.shape[1]), k, causal, scale)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     out = scores.sub_(lse).exp_().to(v.dtype) @ v
     return out.view(q.shape), lse.view(q.shape[:3])
@@ -303,7 +303,7 @@ def math_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = k.shape[1]
     folded_q, folded_grad, folded_out, folded_lse = (_fold_heads(x, kv_heads) for x in (q, grad, out, lse))
-    weights = _scores(folded_q, k, causal, scale).sub_(folded_lse.unsqueeze(-1)).exp_()
+    weights = _compute_scores(folded_q, k, causal, scale).sub_(folded_lse.unsqueeze(-1)).exp_()
     dv = weights.to(v.dtype).transpose(-1, -2) @ folded_grad
     delta = (folded_grad * folded_out).sum(-1, keepdim=True, dtype=torch.float32)
     dscores = (folded_grad @ v.transpose(-1, -2)).float().sub_(delta)

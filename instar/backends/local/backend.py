@@ -1,6 +1,6 @@
 """Train a LoRA adapter or all weights with torch in this process.
 
-On a CPU, the same calls with the same seed and number of threads give the same bits.
+On a CPU, the same calls with the same seed and number of threads produce bit-identical results.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Sample
 
 CHUNK_BYTES = 128 * 2**20
-"""The number of bytes of weights that `tensors` exports in one call to the thread."""
+"""The number of bytes of weights that `tensors` exports each time it switches to the worker thread."""
 RNG_LOCK = threading.Lock()
 """Held while a backend uses torch's random generator, which all backends in the process share."""
 
 
 class LocalBackend(ThreadedBackend):
-    """A backend that trains with torch. ``weights`` is a base model from `load_base`, which several backends
+    """A backend that trains with torch. ``base_model`` is a model from `load_base`, which several backends
     with adapters may share."""
 
     def __init__(
@@ -70,12 +70,12 @@ class LocalBackend(ThreadedBackend):
             torch.manual_seed(seed)
             self._model = load_model(model, self._config, seed, weights)
         self._parameters = self._model.parameters
-        # Each step sets all fields again. The fused optimizer is the fastest on both CPU and GPU.
+        # Every step sets all hyperparameters, so these defaults are never used. `fused` is the fastest.
         self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
         self._optim_steps = 0
 
     def use_cores(self, count: int) -> None:
-        # A thread count in the config has priority.
+        # A thread count in the config takes precedence.
         if self._config.threads is None and not self._is_closed:
             self._pool.submit(torch.set_num_threads, count)
 
@@ -87,7 +87,8 @@ class LocalBackend(ThreadedBackend):
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         weights = await self._run(lambda: iterate_served_weights(self._model.model, self._model.dtype))
-        # A switch to the thread costs more than merging a small layer on a GPU, so each one exports a chunk.
+        # Switching to the worker thread costs more than merging a small layer on a GPU, so the weights are
+        # exported in chunks.
         while chunk := await self._run(lambda: _take_chunk(weights, CHUNK_BYTES)):
             for name_and_tensor in chunk:
                 yield name_and_tensor
@@ -109,27 +110,27 @@ class LocalBackend(ThreadedBackend):
     def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         check_samples(samples, self._model.vocab_size, self._model.max_tokens, loss)
         results = nan_logprobs(samples)
-        trained = select_trained(samples)
-        sequences = [samples[i].token_ids for i in trained]
+        trained_indices = select_trained(samples)
+        sequences = [samples[i].token_ids for i in trained_indices]
         previous_grads = {name: p.grad for name, p in self._parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None
-        total, distinct_tokens, parts = 0.0, 0, list[losses.LossSums]()
+        total, distinct_tokens, micro_batch_sums = 0.0, 0, list[losses.LossSums]()
         try:
             for batch in split_micro_batches(sequences, self._config.micro_batch_tokens):
-                batch_samples = [samples[trained[i]] for i in batch]
+                batch_samples = [samples[trained_indices[i]] for i in batch]
                 packed = pack([sample.token_ids for sample in batch_samples])
                 pairs = zip(packed.paths, batch_samples, strict=True)
                 trained_positions = np.concatenate([path[sample.mask > 0] for path, sample in pairs])
-                positions, index = np.unique(trained_positions, return_inverse=True)
+                positions, inverse = np.unique(trained_positions, return_inverse=True)
                 logprobs = self._model.logprobs(packed, positions)
-                gathered = logprobs[torch.from_numpy(index).to(logprobs.device)]
+                gathered = logprobs[torch.from_numpy(inverse).to(logprobs.device)]
                 value, sums = _compute_loss(gathered, batch_samples, loss)
                 value.backward()
-                _scatter(packed, positions, logprobs.detach(), [results[trained[i]] for i in batch])
+                _scatter(packed, positions, logprobs.detach(), [results[trained_indices[i]] for i in batch])
                 total += float(value.detach())
                 distinct_tokens += len(packed)
-                parts.append(sums)
+                micro_batch_sums.append(sums)
         except BaseException:  # including an interrupt: the call must not add a part of its gradient
             for name, parameter in self._parameters.items():
                 parameter.grad = previous_grads[name]
@@ -140,9 +141,9 @@ class LocalBackend(ThreadedBackend):
         for sample, result in zip(samples, results, strict=True):
             # Logprobs were also computed for tokens that are trained only in another sample.
             result[sample.mask <= 0] = np.nan
-        metrics = losses.compute_metrics(loss, parts)
+        metrics = losses.compute_metrics(loss, micro_batch_sums)
         metrics["distinct_tokens"] = float(distinct_tokens)
-        metrics["micro_batches"] = float(len(parts))
+        metrics["micro_batches"] = float(len(micro_batch_sums))
         return ForwardBackwardResult(total, results, metrics)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
@@ -220,25 +221,25 @@ def _compute_loss(
         logprobs=gather([sample.logprobs for sample in samples]),
     )
     value, sums = losses.token_loss(loss, logprobs, tokens)
-    if not math.isfinite(number := float(value.detach())):
+    if not math.isfinite(loss_value := float(value.detach())):
         keys = ", ".join(sample.sample_key for sample in samples[:4])
-        raise NonFiniteError(f"the {loss.name} loss is {number} on {len(samples)} samples ({keys}, ...)")
+        raise NonFiniteError(f"the {loss.name} loss is {loss_value} on {len(samples)} samples ({keys}, ...)")
     return value, sums
 
 
 def _scatter(packed: PackedRow, positions: Index, logprobs: Tensor, results: Sequence[Floats]) -> None:
-    """Write the logprobs of the packed tokens to the results of every sample that contains the tokens."""
+    """Write each packed token's logprob to the result of every sample that contains the token."""
     row = np.full(len(packed), np.nan, np.float32)
     row[positions] = logprobs.float().cpu().numpy()
     for path, result in zip(packed.paths, results, strict=True):
         result[:] = row[path]
 
 
-def _take_chunk(weights: Iterator[tuple[str, Tensor]], size: int) -> list[tuple[str, Tensor]]:
+def _take_chunk(weights: Iterator[tuple[str, Tensor]], remaining_bytes: int) -> list[tuple[str, Tensor]]:
     chunk: list[tuple[str, Tensor]] = []
     for name, tensor in weights:
         chunk.append((name, tensor))
-        size -= tensor.nbytes
-        if size <= 0:
+        remaining_bytes -= tensor.nbytes
+        if remaining_bytes <= 0:
             break
     return chunk

@@ -1,7 +1,8 @@
 """The LoRA adapter, created by PEFT for its file format and computed by one fused function.
 
 PEFT's own forward pass casts activations to the adapter's fp32 and adds in fp32, which costs more than the
-update itself. Here the fp32 adapter is cast to the dtype of the activations and added in place.
+update itself. Here the fp32 adapter is cast to the dtype of the activations, and its output is added in
+place.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
         torch.manual_seed(seed)
         try:
             with warnings.catch_warnings():
-                # An adapter on an output layer that is tied to the embedding applies only to the output.
+                # With tied embeddings, the adapter changes only the output layer, which is intended.
                 warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
                 wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
         except ValueError as error:
@@ -72,7 +73,7 @@ def _forward(module: Linear, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Computes x W' + bias + scale · x A' B', without gradients for W and bias."""
+    """Computes x·Wᵀ + bias + scale · x·Aᵀ·Bᵀ, without gradients for W and bias."""
 
     @staticmethod
     def forward(
@@ -80,21 +81,21 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         a, b = a.to(x.dtype), b.to(x.dtype)
         flat = x.reshape(-1, x.shape[-1])
-        low = flat @ a.T
+        low_rank = flat @ a.T
         out = nn.functional.linear(flat, weight, bias)
-        out.addmm_(low, b.T, alpha=scale)
-        ctx.save_for_backward(flat, weight, a, b, low)
+        out.addmm_(low_rank, b.T, alpha=scale)
+        ctx.save_for_backward(flat, weight, a, b, low_rank)
         ctx.scale, ctx.shape = scale, x.shape
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat, weight, a, b, low = ctx.saved_tensors
+        flat, weight, a, b, low_rank = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_low = (grad @ b).mul_(ctx.scale)
+        grad_low_rank = (grad @ b).mul_(ctx.scale)
         grad_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_low, a).view(ctx.shape)
-        grad_a = (grad_low.T @ flat).float()
-        grad_b = (low.T @ grad).T.float().mul_(ctx.scale)
+            grad_x = (grad @ weight).addmm_(grad_low_rank, a).view(ctx.shape)
+        grad_a = (grad_low_rank.T @ flat).float()
+        grad_b = (low_rank.T @ grad).T.float().mul_(ctx.scale)
         return grad_x, None, None, grad_a, grad_b, None

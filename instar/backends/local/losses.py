@@ -69,13 +69,13 @@ def token_loss(config: LossConfig, new_logprobs: Tensor, tokens: TrainedTokens) 
     return loss, sums
 
 
-def compute_metrics(config: LossConfig, parts: Sequence[LossSums]) -> dict[str, float]:
+def compute_metrics(config: LossConfig, sums: Sequence[LossSums]) -> dict[str, float]:
     """Return the metrics by name. ``kl`` is the mean of old - new logprob, an estimate of KL(old ‖ new)."""
-    count = sum(part.tokens for part in parts)
+    count = sum(part.tokens for part in sums)
     metrics = {"tokens": float(count)}
     if count and config.name in LOSSES_WITH_OLD_LOGPROBS:
-        metrics["ratio_mean"] = sum(part.ratio_sum for part in parts) / count
-        metrics["ratio_max"] = max(part.ratio_max for part in parts)
-        metrics["clipped"] = sum(part.clipped for part in parts) / count
-        metrics["kl"] = sum(part.kl_sum for part in parts) / count
+        metrics["ratio_mean"] = sum(part.ratio_sum for part in sums) / count
+        metrics["ratio_max"] = max(part.ratio_max for part in sums)
+        metrics["clipped"] = sum(part.clipped for part in sums) / count
+        metrics["kl"] = sum(part.kl_sum for part in sums) / count
     return metrics

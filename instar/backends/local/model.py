@@ -1,4 +1,4 @@
-"""The model to train: loading, checks that packed training is correct, and logprobs of packed samples."""
+"""Loads the model to train, checks that packed training is correct for it, and computes logprobs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK_ROWS = 256
 """The number of rows whose logits are in memory at the same time."""
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
+"""Model settings that scale or cap logits, which the local backend does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +101,16 @@ class TrainedModel:
             write_adapter_files(weights, config, folder)
             return
         # Tied weights are one tensor with two names, which is written under the first name.
-        distinct = {tensor.data_ptr(): name for name, tensor in reversed(self.model.state_dict().items())}
-        weights = {name: self.model.state_dict()[name].to(self.dtype) for name in distinct.values()}
+        names = {tensor.data_ptr(): name for name, tensor in reversed(self.model.state_dict().items())}
+        weights = {name: self.model.state_dict()[name].to(self.dtype) for name in names.values()}
         write_weights(weights, self.folder, folder, self.dtype)
 
 
 def load_model(
     config: ModelConfig, backend: LocalBackendConfig, seed: int, base: PreTrainedModel | None = None
 ) -> TrainedModel:
-    """Return the model to train. ``base`` is a model from `load_base`. Its weights are not trained, and
-    several models may share it."""
+    """Return the model to train. ``base`` is a model from `load_base`. Its weights are not trained, so that
+    several trained models may share it."""
     folder = resolve_model(config.name)
     device, dtype_name = device_and_dtype(config)
     dtype = DTYPES[dtype_name]
@@ -123,9 +124,9 @@ def load_model(
     if backend.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    trained = TrainedModel(model, adapter, folder, device, dtype)
-    trained.check_attention()
-    return trained
+    trained_model = TrainedModel(model, adapter, folder, device, dtype)
+    trained_model.check_attention()
+    return trained_model
 
 
 def load_base(config: ModelConfig) -> PreTrainedModel:
@@ -138,8 +139,8 @@ def load_base(config: ModelConfig) -> PreTrainedModel:
 def load_reference(config: ModelConfig, backend: LocalBackendConfig) -> TrainedModel:
     """Return the base model with the dtypes of full fine-tuning. Before the first step, it computes the same
     logprobs as the trained model, bit for bit."""
-    full = backend.model_copy(update={"lora": None, "gradient_checkpointing": False})
-    return load_model(config, full, seed=0)
+    full_config = backend.model_copy(update={"lora": None, "gradient_checkpointing": False})
+    return load_model(config, full_config, seed=0)
 
 
 def _read_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -154,24 +155,24 @@ def _read_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _check_supported(config: PreTrainedConfig) -> None:
-    def unsupported(feature: str) -> BackendError:
+    def unsupported_error(feature: str) -> BackendError:
         return BackendError(f"the local backend does not support {config.model_type} models with {feature}")
 
     if config.is_encoder_decoder:
-        raise unsupported("an encoder")
+        raise unsupported_error("an encoder")
     layers = cast(list[str], getattr(config, "layer_types", None) or [])
-    if other := sorted(set(layers) - {"full_attention"}):
-        raise unsupported(f"layers of type {', '.join(other)}")
+    if unsupported_types := sorted(set(layers) - {"full_attention"}):
+        raise unsupported_error(f"layers of type {', '.join(unsupported_types)}")
     if not layers and getattr(config, "sliding_window", None) is not None:
-        raise unsupported(f"a sliding window (sliding_window: {config.sliding_window})")
+        raise unsupported_error(f"a sliding window (sliding_window: {config.sliding_window})")
     for name in LOGIT_SETTINGS:
         if getattr(config, name, None) not in (None, 1.0):
-            raise unsupported(f"{name}: {getattr(config, name)}")
+            raise unsupported_error(f"{name}: {getattr(config, name)}")
 
 
 def _target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Return the fp32 logprob of each ``targets[i]`` after ``hidden[i]``, which is the target's logit minus
-    the logsumexp of its row."""
+    """Return the fp32 logprob of each ``targets[i]`` given ``hidden[i]``: the target's logit minus the
+    logsumexp of all logits of the row."""
     if type(head) is nn.Linear and not head.weight.requires_grad:
         return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias))
     chunks = zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True)
@@ -198,7 +199,7 @@ class _FrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        directions = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        logprob_grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
             logits = nn.functional.linear(hidden[rows], weight, bias)
@@ -209,12 +210,12 @@ class _FrozenHead(torch.autograd.Function):
             logprobs[rows] = (target_logits - top_logits.float() + probs.gather(-1, top_ids).log()).squeeze(
                 -1
             )
-            if directions is not None:
-                directions[rows] = weight[targets[rows]] - probs.to(weight.dtype) @ weight
-        ctx.save_for_backward(directions)
+            if logprob_grads is not None:
+                logprob_grads[rows] = weight[targets[rows]] - probs.to(weight.dtype) @ weight
+        ctx.save_for_backward(logprob_grads)
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (directions,) = ctx.saved_tensors
-        return (directions * grads[0].unsqueeze(-1)).to(directions.dtype), None, None, None
+        (logprob_grads,) = ctx.saved_tensors
+        return (logprob_grads * grads[0].unsqueeze(-1)).to(logprob_grads.dtype), None, None, None

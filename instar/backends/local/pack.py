@@ -1,4 +1,4 @@
-"""Pack samples into one row that contains every distinct token only once.
+"""Pack samples into one row that contains every shared prefix only once.
 
 The samples of a micro-batch form a trie of token segments. Its nodes are laid out in depth-first order, so
 that the descendants of a node are contiguous in the row::
@@ -31,7 +31,7 @@ NO_TOKEN = -1
 @dataclass(frozen=True, slots=True)
 class PackNode:
     """A node of the trie. It covers the row from ``start`` to ``end``, and its descendants cover the row from
-    ``end`` to ``subtree_end``."""
+    ``end`` to ``subtree_end``. ``parent`` is the index of the parent node."""
 
     parent: int | None
     start: int
@@ -46,6 +46,7 @@ class PackNode:
 class PackedRow:
     token_ids: Index
     positions: Index
+    """The position of each token in its sample."""
     previous: Index
     """The row position of the token before each token; ``NO_TOKEN`` for the first token of a sample."""
     nodes: tuple[PackNode, ...]
@@ -57,30 +58,29 @@ class PackedRow:
         return len(self.token_ids)
 
 
-def split_micro_batches(sequences: Sequence[Ids], budget: int) -> list[list[int]]:
-    """Return micro-batches of at most ``budget`` distinct tokens, as lists of indices. The sequences are in
-    lexicographic order, so that sequences with a common prefix are next to each other. A sequence longer than
-    the budget gets its own micro-batch."""
+def split_micro_batches(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
+    """Return micro-batches of at most ``max_tokens`` distinct tokens, as lists of indices. The sequences are
+    processed in lexicographic order, so that sequences with a common prefix are next to each other. A
+    sequence longer than ``max_tokens`` gets its own micro-batch."""
     batches: list[list[int]] = []
-    used = 0
+    used_tokens = 0
     previous: int | None = None
     for index in _lexicographic_order(sequences):
-        length = added = len(sequences[index])
+        length = added_tokens = len(sequences[index])
         if previous is not None:
-            added -= _common_prefix_length(sequences[previous], sequences[index])
-        if batches and used + added <= budget:
+            added_tokens -= _common_prefix_length(sequences[previous], sequences[index])
+        if batches and used_tokens + added_tokens <= max_tokens:
             batches[-1].append(index)
-            used += added
+            used_tokens += added_tokens
         else:
             batches.append([index])
-            used = length
+            used_tokens = length
         previous = index
     return batches
 
 
 def pack(sequences: Sequence[Ids]) -> PackedRow:
-    """Return one row that contains the sequences, which may be in any order. Equal sequences share all their
-    tokens."""
+    """Pack the sequences, which may be in any order, into one row. Equal sequences share all their tokens."""
     order = _lexicographic_order(sequences)
     ordered = [sequences[index] for index in order]
     shared_lengths = [0, *(_common_prefix_length(a, b) for a, b in pairwise(ordered))]
@@ -129,11 +129,11 @@ def _make_nodes(lengths: list[int], shared_lengths: list[int]) -> tuple[PackNode
         branches = [first, *(i for i in range(first + 1, last) if shared_lengths[i] == end_depth), last]
         children = [(a, b, end_depth, parent) for a, b in pairwise(branches) if lengths[b - 1] > end_depth]
         stack.extend(reversed(children))
-    ends = [end for _, end in bounds]
+    subtree_ends = [end for _, end in bounds]
     for node in range(len(parents) - 1, -1, -1):
         if (parent := parents[node]) is not None:
-            ends[parent] = max(ends[parent], ends[node])
-    return tuple(PackNode(parents[i], *bounds[i], ends[i]) for i in range(len(parents)))
+            subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[node])
+    return tuple(PackNode(parents[i], *bounds[i], subtree_ends[i]) for i in range(len(parents)))
 
 
 def _lexicographic_order(sequences: Sequence[Ids]) -> list[int]:
@@ -144,5 +144,5 @@ def _lexicographic_order(sequences: Sequence[Ids]) -> list[int]:
 
 def _common_prefix_length(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
+    different_indices = np.flatnonzero(a[:length] != b[:length])
+    return int(different_indices[0]) if len(different_indices) else length

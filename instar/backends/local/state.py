@@ -43,8 +43,8 @@ def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dty
     """Write a model folder with the weights, and with the config and tokenizer of the original model."""
     write_tensors(folder / "model.safetensors", weights)
     for file in source.iterdir():
-        is_copied = file.suffix in {".json", ".jinja", ".model", ".txt"}
-        if is_copied and file.is_file() and not file.name.endswith(".index.json"):
+        has_copied_suffix = file.suffix in {".json", ".jinja", ".model", ".txt"}
+        if has_copied_suffix and file.is_file() and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
     config = cast(dict[str, Any], json.loads((folder / "config.json").read_text()))
     config.pop("torch_dtype", None)
@@ -111,11 +111,11 @@ def load_training(
     shapes = {f"weight/{name}": parameter.shape for name, parameter in parameters.items()}
     saved_shapes = {name: t.shape for name, t in tensors.items() if name.startswith("weight/")}
     names = saved_shapes.keys() | shapes.keys()
-    if different := sorted(name for name in names if saved_shapes.get(name) != shapes.get(name)):
-        name = different[0]
+    if differing_names := sorted(name for name in names if saved_shapes.get(name) != shapes.get(name)):
+        name = differing_names[0]
         raise BackendError(
-            f"{path} is the state of another model or adapter: {len(different)} tensors differ, for example "
-            f"{name} (shape {saved_shapes.get(name)} in the state, {shapes.get(name)} in the model)"
+            f"{path} is the state of another model or adapter: {len(differing_names)} tensors differ, for "
+            f"example {name} (shape {saved_shapes.get(name)} in the state, {shapes.get(name)} in the model)"
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
