@@ -34,7 +34,7 @@ class PackageRequirement:
 
 
 CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
-"""MinT requires an older version of tinker than Instar does."""
+"""A conflicting package for each backend: MinT requires an older version of tinker than Instar does."""
 REQUIREMENTS: dict[str, PackageRequirement] = {
     "local": PackageRequirement("torch", "'instar[local]'"),
     **{
@@ -53,8 +53,8 @@ class InstalledPackage:
 
 
 def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
-    """Return the package of each built-in backend in the environment of ``python``, or in this environment.
-    Raises ConfigError if the interpreter cannot be run."""
+    """Return the package of each built-in backend in the environment of ``python``, or in the current one if
+    it is None. Raises ConfigError if the interpreter cannot be run."""
     if python is None:
         return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
     command = [python, "-m", "instar.backends.packages"]
@@ -119,11 +119,11 @@ def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[A
     from packaging.requirements import Requirement
 
     yield Requirement(requirement.package + requirement.versions)
-    # A checkout that is only on the path has no metadata, so that no requirements are known.
+    # A checkout that is only on the path has no metadata, so its requirements are unknown.
     requirements = importlib.metadata.requires("instar") if installed_version("instar") else None
     for needed in map(Requirement, requirements or []):
-        is_of_extra = needed.marker is not None and needed.marker.evaluate({"extra": name})
-        if is_of_extra and needed.name == requirement.package:
+        is_in_extra = needed.marker is not None and needed.marker.evaluate({"extra": name})
+        if is_in_extra and needed.name == requirement.package:
             yield needed
     if name == "mint":
         for needed in map(Requirement, importlib.metadata.requires(requirement.package) or []):

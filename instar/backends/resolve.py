@@ -1,6 +1,6 @@
 """Resolve the backend and engine of a run, and remove the secrets from its config.
 
-`backend: auto` becomes the service in the settings, else the service in the environment, else `local`.
+`backend: auto` becomes the service that the settings name, else the one in the environment, else `local`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, l
         detection = detect_backend(backend, env)
         settings = {name: getattr(backend, name) for name in backend.model_fields_set - {"type"}}
         section = SECTIONS.get(detection.name)
-        backend = section(**settings) if section is not None else _local_backend(settings)
+        backend = section(**settings) if section is not None else _make_local_backend(settings)
         notes = [f"backend: {detection.name} ({detection.reason})"]
     if isinstance(backend, CloudConfig):
         _check_url(backend.base_url)
@@ -68,7 +68,7 @@ def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
         resolve_access(config.backend, config.model, env)
 
 
-def _local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
+def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
     """Convert a service's settings to settings of the local backend. Raises ConfigError for settings that
     have no local equivalent."""
     local: dict[str, Any] = {}
@@ -133,13 +133,13 @@ def detect_backend(
     env: Mapping[str, str],
     installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
-    """Return the backend and the reason for choosing it. ``installed`` returns the services with an installed
-    SDK. It is called only if neither settings nor environment variables determine the backend. By default, it
-    inspects the backend's environment."""
+    """Return the backend and the reason for choosing it. ``list_installed`` returns the services whose SDK is
+    installed. It is called only if neither settings nor environment variables determine the backend. By
+    default, the backend's environment is inspected."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "backend.type names it")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
-        if detection := _choose(evidence):
+        if detection := _choose_service(evidence):
             return detection
     settings = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
     if not settings:
@@ -200,7 +200,7 @@ def _find_services_in_url(url: str) -> list[CloudService]:
     return []
 
 
-def _choose(evidence: Evidence) -> BackendDetection | None:
+def _choose_service(evidence: Evidence) -> BackendDetection | None:
     if len(evidence) > 1:
         services = "; ".join(f"{name} ({', '.join(reasons)})" for name, reasons in evidence.items())
         raise ConfigError(

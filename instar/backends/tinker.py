@@ -1,8 +1,8 @@
 """Train on Tinker or MinT through their SDKs.
 
-Calls are sent in the order in which they are made, and their results are awaited concurrently. The session is
-abandoned if the effect of a call on the service is unknown, because there was no response or no session.
-Every later call then raises BackendLost, and `load_state` or `start` starts a new session.
+Calls are sent in the order in which they are made, and their results are awaited concurrently. If a call gets
+no response, or the service has lost the session, the call's effect is unknown. The session is then abandoned:
+every later call raises BackendLost, and `load_state` or `start` starts a new session.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class TinkerBackend(ServiceBackend):
         await self._start_session("creating the model", create)
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        saved = self._read_state(path)
+        saved_path = self._read_state(path)
 
         def create(connection: TinkerConnection) -> Any:
             if optimizer:
-                return connection.client.create_training_client_from_state_with_optimizer(saved)
-            return connection.client.create_training_client_from_state(saved)
+                return connection.client.create_training_client_from_state_with_optimizer(saved_path)
+            return connection.client.create_training_client_from_state(saved_path)
 
-        await self._start_session(f"loading {saved}", create)
+        await self._start_session(f"loading {saved_path}", create)
 
     async def _start_session(self, action: str, create: Callable[[TinkerConnection], Any]) -> None:
         async with self._submission_lock:
@@ -142,7 +142,7 @@ class TinkerBackend(ServiceBackend):
                     data.append((sample.token_ids, {"weights": weights}))
                 else:
                     data.append((sample.token_ids, {"logprobs": logprobs, "advantages": weights}))
-            result = await session.send_forward_backward(data, loss.name, _loss_config(loss))
+            result = await session.send_forward_backward(data, loss.name, _make_loss_config(loss))
             gradient.calls += 1
         try:
             new_logprobs = await result
@@ -167,8 +167,8 @@ class TinkerBackend(ServiceBackend):
         for sample in samples:
             if not np.isin(sample.mask, (0, 1)).all():
                 raise BackendError(
-                    f"sample {sample.sample_key}: the mask has values other than 0 and 1, which the dro loss "
-                    "does not support here; use another loss"
+                    f"sample {sample.sample_key}: the mask has values other than 0 and 1, which services "
+                    "do not support with the dro loss; use another loss"
                 )
         current = await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
         pairs = zip(samples, current, strict=True)
@@ -192,23 +192,23 @@ class TinkerBackend(ServiceBackend):
     # --- artifacts and states ----------------------------------------------------------------------
 
     async def publish(self, path: Path) -> Artifact:
-        name, ttl = _unique_name(path), math.ceil(self._config.sampler_ttl)
+        name, ttl = _make_unique_name(path), math.ceil(self._config.sampler_ttl)
         expires_at = time.time() + self._config.sampler_ttl
-        saved = await self._save(
+        sampler_path = await self._save(
             "publishing", lambda client: client.save_weights_for_sampler(name, ttl_seconds=ttl)
         )
-        return Artifact("remote", saved, expires_at)
+        return Artifact("remote", sampler_path, expires_at)
 
     async def save_state(self, path: Path) -> None:
-        name = await self._save("saving the state", lambda client: client.save_state(_unique_name(path)))
+        name = await self._save("saving the state", lambda client: client.save_state(_make_unique_name(path)))
         settings = self._state_settings() | {"train_unembed": self._config.train_unembed}
         await write_state(path, {"state": name, **settings, "saved_at": time.time()})
 
     async def discard_state(self, path: Path) -> None:
-        connection, saved = self._live_session().connection, self._read_state(path)
+        connection, saved_path = self._live_session().connection, self._read_state(path)
         try:
-            deletion = connection.rest_client().delete_checkpoint_from_tinker_path_async(saved)
-            await connection.await_result(f"deleting {saved}", deletion)
+            deletion = connection.rest_client().delete_checkpoint_from_tinker_path_async(saved_path)
+            await connection.await_result(f"deleting {saved_path}", deletion)
         except CloudError as error:
             raise BackendError(str(error)) from None
 
@@ -242,7 +242,7 @@ async def _await_result(result: Awaitable[T]) -> T:
         raise translate_error(error) from None
 
 
-def _loss_config(loss: LossConfig) -> dict[str, float] | None:
+def _make_loss_config(loss: LossConfig) -> dict[str, float] | None:
     if loss.name in DEFAULT_CLIP:
         low, high = clip_bounds(loss)
         return {"clip_low_threshold": low, "clip_high_threshold": high}
@@ -251,7 +251,7 @@ def _loss_config(loss: LossConfig) -> dict[str, float] | None:
     return None
 
 
-def _unique_name(path: Path) -> str:
+def _make_unique_name(path: Path) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', path.name)}-{uuid.uuid4().hex[:8]}"
 
 

@@ -115,7 +115,7 @@ class WeaverModel:
 
     @contextmanager
     def count_gradient(self) -> Generator[None]:
-        """Count a call that adds to the gradient, unless the block raises."""
+        """Count the block as a call that accumulates gradient, unless it raises."""
         gradient = self._gradient
         gradient.calls += 1
         try:
@@ -229,15 +229,15 @@ class WeaverBackend(ServiceBackend):
 
     async def publish(self, path: Path) -> Artifact:
         model = await self._get_model()
-        started, name, ttl = time.time(), model.make_name(path.name), math.ceil(self._section.sampler_ttl)
+        started_at, name, ttl = time.time(), model.make_name(path.name), math.ceil(self._section.sampler_ttl)
         result = await model.call(
             "publish",
             lambda: model.client.save_weights_for_sampler(name=name, ttl_seconds=ttl, wait=False),
         )
         fields = cast(dict[str, Any], result) if isinstance(result, dict) else {}
         if not (sampler := fields.get("model_path") or fields.get("path")):
-            raise BackendError("publish: the response of Weaver has neither model_path nor path")
-        return Artifact("remote", str(sampler), expires_at=started + ttl)
+            raise BackendError("publish: Weaver's response has neither model_path nor path")
+        return Artifact("remote", str(sampler), expires_at=started_at + ttl)
 
     async def save_state(self, path: Path) -> None:
         model = await self._get_model()
@@ -249,11 +249,11 @@ class WeaverBackend(ServiceBackend):
         await write_state(path, {"path": saved.path, **self._state_settings()})
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        saved = read_state(path, "path", self._state_settings())
+        saved_path = read_state(path, "path", self._state_settings())
         async with self._session_lock:
             model = await self._replace_model()
             try:
-                await model.load(saved, optimizer=optimizer)
+                await model.load(saved_path, optimizer=optimizer)
             except BaseException:  # including cancellation: the service should not keep the model
                 await _end_model(model)
                 raise

@@ -1,4 +1,4 @@
-"""Export the weights that an engine would serve from a model in training, which may be sharded or adapted."""
+"""Export weights for engines from a model in training, which may be sharded or have an adapter."""
 
 # torch has no public API for the buffers that are saved.
 # pyright: reportPrivateUsage=false
@@ -44,8 +44,8 @@ def has_adapter_on_tied_head(model: nn.Module) -> bool:
 
 
 def _iterate_saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
-    """Yield the tensors that the model's files contain, each with the layer that adapts it. The modules are
-    traversed only once, because a traversal takes longer than merging on a GPU."""
+    """Yield the tensors that the model's files contain, each with the LoRA layer that adapts it, or None. The
+    modules are traversed only once, because a traversal takes longer than merging on a GPU."""
     adapters: dict[str, LoraLayer] = {}
     seen_ids: set[int] = set()
     for path, module in model.named_modules():
@@ -53,9 +53,9 @@ def _iterate_saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Lora
             continue
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             adapters[path] = module
-        typed = cast(nn.Module, module)
-        for name, tensor in {**typed._parameters, **typed._buffers}.items():
-            if tensor is None or name in typed._non_persistent_buffers_set or id(tensor) in seen_ids:
+        typed_module = cast(nn.Module, module)
+        for name, tensor in {**typed_module._parameters, **typed_module._buffers}.items():
+            if tensor is None or name in typed_module._non_persistent_buffers_set or id(tensor) in seen_ids:
                 continue
             seen_ids.add(id(tensor))
             layer = adapters.get(path.removesuffix(BASE_LAYER_SUFFIX)) if name == "weight" else None

@@ -19,7 +19,7 @@ from instar.errors import (
 )
 
 MAX_SESSION_STARTS = 5
-"""The maximum number of attempts, because the service may lose a new session before the first call."""
+"""The maximum number of attempts to start a session. A service may lose a session before its first call."""
 CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
 """``refused``: the service did nothing and gave the reason. ``unavailable``: the service did not respond, or
 only with transient errors, and the effect of the call is unknown. ``lost``: the session no longer exists, or
@@ -49,9 +49,9 @@ class CloudError(Exception):
         return EngineError(str(self))
 
 
-def redact_key(text: str, secret: str) -> str:
-    """Remove the key from the text. A service may quote the key in its response."""
-    return text.replace(secret, "***") if secret else text
+def redact_key(text: str, key: str) -> str:
+    """Replace the key in the text with ***. A service may quote the key in its response."""
+    return text.replace(key, "***") if key else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,13 @@ class CloudAccess:
     api_key: str = field(repr=False)
     base_model: str = ""
     deadline: float = 600.0
+    """The maximum duration of a call, in seconds."""
 
 
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """Read the access to a service from the config or from the service's environment variables. Raises
+    """Return the URL, key and model of a service, from the config or from environment variables. Raises
     ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = configured_key(section, env) or env.get(service.key_env)
@@ -134,7 +135,8 @@ def resolve_access(
 
 
 def configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the key from the config or from the environment variable that the config names, if any."""
+    """Return the key in the config, or the key in the environment variable that the config names. Return None
+    if the config has neither. Raises ConfigError if the variable is not set."""
     if section.api_key is not None:
         return section.api_key.get_secret_value()
     if section.api_key_env is None:

@@ -1,9 +1,9 @@
 """A connection to Tinker or MinT, with deadlines and classified errors.
 
-MinT is an older version of tinker under a different module name. The SDK itself retries transient errors (no
-connection, 408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without a limit when
-it waits for a result, and for two hours when it samples. Therefore every wait here has the deadline of the
-config.
+MinT's SDK is an older version of tinker under a different module name. The SDK itself retries transient
+errors (no connection, 408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without a
+limit when it waits for a result, and for two hours when it samples. Therefore every wait here is limited by
+the deadline in the config.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from instar.types import Floats, Ids
 T = TypeVar("T")
 
 FINISH_TIMEOUT_SECONDS = 5.0
-_GONE = re.compile(r"\b(unknown|not found|no such|expired|no longer|ended|terminated|gone)\b", re.I)
-_SESSION = re.compile(r"\b(session|model|run)\b", re.I)
+_GONE_PATTERN = re.compile(r"\b(unknown|not found|no such|expired|no longer|ended|terminated|gone)\b", re.I)
+_SESSION_PATTERN = re.compile(r"\b(session|model|run)\b", re.I)
 _TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 
 
@@ -40,15 +40,15 @@ _TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 
 
 def load_sdk(service: CloudService) -> tuple[Any, str | None]:
-    """Return the SDK's module, and MinT's default address. Raises ConfigError if the SDK is not installed or
-    conflicts with the SDK of the other service."""
+    """Return the SDK's module, and MinT's default address (None for Tinker). Raises ConfigError if the SDK is
+    not installed or conflicts with the SDK of the other service."""
     mint, tinker = SERVICES["mint"].package, SERVICES["tinker"].package
-    if service.name == "tinker" and _version(mint):
-        raise ConfigError(_environment_conflict(service, f"{mint}, which pins tinker {_version(tinker)}"))
-    if _version(service.package) is None:
-        if _version(tinker):
+    if service.name == "tinker" and _find_version(mint):
+        raise ConfigError(_describe_conflict(service, f"{mint}, which pins tinker {_find_version(tinker)}"))
+    if _find_version(service.package) is None:
+        if _find_version(tinker):
             raise ConfigError(
-                _environment_conflict(service, f"tinker {_version(tinker)}, and MinT pins an older version")
+                _describe_conflict(service, f"tinker {_find_version(tinker)}, and MinT pins an older version")
             )
         raise ConfigError(f"backend.type: {service.name} needs its SDK; run {service.install}")
     # Telemetry would report the run's errors to the service, so it is disabled unless the user enables it.
@@ -60,17 +60,17 @@ def load_sdk(service: CloudService) -> tuple[Any, str | None]:
 def _import_mint(module: str) -> tuple[Any, str]:
     """Return MinT's module and default address. The import writes the address only to TINKER_BASE_URL, and
     also overwrites TINKER_API_KEY. Both variables are restored for child processes."""
-    before = {name: os.environ.pop(name, None) for name in ("TINKER_API_KEY", "TINKER_BASE_URL")}
+    variables = {name: os.environ.pop(name, None) for name in ("TINKER_API_KEY", "TINKER_BASE_URL")}
     try:
         return import_module(module), os.environ["TINKER_BASE_URL"]
     finally:
-        for name, value in before.items():
+        for name, value in variables.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
 
 
-def _environment_conflict(service: CloudService, installed: str) -> str:
+def _describe_conflict(service: CloudService, installed: str) -> str:
     return (
         f"backend.type: {service.name} cannot run in this environment, which has {installed}; create another "
         f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install}) and set "
@@ -78,7 +78,7 @@ def _environment_conflict(service: CloudService, installed: str) -> str:
     )
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -101,8 +101,8 @@ class TinkerConnection:
         """Return a connection with a new session. Raises CloudError, or ConfigError for invalid settings."""
         service = SERVICES[section.type]
         access = resolve_access(section, model)
-        sdk, default = await asyncio.to_thread(load_sdk, service)
-        connection = cls(sdk, service, replace(access, base_url=access.base_url or default))
+        sdk, default_url = await asyncio.to_thread(load_sdk, service)
+        connection = cls(sdk, service, replace(access, base_url=access.base_url or default_url))
         client = await connection.run_in_thread(
             "connecting", connection._open, lambda late: late.holder.close()
         )
@@ -128,23 +128,23 @@ class TinkerConnection:
         """Run a blocking SDK call in a thread, with the deadline, and return its result. A result that
         arrives too late is passed to ``discard``. The thread is a daemon, because the SDK may retry for
         minutes."""
-        done: Future[T] = Future()
-        done.set_running_or_notify_cancel()
+        result_future: Future[T] = Future()
+        result_future.set_running_or_notify_cancel()
         abandoned = threading.Event()
 
         def run() -> None:
             try:
                 value = function()
             except BaseException as error:  # noqa: BLE001 - raised by the future that the caller awaits
-                done.set_exception(error)
+                result_future.set_exception(error)
                 return
             if abandoned.is_set() and discard is not None:
                 discard(value)
-            done.set_result(value)
+            result_future.set_result(value)
 
         threading.Thread(target=run, name=f"instar-{self.service.name}", daemon=True).start()
         try:
-            return await self.await_result(action, asyncio.wrap_future(done))
+            return await self.await_result(action, asyncio.wrap_future(result_future))
         except BaseException:  # also when cancelled: a late result is discarded
             abandoned.set()
             raise
@@ -169,7 +169,7 @@ class TinkerConnection:
     # --- errors ----------------------------------------------------------------------------------
 
     def to_cloud_error(self, action: str, error: BaseException) -> CloudError:
-        name, address = self.service.name, self.access.base_url or "its own address"
+        name, address = self.service.name, self.access.base_url or "its default address"
         text = redact_key(f"{type(error).__name__}: {error}".rstrip(": "), self.access.api_key)[:500]
         if isinstance(error, CloudError):
             return error
@@ -180,7 +180,7 @@ class TinkerConnection:
             key = f"{self.service.key_env} (or backend.api_key)"
             return CloudError("settings", f"backend: {name} rejects the key from {key}: {text}")
         if status in (404, 410) or type(error).__name__ == "RetryableException":
-            return CloudError("lost", f"{name} no longer has the object of {action}: {text}")
+            return CloudError("lost", f"{name} no longer has the session or checkpoint for {action}: {text}")
         if isinstance(error, self.sdk.RequestFailedError):
             return self._request_failed_error(action, error, text)
         if isinstance(error, TimeoutError):
@@ -201,7 +201,7 @@ class TinkerConnection:
         message = f"{self.service.name}: {action} failed: {text}"
         if str(getattr(error.category, "value", error.category)).lower() != "user":
             return CloudError("unavailable", message)
-        is_gone = _GONE.search(text) and _SESSION.search(text)
+        is_gone = _GONE_PATTERN.search(text) and _SESSION_PATTERN.search(text)
         return CloudError("lost" if is_gone else "refused", message)
 
 

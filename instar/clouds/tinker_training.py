@@ -26,8 +26,8 @@ class TinkerTrainingSession:
     """A training session on the service. Every method raises CloudError. After any error except ``refused``,
     the effect of the call is unknown, and ``lost_reason`` says why the session can no longer be used."""
 
-    def __init__(self, cloud: TinkerConnection, client: Any) -> None:
-        self.connection = cloud
+    def __init__(self, connection: TinkerConnection, client: Any) -> None:
+        self.connection = connection
         self.lost_reason: str | None = None
         self._client = client
         self._previous_call: asyncio.Future[None] | None = None
@@ -42,15 +42,15 @@ class TinkerTrainingSession:
     def send(self, action: str, submit: Callable[[Any], Any]) -> asyncio.Task[Any]:
         """Send a call after all earlier calls and return the task that awaits the response. ``submit``
         receives the SDK's client and returns the SDK's future without waiting."""
-        sent = submit(self._client)
-        previous, done = self._previous_call, asyncio.get_running_loop().create_future()
-        self._previous_call = done
-        task = asyncio.ensure_future(self._await_response(action, sent, previous))
+        future = submit(self._client)
+        previous, finished = self._previous_call, asyncio.get_running_loop().create_future()
+        self._previous_call = finished
+        task = asyncio.ensure_future(self._await_response(action, future, previous))
 
         def release_next_call(task: asyncio.Task[Any]) -> None:
             if task.cancelled():  # the call may have reached the service
                 self._mark_lost(f"{action} was cancelled, and its effect on the service is unknown")
-            done.set_result(None)
+            finished.set_result(None)
 
         # A callback is used, because a task that is cancelled before its first step never reaches a
         # `finally`.
@@ -60,15 +60,15 @@ class TinkerTrainingSession:
     def _mark_lost(self, reason: str) -> None:
         self.lost_reason = self.lost_reason or reason
 
-    async def _await_response(self, action: str, sent: Any, previous: asyncio.Future[None] | None) -> Any:
+    async def _await_response(self, action: str, future: Any, previous: asyncio.Future[None] | None) -> Any:
         """Return the response. The deadline begins when the service has finished the previous call."""
         try:
             if previous is not None:
                 await asyncio.shield(previous)
             if self.lost_reason is not None:
-                sent.future().cancel()
+                future.future().cancel()
                 raise CloudError("lost", self.lost_reason)
-            return await self.connection.await_result(action, sent)
+            return await self.connection.await_result(action, future)
         except CloudError as failure:
             if failure.kind != "refused":
                 self._mark_lost(str(failure))
@@ -89,12 +89,12 @@ class TinkerTrainingSession:
         action: Literal["forward", "forward_backward"] = "forward_backward",
     ) -> Awaitable[list[Floats]]:
         sdk = self.connection.sdk
-        datums = await asyncio.to_thread(lambda: [_datum(sdk, ids, inputs) for ids, inputs in data])
-        sent = self.send(action, lambda client: getattr(client, action)(datums, loss, config))
-        return self._logprobs(action, sent, [len(ids) for ids, _ in data])
+        datums = await asyncio.to_thread(lambda: [_build_datum(sdk, ids, inputs) for ids, inputs in data])
+        response = self.send(action, lambda client: getattr(client, action)(datums, loss, config))
+        return self._logprobs(action, response, [len(ids) for ids, _ in data])
 
-    async def _logprobs(self, action: str, sent: Awaitable[Any], lengths: Sequence[int]) -> list[Floats]:
-        outputs = (await sent).loss_fn_outputs
+    async def _logprobs(self, action: str, response: Awaitable[Any], lengths: Sequence[int]) -> list[Floats]:
+        outputs = (await response).loss_fn_outputs
         if len(outputs) != len(lengths):
             raise self._malformed(f"{action} returned {len(outputs)} results for {len(lengths)} samples")
         aligned: list[Floats] = []
@@ -123,17 +123,17 @@ class TinkerTrainingSession:
         )
         return self._metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
-    async def _metrics(self, sent: Awaitable[Any]) -> dict[str, float]:
+    async def _metrics(self, response: Awaitable[Any]) -> dict[str, float]:
         """Return the metrics without the reduction that the service appends to their names (`name:mean`)."""
-        metrics: dict[str, float] = (await sent).metrics or {}
-        plain = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
-        norm = next((plain.pop(name) for name in GRADIENT_NORM_METRICS if name in plain), None)
-        return plain if norm is None else plain | {"grad_norm": norm}
+        metrics: dict[str, float] = (await response).metrics or {}
+        by_name = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
+        norm = next((by_name.pop(name) for name in GRADIENT_NORM_METRICS if name in by_name), None)
+        return by_name if norm is None else by_name | {"grad_norm": norm}
 
     # --- the base model ---------------------------------------------------------------------------
 
     async def base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return the base model's logprob for every token (NaN at index 0). May overtake other calls."""
+        """Return the base model's logprob for every token (NaN at index 0). The call may overtake others."""
 
         async def score(ids: Ids) -> Floats:
             request = self._base_sampler.compute_logprobs_async(build_model_input(self.connection.sdk, ids))
@@ -151,12 +151,12 @@ class TinkerTrainingSession:
             raise
 
 
-def _datum(sdk: Any, ids: Ids, inputs: LossInputs) -> Any:
+def _build_datum(sdk: Any, ids: Ids, inputs: LossInputs) -> Any:
     """Return a datum. Every token except the first is a target."""
 
-    def tensor(values: NDArray[Any], dtype: str) -> Any:
+    def make_tensor(values: NDArray[Any], dtype: str) -> Any:
         return sdk.types.TensorData(data=values[1:].astype(dtype), dtype=dtype, shape=[len(values) - 1])
 
-    tensors = {"target_tokens": tensor(ids, "int64")}
-    tensors |= {name: tensor(values, "float32") for name, values in inputs.items()}
+    tensors = {"target_tokens": make_tensor(ids, "int64")}
+    tensors |= {name: make_tensor(values, "float32") for name, values in inputs.items()}
     return sdk.types.Datum(model_input=build_model_input(sdk, ids[:-1]), loss_fn_inputs=tensors)

@@ -43,12 +43,12 @@ MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 2.0
 LONG_POLL_SECONDS = 0.2
 """A poll that takes longer was held open by the service, so the next poll is sent without a delay."""
 MAX_MALFORMED_ATTEMPTS = 3
-"""The maximum number of attempts after malformed responses, which may have been truncated in transit."""
+"""The maximum number of attempts if responses are malformed, for example truncated in transit."""
 TRANSIENT_STATUSES = frozenset({408, 425, 429})
 LOST_STATUSES = frozenset({404, 409, 410})
 LOST_CODES = ("not_found", "expired", "terminated", "gone")
 TRANSPORT_ENV = "WEAVER_TENSOR_TRANSPORT"
-"""The SDK's variable that selects whether tensors are sent as JSON (`default`) or as bytes
+"""The SDK's environment variable that selects whether tensors are sent as JSON (`default`) or as bytes
 (`http-binary`)."""
 
 
@@ -85,7 +85,7 @@ class WeaverClient(AsyncServiceClient):
         return {}
 
     async def end_training(self, model_id: str) -> None:
-        """Free the service's resources for a model. The service keeps saved and exported weights."""
+        """Free the service's resources for a model. The service keeps its saved and exported weights."""
         await super().terminate_model(model_id, ["trainer"])
 
     def next_operation_seq(self, model_id: str) -> int:
@@ -166,7 +166,7 @@ class WeaverCallPolicy:
                 "unavailable", f"{action}: Weaver did not respond within {self._access.deadline:g} s"
             )
         except (WeaverAPIError, WeaverOperationError, httpx.HTTPError, OSError) as error:
-            failure = _classify(error, self._redact(f"{action}: {str(error) or type(error).__name__}"))
+            failure = _classify_error(error, self._redact(f"{action}: {str(error) or type(error).__name__}"))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             # The SDK raises these for a response that is not JSON or lacks a field.
             failure = malformed_response(self._redact(f"{action}: {type(error).__name__}: {error}"))
@@ -181,7 +181,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _classify(error: Exception, text: str) -> WeaverError:
+def _classify_error(error: Exception, text: str) -> WeaverError:
     if isinstance(error, WeaverOperationError):
         code = error.code.lower()
         if any(word in code for word in LOST_CODES):
@@ -213,7 +213,7 @@ def build_model_input(ids: Ids) -> ModelInput:
 
 def build_forward_datum(sample: Sample) -> Datum:
     """Return a datum for `forward`. Every token except the first is a target."""
-    return _datum(sample, {})
+    return _build_datum(sample, {})
 
 
 def build_training_datum(sample: Sample, loss: LossConfig) -> Datum:
@@ -221,12 +221,12 @@ def build_training_datum(sample: Sample, loss: LossConfig) -> Datum:
     is_trained = sample.mask > 0
     weights = np.where(is_trained, sample.mask * sample.advantages, 0)[1:]
     if loss.name == "cross_entropy":
-        return _datum(sample, {"weights": weights})
+        return _build_datum(sample, {"weights": weights})
     logprobs = np.where(is_trained, sample.logprobs, 0)[1:]
-    return _datum(sample, {"logprobs": logprobs, "advantages": weights, "loss_mask": is_trained[1:]})
+    return _build_datum(sample, {"logprobs": logprobs, "advantages": weights, "loss_mask": is_trained[1:]})
 
 
-def _datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
+def _build_datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
     datum = Datum(build_model_input(sample.token_ids[:-1]))
     datum.loss_fn_inputs = {
         "target_tokens": torch.from_numpy(sample.token_ids[1:].astype(np.int64)),
@@ -263,7 +263,7 @@ async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats
 
 
 def extract_metrics(result: Any) -> dict[str, float]:
-    """Return the metrics from the top level of a response, or else from its result."""
+    """Return the metrics from the top level of a response, or from its `result`; empty if there are none."""
     for fields in (result, result.get("result") if isinstance(result, dict) else None):
         metrics = cast(dict[str, Any], fields).get("metrics") if isinstance(fields, dict) else None
         if isinstance(metrics, dict):

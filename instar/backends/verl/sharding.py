@@ -26,6 +26,7 @@ class WorkerSettings:
     lora: LoraConfig | None
     ranks: int
     deadline: float
+    """The maximum duration of a call, in seconds."""
     threads: int | None = None
 
 
@@ -40,11 +41,12 @@ class RankSample:
 @dataclass(frozen=True, slots=True)
 class RankShares:
     samples: list[list[RankSample]]
-    """The samples of each rank. Every rank has the same number, because all ranks must run the same number of
-    micro-batches."""
+    """The samples of each rank. Every rank has equally many samples, because all ranks must run the same
+    number of micro-batches."""
     indices: list[list[int]]
     """For each rank, the batch indices of its samples. Its remaining samples are padding."""
     max_tokens: int
+    """The maximum number of tokens in a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class SerializedWeight:
 
 def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> RankShares:
     """Return each rank's share of the samples. To balance the number of tokens, the samples are assigned from
-    the longest to the shortest, to the ranks in alternating order."""
+    the longest to the shortest, to the ranks in turn, in reverse order in every second round."""
     indices: list[list[int]] = [[] for _ in range(ranks)]
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
     for position, i in enumerate(by_length):
@@ -80,8 +82,8 @@ def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens
     zeros = np.zeros(len(samples[by_length[-1]]), np.float32)
     padding = RankSample(samples[by_length[-1]].token_ids, zeros, zeros, zeros)
     rank_samples = [RankSample(s.token_ids, s.mask, s.advantages, s.logprobs) for s in samples]
-    size = max(map(len, indices))
-    shares = [[rank_samples[i] for i in own] + [padding] * (size - len(own)) for own in indices]
+    share_size = max(map(len, indices))
+    shares = [[rank_samples[i] for i in share] + [padding] * (share_size - len(share)) for share in indices]
     return RankShares(shares, indices, max(micro_batch_tokens, len(samples[by_length[0]])))
 
 

@@ -1,4 +1,5 @@
-"""One rank: verl's training worker with Instar's losses, samples and files. It runs in a Ray actor.
+"""One rank of the verl backend: verl's training worker with Instar's losses, samples and files.
+It runs in a Ray actor.
 
 verl provides the model, sharding, forward and backward passes, clipping, optimizer and checkpoints. Instar
 changes three things: losses are sums over the tokens of all ranks, while verl averages over the ranks; a call
@@ -148,14 +149,14 @@ class InstarWorker(TinkerTrainingWorker):
             model = module.base_model.model if hasattr(module, "peft_config") else module
             self._weight_iterator = iterate_served_weights(model, self._export_dtype)
         weights: list[SerializedWeight] = []
-        size = 0
+        exported_bytes = 0
         for name, tensor in self._weight_iterator:
-            size += tensor.nbytes
+            exported_bytes += tensor.nbytes
             if self.rank == 0:
                 content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 dtype_name = str(tensor.dtype).removeprefix("torch.")
                 weights.append(SerializedWeight(name, dtype_name, list(tensor.shape), content))
-            if size >= max_bytes:
+            if exported_bytes >= max_bytes:
                 return weights, True
         return weights, False
 
@@ -188,27 +189,27 @@ def _sum_loss(
 def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
     """Return the jagged TensorDict that verl's engine expects. Position i refers to token i + 1."""
 
-    def jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
+    def make_jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         return torch.nested.as_nested_tensor(
             [torch.from_numpy(array).to(dtype) for array in arrays], layout=torch.jagged
         )
 
-    def shift(array: Floats) -> Floats:
+    def shift_left(array: Floats) -> Floats:
         return np.append(array[1:], np.float32(0))
 
     tensors = {
-        "input_ids": jagged([sample.token_ids for sample in samples], torch.int64),
-        "position_ids": jagged([np.arange(len(sample.token_ids)) for sample in samples], torch.int64),
-        "loss_mask": jagged([shift(sample.mask) for sample in samples], torch.float32),
-        "advantages": jagged([shift(sample.advantages) for sample in samples], torch.float32),
-        "old_log_probs": jagged([shift(sample.logprobs) for sample in samples], torch.float32),
+        "input_ids": make_jagged([sample.token_ids for sample in samples], torch.int64),
+        "position_ids": make_jagged([np.arange(len(sample.token_ids)) for sample in samples], torch.int64),
+        "loss_mask": make_jagged([shift_left(sample.mask) for sample in samples], torch.float32),
+        "advantages": make_jagged([shift_left(sample.advantages) for sample in samples], torch.float32),
+        "old_log_probs": make_jagged([shift_left(sample.logprobs) for sample in samples], torch.float32),
     }
     settings = {"temperature": 1.0, "max_token_len_per_gpu": max_tokens, "use_dynamic_bsz": True}
     return tu.get_tensordict(tensors, settings)
 
 
 def _unshift(log_probs: Tensor) -> list[Floats]:
-    """Return logprobs whose index i refers to token i."""
+    """Undo the shift of `_make_tensordict`, so that index i refers to token i (NaN at index 0)."""
     rows = [row.float().cpu().numpy() for row in log_probs.unbind()]
     return [np.concatenate([np.full(1, np.nan, np.float32), row[:-1]]) for row in rows]
 
@@ -240,7 +241,7 @@ def _make_training_config(settings: WorkerSettings) -> Any:
     adapter: dict[str, Any] = {"lora_rank": 0}
     if lora is not None:
         adapter = {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets}
-    compute = "fp32" if settings.dtype == "fp32" else "bf16"
+    compute_dtype = "fp32" if settings.dtype == "fp32" else "bf16"
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -257,10 +258,10 @@ def _make_training_config(settings: WorkerSettings) -> Any:
             # pass would use outdated weights if there was a step in between.
             fsdp_size=settings.ranks,
             model_dtype="fp32",
-            mixed_precision={"param_dtype": compute, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            mixed_precision={"param_dtype": compute_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             use_torch_compile=False,
         ),
-        # Each step sets all fields of the optimizer again.
+        # Every step sets all hyperparameters, so these defaults are never used.
         optimizer_config=FSDPOptimizerConfig(),
         checkpoint_config=CheckpointConfig(save_lora_only=lora is not None),
     )

@@ -17,7 +17,7 @@ OBJECT_STORE_BYTES = 256 * 2**20
 """The size of Ray's object store, which stores tokens, logprobs and chunks of exported weights."""
 CONNECT_TIMEOUT_SECONDS = 10.0
 PEER_FAILURE_TIMEOUT_SECONDS = 5.0
-"""The time to find out whether a rank failed because another rank died."""
+"""How long to wait for the failures of other ranks, which tell whether a rank died."""
 NO_WORKERS = "verl's workers are not running; call start or load_state first"
 
 
@@ -75,10 +75,10 @@ class RayWorkers:
         if self._group is None:
             raise BackendLost(NO_WORKERS)
         ranks = self._settings.ranks
-        by_rank = [[argument] * ranks for argument in arguments]
+        arguments_by_rank = [[argument] * ranks for argument in arguments]
         if shares is not None:
-            by_rank = [list(shares), *by_rank]
-        references = self._group.execute_all_async(method, *by_rank)
+            arguments_by_rank = [list(shares), *arguments_by_rank]
+        references = self._group.execute_all_async(method, *arguments_by_rank)
         waiting, deadline = list(references), time.monotonic() + self._settings.deadline
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
@@ -95,12 +95,12 @@ class RayWorkers:
                     # BackendLost would cause a retry, which would fail too.
                     reason = str(error).strip().splitlines()[-1]
                     raise BackendError(f"a verl worker failed to start: {reason}") from error
-                raise BackendLost(f"a verl worker died during {method}: {_first_line(error)}") from error
+                raise BackendLost(f"a verl worker died during {method}: {_describe_error(error)}") from error
             except RayTaskError as error:
                 error_class = BackendLost if self._has_dead_peer(waiting) else BackendError
                 self.end()
                 raise error_class(
-                    f"verl failed during {method}: {_first_line(error.cause or error)}"
+                    f"verl failed during {method}: {_describe_error(error.cause or error)}"
                 ) from error
         return ray.get(references)
 
@@ -140,11 +140,11 @@ class RayWorkers:
         if address:
             _check_reachable(address)
         else:
-            cuda = self._settings.device == "cuda"
+            uses_cuda = self._settings.device == "cuda"
             options |= {
                 "address": "local",
                 "num_cpus": self._settings.ranks,
-                "num_gpus": None if cuda else 0,
+                "num_gpus": None if uses_cuda else 0,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
                 # By default, Ray gives its workers a lower priority than other processes.
@@ -154,7 +154,7 @@ class RayWorkers:
             ray.init(**options)
         except (RuntimeError, OSError) as error:
             problem = f"cannot join the Ray cluster at {address}" if address else "cannot start Ray"
-            raise BackendUnavailable(f"{problem}: {_first_line(error)}") from error
+            raise BackendUnavailable(f"{problem}: {_describe_error(error)}") from error
         self._started_ray = True
 
     def _wait_for_resources(self) -> None:
@@ -206,6 +206,6 @@ def _check_reachable(address: str) -> None:
         raise BackendUnavailable(f"the Ray cluster at {address} is unreachable: {error}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
