@@ -34,20 +34,20 @@ def random_tokens(seed: int) -> Callable[[int], list[int]]:
 
 
 def tree_samples(seed: int = 0) -> list[Sample]:
-    """Return samples that share a prefix in each group, and another prefix across all groups. Two samples are
-    equal, one sample is a prefix of another, and one sample shares no token with the others."""
-    tokens = random_tokens(seed)
-    common = tokens(33)
+    """Return groups of samples. All groups share a prefix, and the samples of a group share a longer one. Two
+    samples are equal, one sample is a prefix of another, and one sample shares no prefix with the others."""
+    draw_tokens = random_tokens(seed)
+    common = draw_tokens(33)
     samples: list[Sample] = []
     for group in range(3):
-        prefix, start = common + tokens(20 * group + 2), tokens(5)
+        prefix, start = common + draw_tokens(20 * group + 2), draw_tokens(5)
         for slot in range(3):
-            reply = start[: slot + 2] + tokens(9 + 4 * slot)
+            reply = start[: slot + 2] + draw_tokens(9 + 4 * slot)
             samples.append(make_sample(f"g{group}.{slot}", prefix + reply, len(prefix), seed + slot))
     longest = samples[-1].token_ids.tolist()
     samples.append(make_sample("twin", longest, len(longest) - 12, seed + 7))
     samples.append(make_sample("prefix", longest[:-4], len(longest) - 9, seed + 8))
-    samples.append(make_sample("alone", tokens(6), 1, seed + 9))
+    samples.append(make_sample("alone", draw_tokens(6), 1, seed + 9))
     # One reply contains the output of a tool, which is not trained.
     mask_with_gap = samples[1].mask.copy()
     mask_with_gap[-6:-3] = 0
@@ -56,14 +56,14 @@ def tree_samples(seed: int = 0) -> list[Sample]:
 
 
 def edge_samples(context: int, seed: int = 3) -> list[Sample]:
-    tokens = random_tokens(seed)
-    some_zero = make_sample("some zero", tokens(20), 4, seed)
-    some_zero.advantages[8:12] = 0
+    draw_tokens = random_tokens(seed)
+    partly_zero = make_sample("some zero", draw_tokens(20), 4, seed)
+    partly_zero.advantages[8:12] = 0
     return [
-        make_sample("one token", tokens(1), 1, seed),
-        make_sample("nothing trained", tokens(12), 12, seed),
-        make_sample("all zero", tokens(16), 5, seed, advantages=np.zeros(16, np.float32)),
-        some_zero,
-        make_sample("two tokens", tokens(2), 1, seed),
-        make_sample("full context", tokens(context), context - 40, seed),
+        make_sample("one token", draw_tokens(1), 1, seed),
+        make_sample("nothing trained", draw_tokens(12), 12, seed),
+        make_sample("all zero", draw_tokens(16), 5, seed, advantages=np.zeros(16, np.float32)),
+        partly_zero,
+        make_sample("two tokens", draw_tokens(2), 1, seed),
+        make_sample("full context", draw_tokens(context), context - 40, seed),
     ]

@@ -92,7 +92,7 @@ async def record_edge_cases(context: CaseContext) -> None:
 
 
 async def record_accumulation(context: CaseContext) -> None:
-    """Record the result of a step after two backward passes, which must add up."""
+    """Record the result of a step after two backward passes, whose gradients must add up."""
     samples = tree_samples()
     await context.backend.forward_backward(samples[:5], LossConfig())
     await context.backend.forward_backward(samples[5:], LossConfig())
@@ -177,12 +177,12 @@ async def _sample_and_score(context: CaseContext, name: str, version: int) -> No
 
 
 async def record_refusals(context: CaseContext) -> None:
-    """Record whether the backend rejects samples with missing numbers and a loss that is not finite."""
-    with_nan = np.array([0, 0, -1, np.nan], np.float32)
+    """Record whether the backend rejects NaN values, a trained first token and a loss that is not finite."""
+    values_with_nan = np.array([0, 0, -1, np.nan], np.float32)
     too_unlikely = np.full(4, -1000, np.float32)
     invalid = [
-        (make_sample("no logprob", [4, 5, 6, 7], 2, logprobs=with_nan), BackendError),
-        (make_sample("no advantage", [4, 5, 6, 7], 2, advantages=with_nan), BackendError),
+        (make_sample("no logprob", [4, 5, 6, 7], 2, logprobs=values_with_nan), BackendError),
+        (make_sample("no advantage", [4, 5, 6, 7], 2, advantages=values_with_nan), BackendError),
         (make_sample("first token", [4, 5], 0), BackendError),
         (make_sample("not finite", [4, 5, 6, 7], 2, logprobs=too_unlikely), NonFiniteError),
     ]

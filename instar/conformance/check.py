@@ -36,13 +36,13 @@ TOLERANCE_FACTORS = {"verl": 10.0}
 """The factor on the tolerance for each backend whose kernels sum in a different order than the local
 backend's. Adam amplifies the differences between small gradients."""
 RUN_TIMEOUT_SECONDS = 900.0
-Report = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Run the checks and print the results. Exit with 1 if a check failed. If ``url`` is set, check the
+    """Run the checks and print the results. Exit with code 1 if a check fails. If ``url`` is set, check the
     server at this address instead of Instar's protocol server."""
     if dtype not in TOLERANCE:
         raise ConfigError(f"--dtype: received {dtype!r}; supported: {', '.join(TOLERANCE)}")
@@ -51,18 +51,18 @@ def run_check(
         checks = check_backend(
             name, url=url, python=python, dtype=dtype, report=lambda text: status.update(f"{name}: {text}")
         )
-    failed = sum(not check.passed for check in checks)
+    failures = sum(not check.passed for check in checks)
     if as_json:
         for check in checks:
             typer.echo(json.dumps(asdict(check)))
-        typer.echo(json.dumps({"backend": name, "passed": len(checks) - failed, "failed": failed}))
+        typer.echo(json.dumps({"backend": name, "passed": len(checks) - failures, "failed": failures}))
     else:
         table = Table("check", "", "difference")
         for check in checks:
             table.add_row(check.name, "[green]passed" if check.passed else "[red]failed", check.detail)
         console.print(table)
-        console.print(f"{name}: {len(checks) - failed} passed, {failed} failed")
-    if failed:
+        console.print(f"{name}: {len(checks) - failures} passed, {failures} failed")
+    if failures:
         raise typer.Exit(1)
 
 
@@ -72,7 +72,7 @@ def check_backend(
     url: str | None = None,
     python: str | None = None,
     dtype: DType = "fp32",
-    report: Report = lambda _: None,
+    report: ReportProgress = lambda _: None,
 ) -> list[CheckResult]:
     from instar.conformance.tiny import make_tiny_model
 
@@ -81,9 +81,9 @@ def check_backend(
         make_tiny_model(folder / "model", context=MAX_CONTEXT)
         model = ModelConfig(name=str(folder / "model"), dtype=dtype, device="cpu", max_context=MAX_CONTEXT)
         report("the local backend in this process")
-        local: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
+        local_section: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
         (folder / "expected").mkdir()
-        config = RunConfig.model_validate(build_job(model, local, SEED))
+        config = RunConfig.model_validate(build_job(model, local_section, SEED))
         result, arrays = asyncio.run(run_cases(config, folder / "expected"))
         weights = _load_weights(Path(result.artifacts["five"].path))
         expected = BackendRecord(result, arrays, weights)
@@ -116,7 +116,7 @@ def _record_actual(
     folder: Path,
     python: str | None,
     server: ServerProcess | None,
-    report: Report,
+    report: ReportProgress,
 ) -> BackendRecord:
     """Run the cases in a new process with the backend's interpreter, and return the results."""
     folder.mkdir()
@@ -133,12 +133,12 @@ def _record_actual(
         assert child.stdout is not None
         for line in child.stdout:
             report(line.decode().strip())
-        code = child.wait(RUN_TIMEOUT_SECONDS)
+        exit_code = child.wait(RUN_TIMEOUT_SECONDS)
     finally:
         child.kill()
         child.wait()
-    if code != 0:
-        raise BackendError(f"the check exited with {code}:\n{(folder / 'run.log').read_text()[-2000:]}")
+    if exit_code != 0:
+        raise BackendError(f"the check exited with {exit_code}:\n{(folder / 'run.log').read_text()[-2000:]}")
     result = msgspec.json.decode((folder / "result.json").read_bytes(), type=ConformanceResult)
     artifact, adapter = result.artifacts.get("five"), None
     if artifact is not None and artifact.kind != "remote":

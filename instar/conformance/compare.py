@@ -57,8 +57,8 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
         return
     if name in ("sampled", "collected"):
         gap = difference(actual[f"{name}/scored"], actual[f"{name}/logprobs"])
-        yield _within(
-            f"{name}: the sampler's logprobs are the trained policy's",
+        yield _check_within(
+            f"{name}: the sampler's logprobs match the trained policy",
             gap,
             ENGINE_TOLERANCE_FACTOR * tolerance,
         )
@@ -68,13 +68,13 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
         return
     if name == "resume":
         gap = difference(actual["resume/straight"], actual["resume/resumed"])
-        yield _within("resume: the next step is the same", gap, tolerance)
+        yield _check_within("resume: the next step is the same", gap, tolerance)
         gap = difference(actual["resume/saved"], actual["resume/weights"])
-        yield _within("resume: weights alone can be loaded", gap, tolerance)
+        yield _check_within("resume: weights alone can be loaded", gap, tolerance)
     for key in sorted(k for k in actual if k == name or k.startswith(f"{name}/")):
         if key.endswith("/grad_norm") and np.isnan(actual[key]):
             continue  # the service does not report the norm
-        yield _within(key, difference(expected[key], actual[key]), tolerance)
+        yield _check_within(key, difference(expected[key], actual[key]), tolerance)
 
 
 def _compare_losses(actual: BackendRecord, context: int, tolerance: float) -> Iterator[CheckResult]:
@@ -89,21 +89,21 @@ def _compare_losses(actual: BackendRecord, context: int, tolerance: float) -> It
         offsets = np.cumsum([len(sample) for sample in samples])[:-1]
         value = _compute_loss(loss, samples, np.split(actual.arrays[f"{name}/logprobs"], offsets))
         gap = abs(float(actual.arrays[f"{name}/loss"]) - value) / max(abs(value), 1e-3)
-        yield _within(f"{name}: the loss in float64", gap, max(tolerance, 1e-5))
+        yield _check_within(f"{name}: the loss in float64", gap, max(tolerance, 1e-5))
 
 
 def _compute_loss(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
     """Compute the loss as `instar.backends.base` defines it, without using any backend's code."""
     total = 0.0
-    for sample, new in zip(samples, logprobs, strict=True):
+    for sample, row in zip(samples, logprobs, strict=True):
         for i, weight in enumerate(sample.mask.tolist()):
             if weight > 0:
-                total -= weight * _gain(loss, float(new[i]), float(sample.logprobs[i]), sample.advantages[i])
+                old, advantage = float(sample.logprobs[i]), float(sample.advantages[i])
+                total -= weight * _compute_objective(loss, float(row[i]), old, advantage)
     return total
 
 
-def _gain(loss: LossConfig, new: float, old: float, advantage: float) -> float:
-    advantage = float(advantage)
+def _compute_objective(loss: LossConfig, new: float, old: float, advantage: float) -> float:
     if loss.name == "cross_entropy":
         return advantage * new
     if loss.name == "dro":
@@ -115,10 +115,10 @@ def _gain(loss: LossConfig, new: float, old: float, advantage: float) -> float:
     low, high = (0.8, 1.2) if loss.name == "ppo" else (0.0, 4.0)
     low = low if loss.clip_low is None else loss.clip_low
     high = high if loss.clip_high is None else loss.clip_high
-    bounded = max(low, min(high, ratio))
+    clipped_ratio = max(low, min(high, ratio))
     if loss.name == "ppo":
-        return min(ratio * advantage, bounded * advantage)
-    return bounded * advantage * new
+        return min(ratio * advantage, clipped_ratio * advantage)
+    return clipped_ratio * advantage * new
 
 
 def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: float) -> CheckResult:
@@ -129,7 +129,7 @@ def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: 
         return CheckResult(
             name, False, f"{len(expected.keys() ^ actual.keys())} tensors are missing or unknown"
         )
-    return _within(name, max(difference(expected[key], actual[key]) for key in expected), tolerance)
+    return _check_within(name, max(difference(expected[key], actual[key]) for key in expected), tolerance)
 
 
 def difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
@@ -143,5 +143,5 @@ def difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
     return float(gap / max(np.abs(expected[~is_nan]).max(), 1e-3))
 
 
-def _within(name: str, gap: float, tolerance: float) -> CheckResult:
+def _check_within(name: str, gap: float, tolerance: float) -> CheckResult:
     return CheckResult(name, gap <= tolerance, f"{gap:.1e} (at most {tolerance:.0e})")

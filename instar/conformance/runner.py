@@ -39,7 +39,7 @@ class ConformanceResult(msgspec.Struct):
 async def run_cases(
     config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
-    """Run the cases. Return the result and the recorded arrays. ``report`` gets the name of each case."""
+    """Run the cases. Return the result and the recorded arrays. ``report`` gets each case's name."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
@@ -76,12 +76,12 @@ def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
 
 
 def main() -> None:
-    job, out = Path(sys.argv[1]), Path(sys.argv[2])
-    config = RunConfig.model_validate(json.loads(job.read_text()))
-    (out / "work").mkdir(parents=True, exist_ok=True)
-    result, arrays = asyncio.run(run_cases(config, out / "work", typer.echo))
-    np.savez(out / "arrays.npz", **arrays)
-    (out / "result.json").write_bytes(msgspec.json.encode(result))
+    job_file, output_folder = Path(sys.argv[1]), Path(sys.argv[2])
+    config = RunConfig.model_validate(json.loads(job_file.read_text()))
+    (output_folder / "work").mkdir(parents=True, exist_ok=True)
+    result, arrays = asyncio.run(run_cases(config, output_folder / "work", typer.echo))
+    np.savez(output_folder / "arrays.npz", **arrays)
+    (output_folder / "result.json").write_bytes(msgspec.json.encode(result))
 
 
 if __name__ == "__main__":

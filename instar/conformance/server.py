@@ -50,8 +50,8 @@ def run_server(
     with log.open("ab") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
-        ready = json.loads(_read_first_line(process, log))
-        yield ServerProcess(ready["url"], ready["api_key"], folder / "checkpoints", process)
+        startup_info = json.loads(_read_first_line(process, log))
+        yield ServerProcess(startup_info["url"], startup_info["api_key"], folder / "checkpoints", process)
     finally:
         process.terminate()
         try:

@@ -112,3 +112,4 @@ class CheckpointInfo:
     expires_at: float | None = None
     has_optimizer: bool = False
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whether each of `TRAINED_PARTS` was trained."""

@@ -37,8 +37,8 @@ SUBFOLDERS: dict[Literal["state", "sampler"], str] = {"state": "weights", "sampl
 SCRATCH = ".scratch"
 LOCK = ".lock"
 
-_PATH = re.compile(r"[a-z]+://([^/]+)/(weights|sampler_weights)/([^/]+)")
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_PATH_PATTERN = re.compile(r"[a-z]+://([^/]+)/(weights|sampler_weights)/([^/]+)")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 class _CheckpointMetadata(msgspec.Struct, frozen=True):
@@ -55,11 +55,11 @@ class CheckpointStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / LOCK).open("w")
+        self._lock_file = (folder / LOCK).open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self._lock.close()
+            self._lock_file.close()
             raise ConfigError(f"{folder} is in use by another server; choose another folder") from error
         # A server that was killed while it was writing leaves scratch files behind.
         shutil.rmtree(folder / SCRATCH, ignore_errors=True)
@@ -70,7 +70,7 @@ class CheckpointStore:
             self._metadata[meta.info.path] = meta
 
     def close(self) -> None:
-        self._lock.close()
+        self._lock_file.close()
 
     async def write(
         self,
@@ -82,8 +82,8 @@ class CheckpointStore:
         ttl: float | None,
     ) -> CheckpointInfo:
         """Store the checkpoint that ``fill`` writes to a folder. Return ``info`` with the checkpoint's path,
-        size and times. ``fill`` is called before the first await."""
-        if _NAME.fullmatch(name) is None:
+        size and times. ``fill`` is called before the first await, so that it sees the model as it is now."""
+        if _NAME_PATTERN.fullmatch(name) is None:
             raise ProtocolError(
                 f"checkpoint name: received {name!r}; use at most 128 letters, digits, '.', '_' and '-', and "
                 "do not begin with '.'"
@@ -124,7 +124,7 @@ class CheckpointStore:
 
     def find(self, path: str, owner: str) -> CheckpointInfo:
         """Return the checkpoint at a path. Raises ProtocolError 404 if the checkpoint is missing."""
-        match = _PATH.fullmatch(path)
+        match = _PATH_PATTERN.fullmatch(path)
         if match is None:
             raise ProtocolError(
                 f"checkpoint path: received {path!r}; expected tinker://<model>/weights/<name>"

@@ -50,7 +50,7 @@ class ProtocolRouter(Generic[T]):
         parse_request: Callable[[Request, str], Awaitable[T]],
         error_response: Callable[[ProtocolError], Response],
     ) -> None:
-        self._keys = keys
+        self._key_store = keys
         self._parse_request = parse_request
         self._error_response = error_response
         self._routes: list[Route] = []
@@ -58,7 +58,7 @@ class ProtocolRouter(Generic[T]):
     def add(self, method: str, path: str, handler: Callable[[T], Awaitable[Response]]) -> None:
         async def endpoint(http: Request) -> Response:
             try:
-                owner = self._keys.authenticate(http.headers)
+                owner = self._key_store.authenticate(http.headers)
                 return await handler(await self._parse_request(http, owner))
             except ClientDisconnect:
                 return Response(status_code=400)
@@ -74,22 +74,22 @@ class ProtocolRouter(Generic[T]):
     async def _respond_unknown_route(self, http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         return self._error_response(
-            ProtocolError(f"this server does not offer {http.method} {http.url.path}", status)
+            ProtocolError(f"this server does not support {http.method} {http.url.path}", status)
         )
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Return the request's body. Raises ProtocolError 413 if the body is larger than ``max_bytes``."""
-    too_large = ProtocolError(f"the request body is larger than the {max_bytes} bytes allowed", 413)
+    size_error = ProtocolError(f"the request body is larger than the {max_bytes} bytes allowed", 413)
     if int(request.headers.get("content-length", 0)) > max_bytes:
-        raise too_large
+        raise size_error
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         parts.append(part)
         size += len(part)
         if size > max_bytes:
-            raise too_large
+            raise size_error
     return b"".join(parts)
 
 

@@ -52,6 +52,7 @@ class ClientSession:
     session_id: str
     owner: str
     last_seen: float
+    """The `time.monotonic` of the last request."""
 
 
 class CoreSharing:
@@ -65,36 +66,36 @@ class CoreSharing:
     """
 
     def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
-        self._count = count or torch.get_num_threads()
+        self._core_count = count or torch.get_num_threads()
         self._set_sampler_cores = set_sampler_cores
-        self._training = self._sampling = 0
+        self._training_count = self._sampling_count = 0
 
     @contextmanager
     def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
         """Reserve cores for a model during the block. ``set_cores`` receives the number of cores."""
-        set_cores(self._share(others=self._sampling))
-        self._count_training(+1)
+        set_cores(self._compute_share(others=self._sampling_count))
+        self._change_training_count(+1)
         try:
             yield
         finally:
-            self._count_training(-1)
+            self._change_training_count(-1)
 
     @contextmanager
     def reserve_for_sampling(self) -> Generator[None]:
         """Reserve cores for sampling during the block. A running training pass keeps its cores."""
-        self._sampling += 1
+        self._sampling_count += 1
         try:
             yield
         finally:
-            self._sampling -= 1
+            self._sampling_count -= 1
 
-    def _count_training(self, change: int) -> None:
-        before, self._training = self._training, self._training + change
-        if not (before and self._training):
-            self._set_sampler_cores(self._share(others=self._training))
+    def _change_training_count(self, change: int) -> None:
+        before, self._training_count = self._training_count, self._training_count + change
+        if not (before and self._training_count):
+            self._set_sampler_cores(self._compute_share(others=self._training_count))
 
-    def _share(self, others: int) -> int:
-        return max(1, self._count // 2) if others else self._count
+    def _compute_share(self, others: int) -> int:
+        return max(1, self._core_count // 2) if others else self._core_count
 
 
 class TrainingModel:
@@ -119,20 +120,20 @@ class TrainingModel:
         self._checkpoints = checkpoints
         self._base_model = base_model
         self._max_context = max_context
-        self._cores = cores
+        self._core_sharing = cores
         self._has_ended = False
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return the logprob for every token of each sample (NaN at index 0)."""
-        with self._compute(samples):
+        with self._prepare_computation(samples):
             return await self._backend.forward(samples)
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        with self._compute(samples):
+        with self._prepare_computation(samples):
             return await self._backend.forward_backward(samples, loss)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        with self._compute():
+        with self._prepare_computation():
             return await self._backend.optim_step(adam)
 
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
@@ -175,14 +176,14 @@ class TrainingModel:
         await self._backend.close()
 
     @contextmanager
-    def _compute(self, samples: Sequence[Sample] = ()) -> Generator[None]:
+    def _prepare_computation(self, samples: Sequence[Sample] = ()) -> Generator[None]:
         self._check_not_ended()
         for sample in samples:
             if len(sample) > self._max_context:
                 raise ProtocolError(
                     f"{sample.sample_key} has {len(sample)} tokens; at most {self._max_context} are allowed"
                 )
-        with convert_errors(), self._cores.reserve_for_training(self._backend.use_cores):
+        with convert_errors(), self._core_sharing.reserve_for_training(self._backend.use_cores):
             yield
 
     def _check_not_ended(self) -> None:
@@ -217,7 +218,7 @@ class TrainingModel:
 def create_backend(
     base: PreTrainedModel, model: ModelConfig, adapter: AdapterSpec, threads: int | None
 ) -> tuple[ServedLocalBackend, AdapterSpec]:
-    """Return a backend that shares the weights of ``base``, and the adapter's settings with its seed."""
+    """Return a backend that shares the weights of ``base``, and the adapter settings with the seed in use."""
     seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
     lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=lora_targets(base, adapter))
     config = LocalBackendConfig(lora=lora, threads=threads)

@@ -58,8 +58,8 @@ class _SequenceQueue:
 class OperationScheduler:
     """Runs operations in this process. Clients retrieve the results later.
 
-    The operations of a queue, which belongs to a model, run in the order of their sequence ids. The first
-    sequence id is 1. If a sequence id does not arrive in time, the operations that wait for it fail, and the
+    Each model has a queue, whose operations run in the order of their sequence ids. The first sequence id
+    is 1. If a sequence id does not arrive in time, the operations that wait for it fail, and the
     queue continues when the sequence id arrives. An operation without a sequence id runs immediately. After a
     failed operation, the next operation of its queue runs, because clients decide what a failure means.
     """
@@ -67,12 +67,12 @@ class OperationScheduler:
     def __init__(self, limits: ServiceLimits | None = None) -> None:
         self._limits = limits or ServiceLimits()
         self._operations: dict[str, _Operation] = {}
-        self._keys: dict[tuple[str, str], _Operation] = {}
+        self._operations_by_key: dict[tuple[str, str], _Operation] = {}
         self._queues: dict[str, _SequenceQueue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._open_count = 0
+        self._pending_count = 0
         self._swept_at = time.monotonic()
-        self._closed = False
+        self._is_closed = False
 
     def submit(
         self,
@@ -84,34 +84,35 @@ class OperationScheduler:
         seq: int | None = None,
         key: str | None = None,
     ) -> str:
-        """Return the id of the new operation. A repeated submission returns the id of the first operation:
-        one with the same ``key`` and owner, or with the same queue and sequence id. Raises ProtocolError 429
-        if there are too many operations, and 409 if the repeated operation is of a different kind."""
+        """Submit an operation and return its id. If an earlier operation has the same ``key`` and owner, or
+        the same queue and sequence id, return the id of that operation. Raises ProtocolError 429 if there are
+        too many operations, and 409 if the earlier operation is of a different kind."""
         self._sweep()
         repeated = self._find_repeated(kind, owner, queue, seq, key)
         if repeated is not None:
             return repeated.operation_id
-        if self._closed:
+        if self._is_closed:
             raise ProtocolError("the server is closing", 503, "server")
-        if self._open_count >= self._limits.max_operations:
+        if self._pending_count >= self._limits.max_operations:
             raise ProtocolError(
-                f"{self._open_count} operations are waiting or running, which is the limit; try again later",
+                f"{self._pending_count} operations are waiting or running, which is the limit; "
+                "try again later",
                 429,
             )
-        sequence = None
+        sequence_queue = None
         if queue is not None and seq is not None:
-            sequence = self._queues.setdefault(queue, _SequenceQueue(queue))
+            sequence_queue = self._queues.setdefault(queue, _SequenceQueue(queue))
         future = asyncio.get_running_loop().create_future()
-        operation = _Operation(new_id("op"), kind, owner, function, future, sequence, seq, key)
+        operation = _Operation(new_id("op"), kind, owner, function, future, sequence_queue, seq, key)
         self._operations[operation.operation_id] = operation
         if key is not None:
-            self._keys[owner, key] = operation
-        self._open_count += 1
-        if sequence is None or seq is None:
+            self._operations_by_key[owner, key] = operation
+        self._pending_count += 1
+        if sequence_queue is None or seq is None:
             self._start(operation)
         else:
-            sequence.operations[seq] = operation
-            self._advance(sequence)
+            sequence_queue.operations[seq] = operation
+            self._advance(sequence_queue)
         return operation.operation_id
 
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
@@ -130,13 +131,13 @@ class OperationScheduler:
 
     def close_queue(self, queue: str) -> None:
         """Fail the operations that are waiting in the queue."""
-        closed = self._queues.pop(queue, None)
-        if closed is not None:
-            closed.cancel_gap_timer()
-            self._fail_waiting(closed, ProtocolError(f"{queue} ended before this operation ran", 404))
+        sequence_queue = self._queues.pop(queue, None)
+        if sequence_queue is not None:
+            sequence_queue.cancel_gap_timer()
+            self._fail_waiting(sequence_queue, ProtocolError(f"{queue} ended before this operation ran", 404))
 
     async def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         for queue in self._queues.values():
             queue.cancel_gap_timer()
         for task in self._tasks:
@@ -150,26 +151,28 @@ class OperationScheduler:
     def _find_repeated(
         self, kind: str, owner: str, queue: str | None, seq: int | None, key: str | None
     ) -> _Operation | None:
-        operation = self._keys.get((owner, key)) if key is not None else None
+        operation = self._operations_by_key.get((owner, key)) if key is not None else None
         if operation is None and queue is not None and seq is not None:
             if seq < 1:
                 raise ProtocolError(f"sequence id: received {seq}; sequence ids begin with 1")
-            sequence = self._queues.get(queue, _SequenceQueue(queue))
-            operation = sequence.operations.get(seq)
-            if operation is None and seq < sequence.next_seq:
+            sequence_queue = self._queues.get(queue, _SequenceQueue(queue))
+            operation = sequence_queue.operations.get(seq)
+            if operation is None and seq < sequence_queue.next_seq:
                 raise ProtocolError(
-                    f"sequence id {seq} of {queue} was run already, and its result has expired", 409
+                    f"the operation with sequence id {seq} of {queue} has already run, and its result has "
+                    "expired",
+                    409,
                 )
         if operation is not None and (operation.kind != kind or operation.owner != owner):
-            field_name = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue}"
-            raise ProtocolError(f"{field_name} belongs to another operation ({operation.kind})", 409)
+            subject = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue}"
+            raise ProtocolError(f"{subject} belongs to another operation ({operation.kind})", 409)
         return operation
 
     # --- running ---
 
     def _advance(self, queue: _SequenceQueue) -> None:
         """Start the next operation in a queue. If its sequence id has not arrived, start the gap timer."""
-        if queue.is_running or self._closed:
+        if queue.is_running or self._is_closed:
             return
         while (operation := queue.operations.get(queue.next_seq)) is not None and operation.result.done():
             if operation.operation_id not in self._operations:
@@ -220,7 +223,7 @@ class OperationScheduler:
         operation.function = None
         operation.result.set_result(result)
         operation.expires_at = time.monotonic() + self._limits.result_ttl
-        self._open_count -= 1
+        self._pending_count -= 1
 
     def _sweep(self) -> None:
         now = time.monotonic()
@@ -230,7 +233,7 @@ class OperationScheduler:
         for operation in [o for o in self._operations.values() if o.expires_at < now]:
             del self._operations[operation.operation_id]
             if operation.key is not None:
-                self._keys.pop((operation.owner, operation.key), None)
+                self._operations_by_key.pop((operation.owner, operation.key), None)
             queue, seq = operation.queue, operation.seq
             # An operation that failed because of a gap is kept until the queue has passed its sequence id.
             if queue is not None and seq is not None and seq < queue.next_seq:

@@ -37,43 +37,43 @@ class _PooledEngine:
 
 
 class SamplerPool:
-    """A pool of at most ``max_engines`` engines. A policy that no engine has loaded replaces the least
-    recently used policy. The engines in use share the KV memory, and an unused engine keeps its share until
-    another engine starts."""
+    """A pool of at most ``max_engines`` engines. If all engines are loaded, a new policy replaces the
+    least recently used one. The engines in use share the KV memory, and an unused engine keeps its share
+    until another engine is used."""
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
-        self._model = model
-        self._weights = EngineModel(model, base)
-        self._tokenizer: Any = load_tokenizer(self._weights.folder)
+        self._model_config = model
+        self._model = EngineModel(model, base)
+        self._tokenizer: Any = load_tokenizer(self._model.folder)
         self._max_engines = max_engines
-        self.folder = self._weights.folder
+        self.folder = self._model.folder
         self.info = EngineInfo(
             kind="local",
             model=model.name,
-            vocab_size=self._weights.vocab_size,
-            max_context=self._weights.max_context,
+            vocab_size=self._model.vocab_size,
+            max_context=self._model.max_context,
             artifacts=("adapter", "base"),
         )
         context = self.info.max_context
         config = LocalEngineConfig(threads=threads)
-        kv_tokens = default_kv_tokens(self._weights.kv_shape, config.max_batch * context)
+        kv_tokens = default_kv_tokens(self._model.kv_shape, config.max_batch * context)
         self._kv_tokens = max(context, kv_tokens)
         self._config = config.model_copy(update={"kv_tokens": self._kv_tokens})
         self._cores: int | None = None
         self._engines: OrderedDict[str, _PooledEngine] = OrderedDict()
-        self._loading = asyncio.Lock()
-        self._released = asyncio.Event()
-        self._loads = 0
+        self._loading_lock = asyncio.Lock()
+        self._engine_released = asyncio.Event()
+        self._load_count = 0
 
     async def sample(
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Return ``count`` sampled replies. ``key`` identifies the weights in ``adapter``. The replies to a
-        seeded request have different seeds, and the first reply has the seed of the request."""
+        """Return ``count`` replies sampled from the weights in ``adapter`` (None: the base model), which
+        ``key`` identifies. The first reply uses the request's seed, and each other reply derives its own."""
         ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
         async with self._borrow_engine(key, adapter) as engine:
             return await map_concurrently(
-                lambda index: self._reply(engine, ids, _derive_seed(params, index)), range(count)
+                lambda index: self._generate(engine, ids, _with_derived_seed(params, index)), range(count)
             )
 
     async def logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
@@ -100,7 +100,7 @@ class SamplerPool:
         self._engines.clear()
         await asyncio.gather(*(pooled.engine.close() for pooled in engines))
 
-    async def _reply(self, engine: LocalEngine, prompt: Ids, params: SamplingParams) -> SampledSequence:
+    async def _generate(self, engine: LocalEngine, prompt: Ids, params: SamplingParams) -> SampledSequence:
         ids: list[int] = []
         logprobs: list[float] = []
         reason = ""
@@ -146,21 +146,21 @@ class SamplerPool:
             engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(in_use)))
 
     async def _load_policy(self, key: str, adapter: Path | None) -> None:
-        async with self._loading:  # the lock serves the requests in order
+        async with self._loading_lock:  # the lock serves the requests in order
             while key not in self._engines:
-                unused = next((name for name, pooled in self._engines.items() if pooled.users == 0), None)
+                unused_key = next((name for name, pooled in self._engines.items() if pooled.users == 0), None)
                 if len(self._engines) < self._max_engines:
-                    engine = await asyncio.to_thread(self._new_engine)
+                    engine = await asyncio.to_thread(self._create_engine)
                     self._engines[key] = await self._load_adapter(_PooledEngine(engine), adapter)
-                elif unused is not None:
-                    self._engines[key] = await self._load_adapter(self._engines.pop(unused), adapter)
+                elif unused_key is not None:
+                    self._engines[key] = await self._load_adapter(self._engines.pop(unused_key), adapter)
                 else:
-                    self._released.clear()
-                    await self._released.wait()
+                    self._engine_released.clear()
+                    await self._engine_released.wait()
 
     async def _release(self, key: str, pooled: _PooledEngine) -> None:
         pooled.users -= 1
-        self._released.set()
+        self._engine_released.set()
         if pooled.has_failed:
             if self._engines.get(key) is pooled:
                 del self._engines[key]
@@ -170,24 +170,24 @@ class SamplerPool:
             self._divide_memory()
 
     async def _load_adapter(self, pooled: _PooledEngine, adapter: Path | None) -> _PooledEngine:
-        self._loads += 1
+        self._load_count += 1
         artifact = Artifact("base") if adapter is None else Artifact("adapter", str(adapter))
         try:
-            await pooled.engine.load(Policy("sampler", self._loads, artifact))
+            await pooled.engine.load(Policy("sampler", self._load_count, artifact))
         except BaseException:  # also when cancelled: the engine has no usable policy
             await pooled.engine.close()
             raise
         return pooled
 
-    def _new_engine(self) -> LocalEngine:
-        weights = self._weights.share()
-        engine = LocalEngine(self._model, self._config, tokenizer=self._tokenizer, shared_model=weights)
+    def _create_engine(self) -> LocalEngine:
+        model = self._model.share()
+        engine = LocalEngine(self._model_config, self._config, tokenizer=self._tokenizer, shared_model=model)
         if self._cores is not None:
             engine.use_cores(self._cores)
         return engine
 
 
-def _derive_seed(params: SamplingParams, index: int) -> SamplingParams:
+def _with_derived_seed(params: SamplingParams, index: int) -> SamplingParams:
     if params.seed is None or index == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}/{index}".encode(), digest_size=8).digest()

@@ -56,19 +56,19 @@ async def serve_protocol(
         listener.close()
         raise
     operations = OperationScheduler(service.limits)
-    closed = asyncio.Event()
+    server_stop = asyncio.Event()
     app = create_app(service, operations, keys)
-    server = asyncio.create_task(serve(app, listener, stop=closed, grace=GRACE_SECONDS))
-    stopped = asyncio.create_task((stop or asyncio.Event()).wait())
+    server = asyncio.create_task(serve(app, listener, stop=server_stop, grace=GRACE_SECONDS))
+    stop_wait = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
         if ready is not None:
             address = f"[{host}]" if ":" in host else host
             ready(f"http://{address}:{listener.getsockname()[1]}")
-        await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({server, stop_wait}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopped.cancel()
+        stop_wait.cancel()
         # Requests that wait for a result would keep the server open, so the operations are closed first.
         await operations.close()
-        closed.set()
+        server_stop.set()
         await server
         await service.close()

@@ -39,7 +39,7 @@ class TrainingService:
     ) -> None:
         self.base_model = base_model or model.name
         self.limits = limits or ServiceLimits()
-        self._config = model
+        self._model_config = model
         self._threads = threads
         self._folder = folder
         self._sessions: dict[str, ClientSession] = {}
@@ -51,10 +51,10 @@ class TrainingService:
         """Load the base model. Raises ConfigError if the folder is in use or the model cannot be loaded."""
         self.checkpoints = CheckpointStore(self._folder)
         try:
-            self._base = await asyncio.to_thread(load_base, self._config)
-            self._samplers = await asyncio.to_thread(
+            self._base = await asyncio.to_thread(load_base, self._model_config)
+            self._sampler_pool = await asyncio.to_thread(
                 SamplerPool,
-                self._config,
+                self._model_config,
                 self._base,
                 max_engines=self.limits.max_samplers,
                 threads=self._threads,
@@ -62,10 +62,10 @@ class TrainingService:
         except BaseException:  # also when cancelled: the folder must not stay locked
             self.checkpoints.close()
             raise
-        self._cores = CoreSharing(self._samplers.set_cores)
-        self.max_context = self._samplers.info.max_context
-        self.vocab_size = self._samplers.info.vocab_size
-        self.tokenizer_path = str(self._samplers.folder)
+        self._cores = CoreSharing(self._sampler_pool.set_cores)
+        self.max_context = self._sampler_pool.info.max_context
+        self.vocab_size = self._sampler_pool.info.vocab_size
+        self.tokenizer_path = str(self._sampler_pool.folder)
         self._expiry_task = asyncio.create_task(self._remove_expired())
 
     # --- sessions ---
@@ -107,7 +107,7 @@ class TrainingService:
         try:
             with convert_errors():
                 backend, adapter = await asyncio.to_thread(
-                    create_backend, self._base, self._config, adapter, self._threads
+                    create_backend, self._base, self._model_config, adapter, self._threads
                 )
         finally:
             self._models_in_creation -= 1
@@ -127,7 +127,7 @@ class TrainingService:
         return model
 
     def _check_new_model(self, base_model: str, adapter: AdapterSpec) -> None:
-        if base_model not in (self.base_model, self._config.name):
+        if base_model not in (self.base_model, self._model_config.name):
             raise ProtocolError(
                 f"base_model: received {base_model!r}; this server serves {self.base_model!r}"
             )
@@ -169,13 +169,13 @@ class TrainingService:
             raise ProtocolError(f"num_samples: received {count}; allowed: 1 to {self.limits.max_operations}")
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
-            return await self._samplers.sample(key, adapter, prompt, params, count)
+            return await self._sampler_pool.sample(key, adapter, prompt, params, count)
 
     async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
         """Return the logprob of every token (NaN at index 0)."""
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
-            return await self._samplers.logprobs(key, adapter, tokens)
+            return await self._sampler_pool.logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
         """Return the policy key and the adapter folder for a sampler, or for the base model."""
@@ -209,5 +209,5 @@ class TrainingService:
         self._expiry_task = None
         for session_id in list(self._sessions):
             await self._end_session(session_id)
-        await self._samplers.close()
+        await self._sampler_pool.close()
         self.checkpoints.close()

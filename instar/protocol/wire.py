@@ -1,4 +1,4 @@
-"""Request fields that both protocols share, and their conversion."""
+"""Request fields that both protocols share, and their conversion to configs and sampling parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class AdamFields(Struct, kw_only=True):
             # A learning rate of 0 is allowed in a schedule, but `AdamConfig` rejects it.
             adam = AdamConfig(lr=learning_rate or 1.0, **fields)
         except ValidationError as error:
-            raise _invalid_value("adam_params", error) from None
+            raise _make_invalid_value_error("adam_params", error) from None
         return adam.model_copy(update={"lr": learning_rate})
 
 
@@ -78,17 +78,18 @@ def build_loss_config(loss: str, options: Mapping[str, Any]) -> LossConfig:
     try:
         return LossConfig.model_validate({"name": loss, **fields})
     except ValidationError as error:
-        raise _invalid_value("loss_fn_config", error) from None
+        raise _make_invalid_value_error("loss_fn_config", error) from None
 
 
-def _invalid_value(section: str, error: ValidationError) -> ProtocolError:
+def _make_invalid_value_error(section: str, error: ValidationError) -> ProtocolError:
     first = error.errors()[0]
     field = str(first["loc"][0])
     return ProtocolError(f"{section}.{_REQUEST_NAMES.get(field, field)}: {first['msg']}")
 
 
 def align_with_tokens(target_values: NDArray[Any], token_count: int, *, first: float) -> Floats:
-    """Shift the targets' values by one, so that index i describes token i of the sample."""
+    """Shift the targets' values by one, so that index i describes token i of the sample.
+    ``first`` is the value of the first token, which is not a target."""
     aligned = np.empty(token_count, np.float32)
     aligned[:1] = first
     aligned[1:] = target_values[: max(token_count - 1, 0)]

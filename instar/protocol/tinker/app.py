@@ -82,7 +82,7 @@ class TinkerSessionRoutes(TinkerRoutes):
         return json_response({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: TinkerRequest) -> Response:
-        with _not_found_as_gone():  # clients stop their heartbeat only for 410
+        with _replace_404_by_410():  # clients stop their heartbeat only for 410
             self._service.heartbeat(request.parse(TinkerSessionRef).session_id, request.owner)
         return json_response({"type": "session_heartbeat"})
 
@@ -101,7 +101,7 @@ class TinkerSessionRoutes(TinkerRoutes):
         request_id = request.parse(TinkerRetrieveFuture).request_id
         # An unknown operation was started before a restart of this server. On a 410, clients submit sampling
         # requests again and report training requests as lost.
-        with _not_found_as_gone():
+        with _replace_404_by_410():
             result = await self._operations.wait(request_id, request.owner, HOLD_SECONDS)
         if result is None:
             fields = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -117,7 +117,7 @@ class TinkerSessionRoutes(TinkerRoutes):
 
 
 @contextlib.contextmanager
-def _not_found_as_gone() -> Generator[None]:
+def _replace_404_by_410() -> Generator[None]:
     try:
         yield
     except ProtocolError as error:
@@ -149,33 +149,33 @@ class TinkerListingRoutes(TinkerRoutes):
 
     async def weights_info(self, request: TinkerRequest) -> Response:
         info = self._service.checkpoints.find(request.parse(TinkerWeightsInfo).tinker_path, request.owner)
-        trained = {name: info.extra[name] for name in TRAINED_PARTS if name in info.extra}
+        trained_parts = {name: info.extra[name] for name in TRAINED_PARTS if name in info.extra}
         return json_response(
-            {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **trained}
+            {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **trained_parts}
         )
 
-    def _newest_first(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
+    def _list_newest_first(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
         checkpoints = self._service.checkpoints.list_checkpoints(owner, model_id)
         return sorted(checkpoints, key=lambda info: info.created_at, reverse=True)
 
     async def checkpoints(self, request: TinkerRequest) -> Response:
-        checkpoints = [_checkpoint_fields(info) for info in self._newest_first(request.owner)]
-        return _page_response(request, "checkpoints", checkpoints, 100)
+        checkpoints = [_checkpoint_fields(info) for info in self._list_newest_first(request.owner)]
+        return _make_page_response(request, "checkpoints", checkpoints, 100)
 
     async def run_checkpoints(self, request: TinkerRequest) -> Response:
-        checkpoints = self._newest_first(request.owner, request.path_param("run_id"))
+        checkpoints = self._list_newest_first(request.owner, request.path_param("run_id"))
         return json_response({"checkpoints": [_checkpoint_fields(info) for info in checkpoints]})
 
     async def runs(self, request: TinkerRequest) -> Response:
         by_model = dict[str, list[CheckpointInfo]]()
-        for info in self._newest_first(request.owner):
+        for info in self._list_newest_first(request.owner):
             by_model.setdefault(info.model_id, []).append(info)
         runs = [_run_fields(model_id, checkpoints) for model_id, checkpoints in by_model.items()]
-        return _page_response(request, "training_runs", runs, 20)
+        return _make_page_response(request, "training_runs", runs, 20)
 
     async def run(self, request: TinkerRequest) -> Response:
         run_id = request.path_param("run_id")
-        checkpoints = self._newest_first(request.owner, run_id)
+        checkpoints = self._list_newest_first(request.owner, run_id)
         if checkpoints:
             return json_response(_run_fields(run_id, checkpoints))
         rank = self._service.find_model(run_id, request.owner).adapter.rank
@@ -190,7 +190,7 @@ class TinkerListingRoutes(TinkerRoutes):
         return Response(status_code=204)
 
 
-def _page_response(request: TinkerRequest, name: str, items: list[Json], default_limit: int) -> Response:
+def _make_page_response(request: TinkerRequest, name: str, items: list[Json], default_limit: int) -> Response:
     offset, limit = request.query_int("offset", 0), request.query_int("limit", default_limit)
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return json_response({name: items[offset : offset + limit], "cursor": cursor})

@@ -1,7 +1,7 @@
 """Authentication, requests and error responses of Tinker's protocol.
 
-Clients whose keys do not have Tinker's form, such as MinT's `sk-`, exchange the key for a token. A token is
-signed with its key, so it remains valid after a restart and the server does not store it.
+Clients whose keys do not have Tinker's form, such as MinT's `sk-` keys, exchange the key for a token. A token
+is signed with its key, so it remains valid after a restart and the server does not store it.
 
 Tinker's clients retry 408, 409, 429 and 5xx for minutes, and raise 404 and 422 immediately. A retry does not
 help when a sequence id is taken, so the server sends 422 instead of 409.
@@ -88,7 +88,7 @@ class TinkerKeyStore(KeyStore):
     def __init__(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         super().__init__(keys, KEY_HEADER)
-        self._secrets = {hash_key(key): key.encode("utf-8", "surrogatepass") for key in keys}
+        self._owner_keys = {hash_key(key): key.encode("utf-8", "surrogatepass") for key in keys}
 
     def issue_token(self, owner: str) -> str:
         """Return a JWT that is accepted instead of the owner's key until the JWT expires."""
@@ -99,8 +99,8 @@ class TinkerKeyStore(KeyStore):
             "owner": owner,
             "exp": time.time() + TOKEN_TTL_SECONDS,
         }
-        signed = f"{_encode({'alg': 'HS256', 'typ': 'JWT'})}.{_encode(claims)}"
-        return f"{signed}.{self._sign(owner, signed)}"
+        signing_input = f"{_encode_json({'alg': 'HS256', 'typ': 'JWT'})}.{_encode_json(claims)}"
+        return f"{signing_input}.{self._sign(owner, signing_input)}"
 
     def _find_owner(self, key: str) -> str | None:
         owner = super()._find_owner(key)
@@ -109,31 +109,31 @@ class TinkerKeyStore(KeyStore):
         return owner
 
     def _verify_token(self, token: str) -> str | None:
-        signed, _, signature = token.rpartition(".")
-        claims = _decode(signed.partition(".")[2])
-        owner, expires = claims.get("owner"), claims.get("exp")
-        if not isinstance(owner, str) or owner not in self._secrets or not isinstance(expires, float):
+        signing_input, _, signature = token.rpartition(".")
+        claims = _decode_json(signing_input.partition(".")[2])
+        owner, expires_at = claims.get("owner"), claims.get("exp")
+        if not isinstance(owner, str) or owner not in self._owner_keys or not isinstance(expires_at, float):
             return None
-        if not hmac.compare_digest(self._sign(owner, signed).encode(), signature.encode()):
+        if not hmac.compare_digest(self._sign(owner, signing_input).encode(), signature.encode()):
             return None
-        return owner if time.time() < expires else None
+        return owner if time.time() < expires_at else None
 
-    def _sign(self, owner: str, signed: str) -> str:
-        message = signed.encode("utf-8", "surrogatepass")
-        digest = hmac.new(self._secrets[owner], message, hashlib.sha256).digest()
+    def _sign(self, owner: str, signing_input: str) -> str:
+        message = signing_input.encode("utf-8", "surrogatepass")
+        digest = hmac.new(self._owner_keys[owner], message, hashlib.sha256).digest()
         return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """Return True if Tinker's clients send this key or token without exchanging it first."""
+    """Return True if the request's key has Tinker's prefix or is a token. Other keys must be exchanged."""
     return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
 
 
-def _encode(value: Json) -> str:
+def _encode_json(value: Json) -> str:
     return base64.urlsafe_b64encode(orjson.dumps(value)).decode().rstrip("=")
 
 
-def _decode(text: str) -> Json:
+def _decode_json(text: str) -> Json:
     """Return the decoded JSON object, or an empty object if the text is not part of a token."""
     try:
         value = orjson.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))

@@ -58,7 +58,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 }
 
 
-def _build_file() -> FileDescriptorProto:
+def _build_file_descriptor() -> FileDescriptorProto:
     file = FileDescriptorProto(name="instar/tinker.proto", package=_PACKAGE, syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -77,13 +77,13 @@ def _build_file() -> FileDescriptorProto:
 
 # This pool is separate, because the SDK in the same process registers its messages in the default pool.
 _pool = DescriptorPool()
-_pool.AddSerializedFile(_build_file().SerializeToString())
+_pool.AddSerializedFile(_build_file_descriptor().SerializeToString())
 
 
-def _message_class(name: str) -> Any:
+def _get_message_class(name: str) -> Any:
     return GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
 
 
-ForwardBackwardRequest: Any = _message_class("ForwardBackwardRequest")
-ForwardBackwardOutput: Any = _message_class("ForwardBackwardOutput")
-SampleResponse: Any = _message_class("SampleResponse")
+ForwardBackwardRequest: Any = _get_message_class("ForwardBackwardRequest")
+ForwardBackwardOutput: Any = _get_message_class("ForwardBackwardOutput")
+SampleResponse: Any = _get_message_class("SampleResponse")

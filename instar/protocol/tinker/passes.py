@@ -62,7 +62,7 @@ def parse_protobuf_pass(body: bytes) -> TinkerPass:
         raise ProtocolError(f"the request cannot be parsed: {error}") from error
     options: dict[str, float | str] = {entry.key: entry.value for entry in message.loss_fn_config}
     options |= {entry.key: entry.value.text or entry.value.number for entry in message.loss_fn_config_v2}
-    datums = (_protobuf_datum(index, datum) for index, datum in enumerate(message.data))
+    datums = (_parse_protobuf_datum(index, datum) for index, datum in enumerate(message.data))
     batch = _build_batch(datums, message.loss_fn, options)
     return TinkerPass(message.model_id, message.seq_id or None, message.forward_only, batch)
 
@@ -70,9 +70,11 @@ def parse_protobuf_pass(body: bytes) -> TinkerPass:
 def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
     if forward_only:
         forward = parse_json(body, TinkerForward)
-        return TinkerPass(forward.model_id, forward.seq_id, True, _json_batch(forward.forward_input))
-    both = parse_json(body, TinkerForwardBackward)
-    return TinkerPass(both.model_id, both.seq_id, False, _json_batch(both.forward_backward_input))
+        return TinkerPass(forward.model_id, forward.seq_id, True, _parse_json_batch(forward.forward_input))
+    request = parse_json(body, TinkerForwardBackward)
+    return TinkerPass(
+        request.model_id, request.seq_id, False, _parse_json_batch(request.forward_backward_input)
+    )
 
 
 def _build_batch(
@@ -95,17 +97,19 @@ def _build_batch(
 # --- protobuf ---
 
 
-def _protobuf_datum(index: int, datum: Any) -> TinkerDatum:
+def _parse_protobuf_datum(index: int, datum: Any) -> TinkerDatum:
     parts: list[Array] = []
     for chunk in datum.model_input:
         if chunk.image or chunk.dmel:
             raise ProtocolError(f"datum {index}: received an image or audio; only text is supported")
         parts.append(_decode_elements(index, "model_input", chunk.encoded_text.tokens, np.int32))
-    tensors = {entry.key: _protobuf_tensor(index, entry.key, entry.value) for entry in datum.loss_fn_inputs}
+    tensors = {
+        entry.key: _parse_protobuf_tensor(index, entry.key, entry.value) for entry in datum.loss_fn_inputs
+    }
     return TinkerDatum(_concatenate(parts), tensors)
 
 
-def _protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
+def _parse_protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
     if tensor.sparse_csr or len(tensor.shape) > 1:
         raise ProtocolError(f"datum {index}: {name} is sparse or not one-dimensional; send a dense vector")
     dtype = _DTYPES.get(tensor.dtype)
@@ -119,18 +123,18 @@ def _decode_elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
         return np.frombuffer(data, dtype)
     except ValueError as error:
         raise ProtocolError(
-            f"datum {index}: {name} has {len(data)} bytes, which is not a multiple of its dtype"
+            f"datum {index}: {name} has {len(data)} bytes, which is not a multiple of its dtype's size"
         ) from error
 
 
 # --- JSON ---
 
 
-def _json_batch(pass_input: TinkerPassInput) -> TinkerBatch | ProtocolError:
+def _parse_json_batch(pass_input: TinkerPassInput) -> TinkerBatch | ProtocolError:
     datums = (
         TinkerDatum(
             concatenate_chunks(datum.model_input.chunks, f"datum {index}"),
-            {name: _json_tensor(index, name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
+            {name: _parse_json_tensor(index, name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
         )
         for index, datum in enumerate(pass_input.data)
     )
@@ -149,7 +153,7 @@ def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
     return _concatenate(parts)
 
 
-def _json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
+def _parse_json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
     if tensor.sparse_crow_indices is not None or len(tensor.shape or ()) > 1:
         raise ProtocolError(f"datum {index}: {name} is sparse or not one-dimensional; send a dense vector")
     if tensor.dtype not in ("float32", "int64"):

@@ -70,7 +70,7 @@ class TinkerPassResult:
 class TinkerSampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
-    """The prompt's logprobs. A logprob that was not requested is NaN."""
+    """The prompt's logprobs, with NaN where none was requested. None if no logprobs were requested."""
 
     def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()

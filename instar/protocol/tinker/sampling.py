@@ -42,10 +42,10 @@ class TinkerSamplingSessions:
         self.model_ids: defaultdict[str, list[str]] = defaultdict(list)
 
     def open(
-        self, session_id: str, number: int, owner: str, path: str | None, *, is_ephemeral: bool = False
+        self, session_id: str, seq_id: int, owner: str, path: str | None, *, is_ephemeral: bool = False
     ) -> str:
-        """Return the sampling session's id. The same session and number always get the same id."""
-        sampling_id = f"{session_id}:sample:{number}"
+        """Return the sampling session's id. The same session and sequence id always get the same id."""
+        sampling_id = f"{session_id}:sample:{seq_id}"
         self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, is_ephemeral)
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
@@ -68,7 +68,7 @@ class TinkerSamplingSessions:
 
 
 class TinkerRoutes:
-    """The base of classes with route handlers."""
+    """Base class for groups of route handlers."""
 
     def __init__(
         self, service: TrainingService, operations: OperationScheduler, sessions: TinkerSamplingSessions

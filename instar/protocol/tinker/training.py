@@ -129,18 +129,18 @@ class TinkerTrainingRoutes(TinkerRoutes):
 
     async def save_for_sampler(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerSaveForSampler)
-        number = body.sampling_session_seq_id
+        seq_id = body.sampling_session_seq_id
 
         async def run(model: TrainingModel) -> Json:
             if body.path is not None:
                 saved = await model.export(_require_name(body.path), ttl=body.ttl_seconds)
                 return {"type": "save_weights_for_sampler", "path": saved.path}
-            if number is None:
+            if seq_id is None:
                 raise ProtocolError("path and sampling_session_seq_id are missing; send one of them")
-            name = f"ephemeral-{number}"
+            name = f"ephemeral-{seq_id}"
             saved = await model.export(name, ttl=body.ttl_seconds or EPHEMERAL_TTL_SECONDS)
             session = self._sessions.open(
-                model.session_id, number, request.owner, saved.path, is_ephemeral=True
+                model.session_id, seq_id, request.owner, saved.path, is_ephemeral=True
             )
             return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 

@@ -42,10 +42,10 @@ class WeaverMetrics(msgspec.Struct):
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
     """Return the app. Every route except `/healthz` requires one of the keys."""
-    results = WeaverOperationRoutes(operations)
+    operation_routes = WeaverOperationRoutes(operations)
     sessions = WeaverSessionRoutes(service)
-    training = WeaverTrainingRoutes(service, operations, results)
-    sampling = WeaverSamplingRoutes(service, results)
+    training = WeaverTrainingRoutes(service, operations, operation_routes)
+    sampling = WeaverSamplingRoutes(service, operation_routes)
     router = create_router(KeyStore(keys, KEY_HEADER), service.limits.max_body)
     router.add("GET", "supported-models", sessions.models)
     router.add("GET", "model-catalog", sessions.models)
@@ -68,7 +68,7 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
     router.add("DELETE", "sampling-sessions/{sampling}", sampling.delete)
     router.add("POST", "sampling-sessions/{sampling}/samples", sampling.sample)
     router.add("POST", "sampling-sessions/{sampling}/logprobs", sampling.logprobs)
-    router.add("GET", "operations/{operation}", results.show)
+    router.add("GET", "operations/{operation}", operation_routes.show)
     return router.create_app(Route("/healthz", _health))
 
 
@@ -82,7 +82,8 @@ class WeaverSessionRoutes:
 
     async def models(self, request: WeaverRequest) -> Response:
         prices = {
-            f"{kind}:{TRAINING_MODE}": {"unit": "token", "unit_price_micros": 0} for kind in PRICED_RESOURCES
+            f"{resource}:{TRAINING_MODE}": {"unit": "token", "unit_price_micros": 0}
+            for resource in PRICED_RESOURCES
         }
         item: dict[str, Any] = {
             "id": self._service.base_model,

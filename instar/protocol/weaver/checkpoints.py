@@ -1,4 +1,4 @@
-"""Converts checkpoint paths and fields to Weaver's form."""
+"""Converts checkpoint paths and fields between `CheckpointStore` and Weaver's protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
 
 
 def weaver_path(info: CheckpointInfo) -> str:
-    """Return `weaver://<model>/checkpoints/<name>` for a state or `weaver://<model>/samplers/<name>`."""
+    """Return `weaver://<model>/checkpoints/<name>` for a training state, or
+    `weaver://<model>/samplers/<name>` for a sampler."""
     return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_checkpoint_name(info)}"
 
 
@@ -34,13 +35,13 @@ def to_service_path(path: str) -> str:
 def checkpoint_fields(info: CheckpointInfo) -> dict[str, Any]:
     path = weaver_path(info)
     ttl = None if info.expires_at is None else round(info.expires_at - info.created_at)
-    weights = "weight_and_optimizer" if info.has_optimizer else "weight"
+    state_type = "weight_and_optimizer" if info.has_optimizer else "weight"
     return {
         # The SDK accepts only UUIDs as ids.
         "id": str(uuid.uuid5(uuid.NAMESPACE_URL, path)),
         "path": path,
         "name": _checkpoint_name(info),
-        "checkpoint_type": "sampling" if info.kind == "sampler" else weights,
+        "checkpoint_type": "sampling" if info.kind == "sampler" else state_type,
         "status": "completed",
         "model_id": info.model_id,
         "base_model": info.base_model,

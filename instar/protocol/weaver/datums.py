@@ -140,20 +140,20 @@ def _parse_datum(
         raise ProtocolError(f"datum {index}: router replay is not supported")
     tokens = datum.model_input.tokens(pack)
     inputs = _LossInputs(datum.loss_fn_inputs, pack, index, len(tokens))
-    targets = inputs.ints("target_tokens")
+    targets = inputs.read_ints("target_tokens")
     has_target = targets != NO_TARGET
     ids = np.append(tokens, targets[-1:][has_target[-1:]])
-    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(outside):
+    invalid_ids = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(invalid_ids):
         raise ProtocolError(
-            f"datum {index}: token {ids[outside[0]]} at index {outside[0]} is outside the vocabulary of "
-            f"{vocab_size} tokens"
+            f"datum {index}: token {ids[invalid_ids[0]]} at index {invalid_ids[0]} is outside the vocabulary "
+            f"of {vocab_size} tokens"
         )
     is_scored = has_target & (np.append(tokens[1:], targets[-1:]) == targets)
-    mask, advantages, logprobs = _loss_tensors(inputs, loss_fn, is_scored)
-    invalid = np.flatnonzero((mask != 0) & has_target & ~is_scored)
-    if len(invalid):
-        position = int(invalid[0])
+    mask, advantages, logprobs = _read_loss_tensors(inputs, loss_fn, is_scored)
+    invalid_targets = np.flatnonzero((mask != 0) & has_target & ~is_scored)
+    if len(invalid_targets):
+        position = int(invalid_targets[0])
         raise ProtocolError(
             f"datum {index}: target_tokens[{position}] is {targets[position]}, but the next input token is "
             f"{tokens[position + 1]}; each target must be the next input token"
@@ -171,7 +171,7 @@ def _parse_datum(
     return sample, is_scored
 
 
-def _loss_tensors(
+def _read_loss_tensors(
     inputs: _LossInputs, loss_fn: str, is_scored: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
     """Return the mask, the advantages and the old logprobs for the targets."""
@@ -180,16 +180,16 @@ def _loss_tensors(
     if loss_fn == LOGPROBS_ONLY:
         return np.where(is_scored, ones, 0), nans, nans
     if loss_fn == "surrogate":
-        return ones, -inputs.floats("surrogate_weights"), nans
+        return ones, -inputs.read_floats("surrogate_weights"), nans
     if loss_fn == "cross_entropy":
-        inputs.allow("target_tokens", "weights", "loss_mask")
-        weights = inputs.floats("weights") if "weights" in inputs else ones
+        inputs.allow_only("target_tokens", "weights", "loss_mask")
+        weights = inputs.read_floats("weights") if "weights" in inputs else ones
         if "loss_mask" in inputs:
-            return inputs.floats("loss_mask"), weights, nans
+            return inputs.read_floats("loss_mask"), weights, nans
         # Targets with a weight of 0 are scored too, because clients compute metrics from the logprobs.
         return np.where(is_scored | (weights != 0), ones, 0), weights, nans
-    inputs.allow("target_tokens", "logprobs", "advantages", "loss_mask")
-    return inputs.floats("loss_mask"), inputs.floats("advantages"), inputs.floats("logprobs")
+    inputs.allow_only("target_tokens", "logprobs", "advantages", "loss_mask")
+    return inputs.read_floats("loss_mask"), inputs.read_floats("advantages"), inputs.read_floats("logprobs")
 
 
 class _LossInputs:
@@ -204,41 +204,43 @@ class _LossInputs:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def allow(self, *names: str) -> None:
+    def allow_only(self, *names: str) -> None:
         for name in self._tensors:
             if name not in names:
-                raise self._error(name, f"is not an input of this loss; supported: {', '.join(names)}")
+                raise self._make_error(name, f"is not an input of this loss; supported: {', '.join(names)}")
 
-    def floats(self, name: str) -> Floats:
+    def read_floats(self, name: str) -> Floats:
         with np.errstate(over="ignore"):
-            values = self._values(name).astype(np.float32)
+            values = self._read_values(name).astype(np.float32)
         if not np.isfinite(values).all():
-            raise self._error(name, "has a number that is not finite")
+            raise self._make_error(name, "has a number that is not finite")
         return values
 
-    def ints(self, name: str) -> Ints:
-        values = self._values(name)
+    def read_ints(self, name: str) -> Ints:
+        values = self._read_values(name)
         with np.errstate(invalid="ignore"):
             integers = values.astype(np.int64)
         if (integers != values).any():
-            raise self._error(name, "has a number that is not an integer")
+            raise self._make_error(name, "has a number that is not an integer")
         return integers
 
-    def _values(self, name: str) -> NDArray[Any]:
+    def _read_values(self, name: str) -> NDArray[Any]:
         if name not in self._tensors:
-            raise self._error(name, "is missing")
+            raise self._make_error(name, "is missing")
         tensor = parse_json(self._tensors[name], WeaverTensor)
         if tensor.location is not None:
             values = self._pack.array(tensor.location)
         elif tensor.data is not None:
             values = np.array(tensor.data, np.float64)
         else:
-            raise self._error(name, "has no data")
+            raise self._make_error(name, "has no data")
         if len(values) != self._length:
-            raise self._error(name, f"has {len(values)} entries, but model_input has {self._length} tokens")
+            raise self._make_error(
+                name, f"has {len(values)} entries, but model_input has {self._length} tokens"
+            )
         return values
 
-    def _error(self, name: str, message: str) -> ProtocolError:
+    def _make_error(self, name: str, message: str) -> ProtocolError:
         return ProtocolError(f"datum {self._index}: loss_fn_inputs.{name} {message}")
 
 

@@ -1,7 +1,7 @@
 """Requests and responses of Weaver's protocol, including the results of operations.
 
-A request that starts an operation or polls its state is held open for up to `HOLD_SECONDS` until the
-operation is done. The SDK would poll again only after half a second, then one, two, and up to ten seconds.
+A request that starts an operation or polls its state is held open until the operation is done, for at most
+`HOLD_SECONDS`. Otherwise the SDK would poll after half a second, then after one, two, and up to ten seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WeaverRequest:
     content_type: str
     body: bytes
     call_id: str | None
-    """The trace context. A retry has the same trace context as the call; other calls differ."""
+    """The trace context, which is equal for all attempts of a call; None if the client sends none."""
 
     @property
     def media_type(self) -> str:
@@ -76,11 +76,11 @@ def create_router(keys: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest
 
 
 def _error_response(error: ProtocolError) -> Response:
-    code, is_retryable = _classify(error)
+    code, is_retryable = _classify_error(error)
     return json_response({"error": code, "message": str(error), "retryable": is_retryable}, error.status)
 
 
-def _classify(error: ProtocolError) -> tuple[str, bool]:
+def _classify_error(error: ProtocolError) -> tuple[str, bool]:
     """Return the error's code, and True if a retry may succeed."""
     code = ERROR_CODES.get(error.status, "invalid_request" if error.category == "user" else "internal_error")
     return code, error.status in RETRYABLE_STATUSES
@@ -100,13 +100,13 @@ class WeaverOperationRoutes:
         function: OperationFunction,
         *,
         key: str | None,
-        deadline: float,
+        timeout: float,
     ) -> Any:
         """Run an operation and return its value. Requests with the same ``key`` share the operation."""
         operation_id = self._operations.submit(kind, request.owner, function, key=key)
-        result = await self._operations.wait(operation_id, request.owner, deadline)
+        result = await self._operations.wait(operation_id, request.owner, timeout)
         if result is None:
-            raise ProtocolError(f"{kind} is not done after {deadline:g} s; send it again", 503, "server")
+            raise ProtocolError(f"{kind} is not done after {timeout:g} s; send it again", 503, "server")
         if result.error is not None:
             raise result.error
         return result.value
@@ -120,7 +120,7 @@ class WeaverOperationRoutes:
         if result is not None and result.error is None:
             fields |= {"status": "done", "response": result.value}
         elif result is not None and result.error is not None:
-            code, is_retryable = _classify(result.error)
+            code, is_retryable = _classify_error(result.error)
             fields |= {"status": "error", "error_code": code, "error_message": str(result.error)}
             fields["retryable"] = is_retryable
         return json_response(fields)

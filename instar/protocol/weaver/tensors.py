@@ -76,7 +76,8 @@ class TensorPack:
             raise ProtocolError(f"a tensor has shape {location.shape}; only one dimension is supported")
         if location.shape[0] * dtype.itemsize != location.size_bytes:
             raise ProtocolError(
-                f"size_bytes: received {location.size_bytes} for shape {location.shape} of {location.dtype}"
+                f"size_bytes: received {location.size_bytes}, but shape {location.shape} and dtype "
+                f"{location.dtype} need {location.shape[0] * dtype.itemsize} bytes"
             )
         if location.offset < 0 or location.offset + location.size_bytes > len(self._content):
             raise ProtocolError(
@@ -86,8 +87,8 @@ class TensorPack:
         return np.frombuffer(self._content, dtype, location.shape[0], location.offset)
 
 
-def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, TensorPack]:
-    """Return the JSON request and its tensors, which may have at most ``limit`` bytes."""
+def unpack_request(request: WeaverRequest, max_bytes: int) -> tuple[WeaverRequest, TensorPack]:
+    """Return the JSON request and its tensors, which may have at most ``max_bytes`` bytes."""
     if request.media_type == JSON:
         return request, TensorPack()
     parts = _split_parts(request)
@@ -95,12 +96,12 @@ def unpack_request(request: WeaverRequest, limit: int) -> tuple[WeaverRequest, T
     manifest = parse_json(text, TensorManifest)
     if manifest.version != 1:
         raise ProtocolError(f"manifest version: received {manifest.version}; supported: 1")
-    content = _decode_pack(parts["tensor_pack"], manifest.tensor_pack, limit)
-    # The SDK does not retry a pack, so each attempt of a program has a different trace context. The manifest
-    # identifies the call by the model, the sequence id and the digest of the pack.
+    content = _decode_pack(parts["tensor_pack"], manifest.tensor_pack, max_bytes)
+    # The SDK does not retry a pack, so each attempt by the client has a different trace context. The
+    # manifest identifies the call by the model, the sequence id and the digest of the pack.
     call_id = hashlib.sha256(text).hexdigest()
-    plain = replace(request, content_type=JSON, body=bytes(manifest.request), call_id=call_id)
-    return plain, TensorPack(content)
+    json_request = replace(request, content_type=JSON, body=bytes(manifest.request), call_id=call_id)
+    return json_request, TensorPack(content)
 
 
 def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
@@ -111,23 +112,23 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
     body, view = request.body, memoryview(request.body)
     parts: dict[str, memoryview] = {}
     # The first delimiter does not follow a line break.
-    at = len(delimiter) - 2 if body.startswith(delimiter[2:]) else len(body)
-    while body.startswith(b"\r\n", at):
-        begin = body.find(b"\r\n\r\n", at) + 4
+    position = len(delimiter) - 2 if body.startswith(delimiter[2:]) else len(body)
+    while body.startswith(b"\r\n", position):
+        begin = body.find(b"\r\n\r\n", position) + 4
         end = body.find(delimiter, begin)
-        name = PART_NAME.search(body, at, max(begin, at))
+        name = PART_NAME.search(body, position, max(begin, position))
         if begin < 4 or end < 0 or name is None:
             break
         parts[name[1].decode("utf-8", "replace")] = view[begin:end]
-        at = end + len(delimiter)
-    if not body.startswith(b"--", at) or not {"manifest", "tensor_pack"} <= parts.keys():
+        position = end + len(delimiter)
+    if not body.startswith(b"--", position) or not {"manifest", "tensor_pack"} <= parts.keys():
         raise ProtocolError(
             f"the {MULTIPART} body is incomplete; send the parts 'manifest' and 'tensor_pack'"
         )
     return parts
 
 
-def _decode_pack(pack: memoryview, info: TensorPackInfo, limit: int) -> bytes | memoryview:
+def _decode_pack(pack: memoryview, info: TensorPackInfo, max_bytes: int) -> bytes | memoryview:
     import zstandard
 
     if len(pack) != info.size_bytes:
@@ -142,9 +143,9 @@ def _decode_pack(pack: memoryview, info: TensorPackInfo, limit: int) -> bytes | 
         raise ProtocolError(
             f"tensor_pack.codec: received {info.codec!r}; supported: raw, and zstd with decoded_size_bytes"
         )
-    if not 0 <= info.decoded_size_bytes <= limit:
+    if not 0 <= info.decoded_size_bytes <= max_bytes:
         raise ProtocolError(
-            f"decoded_size_bytes: received {info.decoded_size_bytes}; allowed: up to {limit}", 413
+            f"decoded_size_bytes: received {info.decoded_size_bytes}; allowed: up to {max_bytes}", 413
         )
     try:
         with zstandard.ZstdDecompressor().stream_reader(pack) as reader:

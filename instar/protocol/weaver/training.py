@@ -23,7 +23,7 @@ from instar.protocol.weaver.tensors import TRANSPORTS, TensorPack, unpack_reques
 from instar.protocol.wire import AdamFields, LoraFields
 from instar.types import new_id
 
-CREATE_DEADLINE_SECONDS = 50.0
+CREATE_TIMEOUT_SECONDS = 50.0
 """The time limit to create a model. The SDK gives up after 60 s."""
 TRAINING_MODE = "lora"
 CHECKPOINT_TYPES = ("weight", "weight_and_optimizer", "sampling")
@@ -87,30 +87,30 @@ class WeaverCallOrder:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[int, str | None] = {}
-        self._highest = 0
-        self._inserted: list[int] = []
+        self._call_ids: dict[int, str | None] = {}
+        self._highest_seq = 0
+        self._inserted_after: list[int] = []
         """For each call without a number, the highest number that had arrived by then."""
 
     def submit_numbered(self, seq: int, call_id: str | None, submit: Callable[[int], str]) -> str:
         """Submit a call with the client's sequence id and return the operation's id. A retry has the same
         ``call_id``. Raises ProtocolError 409 if a different call has the sequence id."""
-        previous = self._calls.get(seq)
+        previous = self._call_ids.get(seq)
         if previous is not None and call_id is not None and previous != call_id:
             raise ProtocolError(
                 f"sequence id {seq} was used by another call, and only one client can train a model; create "
                 "another model and load a saved state",
                 409,
             )
-        operation_id = submit(seq + bisect_left(self._inserted, seq))
-        self._calls[seq] = call_id
-        self._highest = max(self._highest, seq)
+        operation_id = submit(seq + bisect_left(self._inserted_after, seq))
+        self._call_ids[seq] = call_id
+        self._highest_seq = max(self._highest_seq, seq)
         return operation_id
 
     def submit_unnumbered(self, submit: Callable[[int], str]) -> str:
         # A retried call runs twice, which is harmless for a save or a load.
-        operation_id = submit(self._highest + len(self._inserted) + 1)
-        self._inserted.append(self._highest)
+        operation_id = submit(self._highest_seq + len(self._inserted_after) + 1)
+        self._inserted_after.append(self._highest_seq)
         return operation_id
 
 
@@ -138,14 +138,14 @@ class WeaverTrainingRoutes:
                 f"allowed: up to {self._service.max_context}"
             )
         session_id, adapter = request.path_params["session"], body.lora_config.to_adapter_spec()
-        # A client that retries the call without a response gets the same model.
+        # A client that received no response and retries the call gets the same model.
         key = f"create_model {session_id} {body.model_seq_id} {request.call_id}"
         model = await self._operation_routes.run(
             "create_model",
             request,
             lambda: self._service.create_model(session_id, request.owner, body.base_model, adapter),
             key=None if request.call_id is None else key,
-            deadline=CREATE_DEADLINE_SECONDS,
+            timeout=CREATE_TIMEOUT_SECONDS,
         )
         return json_response(self._model_fields(model), 201)
 
@@ -185,8 +185,8 @@ class WeaverTrainingRoutes:
         return await self._run_sequenced("forward_backward", request, run)
 
     def _parse_batch(self, pass_input: msgspec.Raw, pack: TensorPack, *, backward: bool) -> WeaverBatch:
-        parsed = parse_json(pass_input, WeaverPassInput)
-        return parse_batch(parsed, pack, vocab_size=self._service.vocab_size, backward=backward)
+        parsed_input = parse_json(pass_input, WeaverPassInput)
+        return parse_batch(parsed_input, pack, vocab_size=self._service.vocab_size, backward=backward)
 
     async def optim_step(self, request: WeaverRequest) -> Response:
         async def run(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
