@@ -42,18 +42,19 @@ class BackendCapabilities:
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
     """The kinds of artifacts that ``publish`` creates."""
-    full_finetuning: bool = False
+    supports_full_finetuning: bool = False
     optimizer: frozenset[str] = ADAM_FIELDS
     """The supported optimizer settings. All other settings must have their neutral value."""
-    reference: bool = False
-    live: bool = False
+    has_reference: bool = False
+    """True if ``reference_logprobs`` is supported."""
+    can_sync_live: bool = False
     """True if ``tensors`` is supported, so that weights can be sent to running engines."""
-    grad_norm: bool = True
+    reports_grad_norm: bool = True
     """True if ``optim_step`` returns the gradient norm. Otherwise the norm is NaN."""
 
 
 def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
-    return BackendCapabilities(losses=losses, artifacts=frozenset({"remote"}), reference=True)
+    return BackendCapabilities(losses=losses, artifacts=frozenset({"remote"}), has_reference=True)
 
 
 def is_mergeable(lora: LoraConfig | None) -> bool:
@@ -62,13 +63,15 @@ def is_mergeable(lora: LoraConfig | None) -> bool:
     return lora is None or "lm_head" not in lora.targets
 
 
-def torch_capabilities(lora: LoraConfig | None, *, reference: bool, live: bool) -> BackendCapabilities:
+def torch_capabilities(
+    lora: LoraConfig | None, *, has_reference: bool, can_sync_live: bool
+) -> BackendCapabilities:
     return BackendCapabilities(
         losses=LOSSES,
         artifacts=frozenset({"weights" if lora is None else "adapter"}),
-        full_finetuning=True,
-        reference=reference,
-        live=live,
+        supports_full_finetuning=True,
+        has_reference=has_reference,
+        can_sync_live=can_sync_live,
     )
 
 

@@ -11,7 +11,7 @@ from instar.errors import BackendError
 from instar.types import Floats, Sample
 
 
-def nan_logprobs(samples: Sequence[Sample]) -> list[Floats]:
+def make_nan_logprobs(samples: Sequence[Sample]) -> list[Floats]:
     return [np.full(len(sample), np.nan, np.float32) for sample in samples]
 
 

@@ -17,8 +17,8 @@ from instar.backends.base import (
     is_mergeable,
     torch_capabilities,
 )
-from instar.backends.loss_values import clip_bounds
-from instar.backends.resolve import check_reachable, resolve_run
+from instar.backends.loss_values import get_clip_bounds
+from instar.backends.resolve import check_backend_access, resolve_run
 from instar.clouds.base import SERVICES
 from instar.config import (
     AdamConfig,
@@ -53,7 +53,7 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
     loss, warnings = _choose_loss(config.trainer, capabilities)
     _check_optimizer(config.trainer.adam, capabilities)
     reference = config.trainer.reference
-    if isinstance(reference, BaseReferenceConfig) and reference.weight > 0 and not capabilities.reference:
+    if isinstance(reference, BaseReferenceConfig) and reference.weight > 0 and not capabilities.has_reference:
         raise ConfigError(
             f"trainer.reference.weight: given {reference.weight}; this backend does not compute the base "
             "model's logprobs. Set the weight to 0, or use a reference of type engine or completions"
@@ -63,7 +63,7 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
             f"trainer.corrections.weight: given {weight}; corrections need the cross_entropy loss, which "
             "this backend does not support. Set the weight to 0"
         )
-    if getattr(config.backend, "lora", ...) is None and not capabilities.full_finetuning:
+    if getattr(config.backend, "lora", ...) is None and not capabilities.supports_full_finetuning:
         raise ConfigError(
             "backend.lora: null trains all weights, which this backend does not support; set a rank"
         )
@@ -79,18 +79,20 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
     config, notes = resolve_run(config, env)
     if not config.trains:
         return config, notes
-    check_reachable(config, env)
+    check_backend_access(config, env)
     _check_sampling(config)
-    capabilities = known_capabilities(config.backend)
+    capabilities = get_known_capabilities(config.backend)
     warnings = [] if capabilities is None else apply_capabilities(config, capabilities)[1]
     return config, [*notes, *(f"warning: {warning}" for warning in warnings)]
 
 
-def known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
+def get_known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
     """Return the backend's capabilities without creating the backend, or None if they are not known."""
     if isinstance(section, LocalBackendConfig | VerlBackendConfig):
         reference = section.lora is not None or section.type == "local"
-        return torch_capabilities(section.lora, reference=reference, live=is_mergeable(section.lora))
+        return torch_capabilities(
+            section.lora, has_reference=reference, can_sync_live=is_mergeable(section.lora)
+        )
     service = SERVICES.get(section.type)
     return cloud_capabilities(service.losses) if service else None
 
@@ -126,7 +128,7 @@ def _check_clip(loss: LossConfig) -> None:
                 f"the setting, or use {' or '.join(sorted(DEFAULT_CLIP))}"
             )
     if loss.name in DEFAULT_CLIP:
-        low, high = clip_bounds(loss)
+        low, high = get_clip_bounds(loss)
         if not (0 <= low <= 1 <= high and low < high):
             raise ConfigError(
                 f"trainer.loss.clip_low, clip_high: given {low:g} and {high:g}; they bound the ratio, so "

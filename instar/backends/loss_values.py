@@ -42,7 +42,7 @@ def compute_loss(
     return float(-(mask * objective).sum()), metrics
 
 
-def non_finite_error(
+def make_non_finite_error(
     loss: LossConfig,
     samples: Sequence[Sample],
     logprobs: Sequence[Floats],
@@ -67,14 +67,14 @@ def _token_objective(
     if loss.name == "dro":
         beta = DEFAULT_BETA if loss.beta is None else loss.beta
         return advantages * new_logprobs - 0.5 * beta * (new_logprobs - old_logprobs) ** 2, none_clipped
-    clipped_ratio = np.clip(ratio, *clip_bounds(loss))
+    clipped_ratio = np.clip(ratio, *get_clip_bounds(loss))
     if loss.name == "ppo":
         unclipped, clipped = ratio * advantages, clipped_ratio * advantages
         return np.minimum(unclipped, clipped), clipped < unclipped
     return clipped_ratio * advantages * new_logprobs, clipped_ratio != ratio
 
 
-def clip_bounds(loss: LossConfig) -> tuple[float, float]:
+def get_clip_bounds(loss: LossConfig) -> tuple[float, float]:
     low, high = DEFAULT_CLIP[loss.name]
     return (
         low if loss.clip_low is None else loss.clip_low,

@@ -24,9 +24,9 @@ INTERPRETER_TIMEOUT_SECONDS = 30.0
 @dataclass(frozen=True, slots=True)
 class PackageRequirement:
     package: str
-    install: str
+    pip_arguments: str
     """The arguments of pip install."""
-    versions: str = ""
+    version_specifier: str = ""
     conflicts_with: str | None = None
     """A package that cannot be installed in the same environment."""
     needs_own_environment: bool = False
@@ -92,7 +92,7 @@ def check_installed(section: BackendConfig) -> None:
 # --- this environment -----------------------------------------------------------------------------
 
 
-def installed_version(package: str) -> str | None:
+def find_installed_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -100,12 +100,12 @@ def installed_version(package: str) -> str | None:
 
 
 def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPackage:
-    version = installed_version(requirement.package)
+    version = find_installed_version(requirement.package)
     if version is None:
-        problem = f"{name} needs {requirement.package}{requirement.versions}, which is not installed"
+        problem = f"{name} needs {requirement.package}{requirement.version_specifier}, which is not installed"
         return InstalledPackage(None, f"{problem}; {_install_advice(requirement)}")
     for needed in _required_versions(name, requirement):
-        actual = installed_version(needed.name)
+        actual = find_installed_version(needed.name)
         if actual is None or not needed.specifier.contains(actual, prereleases=True):
             state = "it is not installed" if actual is None else f"{actual} is installed"
             problem = f"{name} needs {needed.name}{needed.specifier}, but {state}"
@@ -118,9 +118,9 @@ def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[A
     its package."""
     from packaging.requirements import Requirement
 
-    yield Requirement(requirement.package + requirement.versions)
+    yield Requirement(requirement.package + requirement.version_specifier)
     # A checkout that is only on the path has no metadata, so its requirements are unknown.
-    requirements = importlib.metadata.requires("instar") if installed_version("instar") else None
+    requirements = importlib.metadata.requires("instar") if find_installed_version("instar") else None
     for needed in map(Requirement, requirements or []):
         is_in_extra = needed.marker is not None and needed.marker.evaluate({"extra": name})
         if is_in_extra and needed.name == requirement.package:
@@ -133,13 +133,13 @@ def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[A
 
 def _install_advice(requirement: PackageRequirement) -> str:
     other = requirement.conflicts_with
-    version = installed_version(other) if other else None
+    version = find_installed_version(other) if other else None
     conflict = f" (it cannot share an environment with {other} {version})" if version else ""
     if not conflict and not requirement.needs_own_environment:
-        return f"run {sys.executable} -m pip install {requirement.install}"
+        return f"run {sys.executable} -m pip install {requirement.pip_arguments}"
     folder = f"{requirement.package}-env"
     return (
-        f"run python -m venv {folder} && {folder}/bin/pip install {requirement.install}, and set "
+        f"run python -m venv {folder} && {folder}/bin/pip install {requirement.pip_arguments}, and set "
         f"backend.python: {folder}/bin/python{conflict}"
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from instar.backends.packages import check_installed, inspect_packages
-from instar.clouds.base import SERVICES, CloudService, configured_key, resolve_access
+from instar.clouds.base import SERVICES, CloudService, get_configured_key, resolve_access
 from instar.config import (
     AutoBackendConfig,
     BackendConfig,
@@ -58,11 +58,11 @@ def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, l
     engine = _resolve_engine(config, backend)
     config = config.model_copy(update={"backend": backend, "engine": engine})
     if isinstance(engine, CloudEngineConfig):
-        check_reachable(config, env)
+        check_backend_access(config, env)
     return config, notes
 
 
-def check_reachable(config: RunConfig, env: Mapping[str, str]) -> None:
+def check_backend_access(config: RunConfig, env: Mapping[str, str]) -> None:
     check_installed(config.backend)
     if isinstance(config.backend, CloudConfig):
         resolve_access(config.backend, config.model, env)
@@ -131,7 +131,7 @@ class BackendDetection:
 def detect_backend(
     section: BackendConfig,
     env: Mapping[str, str],
-    installed: Callable[[], Collection[str]] | None = None,
+    list_installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
     """Return the backend and the reason for choosing it. ``list_installed`` returns the services whose SDK is
     installed. It is called only if neither settings nor environment variables determine the backend. By
@@ -144,8 +144,8 @@ def detect_backend(
     settings = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
     if not settings:
         return BackendDetection("local", "no setting and no variable names a service")
-    if installed is not None:
-        services = installed()
+    if list_installed is not None:
+        services = list_installed()
     else:
         packages = inspect_packages(section.python)
         services = [name for name in SERVICES if packages[name].problem is None]
@@ -176,7 +176,7 @@ def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
 
 def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str]) -> Evidence:
     services_in_url = _find_services_in_url(section.base_url or "")
-    key = configured_key(section, env) or ""
+    key = get_configured_key(section, env) or ""
     evidence: Evidence = {}
     for name, service in SERVICES.items():
         reasons = {
@@ -221,7 +221,7 @@ class RunSecrets:
 
     env: dict[str, str] = field(repr=False)
     """The service's key and URL, under the names of the service's own variables."""
-    withheld: frozenset[str]
+    withheld_variables: frozenset[str]
     """The variables that other roles do not inherit, because they contain a key or could redirect the
     service's SDK to another address."""
 
@@ -232,7 +232,7 @@ def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfi
     backend = config.backend
     if isinstance(backend, CloudConfig):
         service = SERVICES[backend.type]
-        key = configured_key(backend, env) or env.get(service.key_env)
+        key = get_configured_key(backend, env) or env.get(service.key_env)
         url = backend.base_url or env.get(service.url_env)
         secret_env |= {
             name: value for name, value in ((service.key_env, key), (service.url_env, url)) if value
@@ -248,7 +248,7 @@ def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfi
     return config, RunSecrets(secret_env, frozenset(withheld))
 
 
-def without_api_key(config: RunConfig) -> RunConfig:
+def remove_api_key(config: RunConfig) -> RunConfig:
     if not isinstance(config.backend, CloudSection):
         return config
     return config.model_copy(update={"backend": config.backend.model_copy(update={"api_key": None})})

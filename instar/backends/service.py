@@ -20,7 +20,7 @@ from instar.backends.base import (
     ForwardBackwardResult,
     cloud_capabilities,
 )
-from instar.backends.check import check_samples, nan_logprobs, select_scorable, select_trained
+from instar.backends.check import check_samples, make_nan_logprobs, select_scorable, select_trained
 from instar.backends.folders import write_folder
 from instar.backends.loss_values import compute_loss
 from instar.clouds.base import MAX_SESSION_STARTS, SERVICES, CloudError
@@ -64,7 +64,7 @@ class ServiceBackend(Backend):
     ) -> list[Floats]:
         self._check_open()
         check_samples(samples, self._vocab_size, self._max_tokens)
-        results = nan_logprobs(samples)
+        results = make_nan_logprobs(samples)
         indices = select_scorable(samples)
         if indices:
             for index, row in zip(indices, await compute([samples[i] for i in indices]), strict=True):
@@ -74,7 +74,7 @@ class ServiceBackend(Backend):
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         self._check_open()
         check_samples(samples, self._vocab_size, self._max_tokens, loss)
-        results = nan_logprobs(samples)
+        results = make_nan_logprobs(samples)
         indices = select_trained(samples)
         if indices:
             rows = await self._train([samples[i] for i in indices], loss)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from instar.backends.base import DEFAULT_BETA, DEFAULT_CLIP, OptimStepResult
-from instar.backends.loss_values import clip_bounds, compute_loss, non_finite_error
+from instar.backends.loss_values import compute_loss, get_clip_bounds, make_non_finite_error
 from instar.backends.service import (
     NO_SESSION,
     GradientCounter,
@@ -112,7 +112,7 @@ class TinkerBackend(ServiceBackend):
             session.lost_reason = session.lost_reason or "the backend was closed"
             await session.connection.close(finish=False)
 
-    def _live_session(self) -> TinkerTrainingSession:
+    def _require_session(self) -> TinkerTrainingSession:
         self._check_open()
         if self._session is None:
             raise BackendLost(NO_SESSION)
@@ -124,16 +124,16 @@ class TinkerBackend(ServiceBackend):
 
     async def _compute_logprobs(self, samples: list[Sample]) -> list[Floats]:
         async with self._submission_lock:
-            result = await self._live_session().send_forward([sample.token_ids for sample in samples])
+            result = await self._require_session().send_forward([sample.token_ids for sample in samples])
         return await _await_result(result)
 
     async def _compute_base_logprobs(self, samples: list[Sample]) -> list[Floats]:
         sequences = [sample.token_ids for sample in samples]
-        return await _await_result(self._live_session().base_logprobs(sequences))
+        return await _await_result(self._require_session().compute_base_logprobs(sequences))
 
     async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
         async with self._submission_lock:
-            session, gradient = self._live_session(), self._gradient
+            session, gradient = self._require_session(), self._gradient
             old_logprobs = await self._complete_old_logprobs(session, samples, loss)
             data: list[tuple[Ids, dict[str, Floats]]] = []
             for sample, logprobs in zip(samples, old_logprobs, strict=True):
@@ -153,7 +153,7 @@ class TinkerBackend(ServiceBackend):
         if not math.isfinite(compute_loss(loss, samples, new_logprobs)[0]):
             # The service has already added the gradient and cannot remove it.
             session.lost_reason = "the service's gradient contains a loss that is not finite"
-            raise non_finite_error(loss, samples, new_logprobs)
+            raise make_non_finite_error(loss, samples, new_logprobs)
         return new_logprobs
 
     async def _complete_old_logprobs(
@@ -176,7 +176,7 @@ class TinkerBackend(ServiceBackend):
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         async with self._submission_lock:
-            session = self._live_session()
+            session = self._require_session()
             self._gradient.require_gradient()
             self._gradient = GradientCounter()
             result = await session.send_optim_step(adam)
@@ -205,16 +205,16 @@ class TinkerBackend(ServiceBackend):
         await write_state(path, {"state": name, **settings, "saved_at": time.time()})
 
     async def discard_state(self, path: Path) -> None:
-        connection, saved_path = self._live_session().connection, self._read_state(path)
+        connection, saved_path = self._require_session().connection, self._read_state(path)
         try:
-            deletion = connection.rest_client().delete_checkpoint_from_tinker_path_async(saved_path)
+            deletion = connection.create_rest_client().delete_checkpoint_from_tinker_path_async(saved_path)
             await connection.await_result(f"deleting {saved_path}", deletion)
         except CloudError as error:
             raise BackendError(str(error)) from None
 
     async def _save(self, action: str, submit: Callable[[Any], Any]) -> str:
         async with self._submission_lock:
-            result = self._live_session().send(action, submit)
+            result = self._require_session().send(action, submit)
         return str((await _await_result(result)).path)
 
     def _read_state(self, path: Path) -> str:
@@ -244,7 +244,7 @@ async def _await_result(result: Awaitable[T]) -> T:
 
 def _make_loss_config(loss: LossConfig) -> dict[str, float] | None:
     if loss.name in DEFAULT_CLIP:
-        low, high = clip_bounds(loss)
+        low, high = get_clip_bounds(loss)
         return {"clip_low_threshold": low, "clip_high_threshold": high}
     if loss.name == "dro":
         return {"beta": DEFAULT_BETA if loss.beta is None else loss.beta}

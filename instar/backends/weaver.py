@@ -19,7 +19,7 @@ from weaver import AsyncOperationHandle, AsyncSamplingClient, AsyncTrainingClien
 from weaver.types import AdamParams, Datum, LoraConfig
 
 from instar.backends.base import OptimStepResult
-from instar.backends.loss_values import compute_loss, non_finite_error
+from instar.backends.loss_values import compute_loss, make_non_finite_error
 from instar.backends.service import (
     NO_SESSION,
     GradientCounter,
@@ -191,7 +191,7 @@ class WeaverBackend(ServiceBackend):
             logprobs = await model.compute_logprobs("forward_backward", data, loss.name)
         if not math.isfinite(compute_loss(loss, samples, logprobs)[0]):
             model.end("the service's gradient is not finite")
-            raise non_finite_error(loss, samples, logprobs)
+            raise make_non_finite_error(loss, samples, logprobs)
         return logprobs
 
     async def _compute_base_logprobs(self, samples: list[Sample]) -> list[Floats]:

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from instar.backends.base import ADAM_FIELDS, BackendCapabilities
-from instar.backends.factory import known_capabilities
+from instar.backends.factory import get_known_capabilities
 from instar.backends.packages import REQUIREMENTS, InstalledPackage, inspect_packages
 from instar.backends.resolve import detect_backend, find_services_in_environment
 from instar.cli.backends_serve import serve
@@ -101,7 +101,7 @@ def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]
 def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | None) -> BackendRow:
     # The capabilities of a plugin's backend are unknown.
     config = RunConfig.model_validate({"backend": name}).backend if name in REQUIREMENTS else None
-    capabilities = known_capabilities(config) if config else None
+    capabilities = get_known_capabilities(config) if config else None
     return BackendRow(
         name=name,
         installed=package is None or package.problem is None,
@@ -118,9 +118,9 @@ def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | N
 
 def _features(capabilities: BackendCapabilities) -> list[str]:
     features = {
-        "full fine-tuning": capabilities.full_finetuning,
-        "reference KL": capabilities.reference,
-        "gradient norm": capabilities.grad_norm,
+        "full fine-tuning": capabilities.supports_full_finetuning,
+        "reference KL": capabilities.has_reference,
+        "gradient norm": capabilities.reports_grad_norm,
     }
     return [feature for feature, is_supported in features.items() if is_supported]
 

@@ -91,7 +91,7 @@ def serve(
             port=port,
             threads=threads,
             limits=ServiceLimits(max_models=max_models),
-            ready=announce,
+            on_ready=announce,
             stop=stop,
         )
 

@@ -13,7 +13,7 @@ import typer
 import yaml
 
 from instar.backends.factory import check_run
-from instar.backends.resolve import without_api_key
+from instar.backends.resolve import remove_api_key
 from instar.cli.config_file import DEMO, ConfigMistakes, load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides, new_app
 from instar.cli.output import print_json
@@ -101,7 +101,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print a run's settings with every default filled in."""
-    config = without_api_key(load_config(file or DEMO, overrides or ()))
+    config = remove_api_key(load_config(file or DEMO, overrides or ()))
     data = config.model_dump(mode="json")
     if as_json:
         print_json(data)

@@ -68,7 +68,7 @@ class CloudService:
     losses: frozenset[str]
 
     @property
-    def install(self) -> str:
+    def install_command(self) -> str:
         return f"pip install 'instar[{self.name}]'"
 
 
@@ -123,7 +123,7 @@ def resolve_access(
     """Return the URL, key and model of a service, from the config or from environment variables. Raises
     ConfigError if there is no key."""
     service = SERVICES[section.type]
-    key = configured_key(section, env) or env.get(service.key_env)
+    key = get_configured_key(section, env) or env.get(service.key_env)
     if not key:
         raise ConfigError(f"backend.api_key is missing; set it or the environment variable {service.key_env}")
     return CloudAccess(
@@ -134,7 +134,7 @@ def resolve_access(
     )
 
 
-def configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
+def get_configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
     """Return the key in the config, or the key in the environment variable that the config names. Return None
     if the config has neither. Raises ConfigError if the variable is not set."""
     if section.api_key is not None:

@@ -50,7 +50,7 @@ def load_sdk(service: CloudService) -> tuple[Any, str | None]:
             raise ConfigError(
                 _describe_conflict(service, f"tinker {_find_version(tinker)}, and MinT pins an older version")
             )
-        raise ConfigError(f"backend.type: {service.name} needs its SDK; run {service.install}")
+        raise ConfigError(f"backend.type: {service.name} needs its SDK; run {service.install_command}")
     # Telemetry would report the run's errors to the service, so it is disabled unless the user enables it.
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     return _import_mint(service.name) if service.name == "mint" else (import_module(service.name), None)
@@ -73,8 +73,8 @@ def _import_mint(module: str) -> tuple[Any, str]:
 def _describe_conflict(service: CloudService, installed: str) -> str:
     return (
         f"backend.type: {service.name} cannot run in this environment, which has {installed}; create another "
-        f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install}) and set "
-        "backend.python to its interpreter"
+        f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install_command}) and "
+        "set backend.python to its interpreter"
     )
 
 
@@ -149,7 +149,7 @@ class TinkerConnection:
             abandoned.set()
             raise
 
-    def rest_client(self) -> Any:
+    def create_rest_client(self) -> Any:
         """Return the SDK's client for stored checkpoints. MinT uses Tinker's client."""
         return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 

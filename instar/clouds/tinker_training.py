@@ -91,23 +91,25 @@ class TinkerTrainingSession:
         sdk = self.connection.sdk
         datums = await asyncio.to_thread(lambda: [_build_datum(sdk, ids, inputs) for ids, inputs in data])
         response = self.send(action, lambda client: getattr(client, action)(datums, loss, config))
-        return self._logprobs(action, response, [len(ids) for ids, _ in data])
+        return self._parse_logprobs(action, response, [len(ids) for ids, _ in data])
 
-    async def _logprobs(self, action: str, response: Awaitable[Any], lengths: Sequence[int]) -> list[Floats]:
+    async def _parse_logprobs(
+        self, action: str, response: Awaitable[Any], lengths: Sequence[int]
+    ) -> list[Floats]:
         outputs = (await response).loss_fn_outputs
         if len(outputs) != len(lengths):
-            raise self._malformed(f"{action} returned {len(outputs)} results for {len(lengths)} samples")
+            raise self._lost_error(f"{action} returned {len(outputs)} results for {len(lengths)} samples")
         aligned: list[Floats] = []
         for entry, length in zip(outputs, lengths, strict=True):
             if "logprobs" not in entry:
-                raise self._malformed(f"{action} returned a result without logprobs")
+                raise self._lost_error(f"{action} returned a result without logprobs")
             logprobs = np.asarray(entry["logprobs"].to_numpy(), np.float32).reshape(-1)
             if len(logprobs) != length - 1:
-                raise self._malformed(f"{action} returned {len(logprobs)} logprobs for {length - 1} targets")
+                raise self._lost_error(f"{action} returned {len(logprobs)} logprobs for {length - 1} targets")
             aligned.append(np.concatenate([np.full(1, np.nan, np.float32), logprobs]))
         return aligned
 
-    def _malformed(self, message: str) -> CloudError:
+    def _lost_error(self, message: str) -> CloudError:
         self._mark_lost(message)
         return CloudError("lost", message)
 
@@ -121,9 +123,9 @@ class TinkerTrainingSession:
             weight_decay=adam.weight_decay,
             grad_clip_norm=adam.grad_clip_norm,
         )
-        return self._metrics(self.send("optim_step", lambda client: client.optim_step(params)))
+        return self._parse_metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
-    async def _metrics(self, response: Awaitable[Any]) -> dict[str, float]:
+    async def _parse_metrics(self, response: Awaitable[Any]) -> dict[str, float]:
         """Return the metrics without the reduction that the service appends to their names (`name:mean`)."""
         metrics: dict[str, float] = (await response).metrics or {}
         by_name = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
@@ -132,7 +134,7 @@ class TinkerTrainingSession:
 
     # --- the base model ---------------------------------------------------------------------------
 
-    async def base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
+    async def compute_base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
         """Return the base model's logprob for every token (NaN at index 0). The call may overtake others."""
 
         async def score(ids: Ids) -> Floats:

@@ -114,7 +114,7 @@ class WeaverError(CloudError):
         self.retry_after = retry_after
 
 
-def malformed_response(detail: str) -> WeaverError:
+def make_malformed_error(detail: str) -> WeaverError:
     return WeaverError("broken", f"malformed response from Weaver: {detail}")
 
 
@@ -129,7 +129,7 @@ class WeaverCallPolicy:
         deadline = _now() + self._access.deadline
         for attempt in count(1):
             try:
-                return await self._attempt(action, function, deadline)
+                return await self._call_once(action, function, deadline)
             except WeaverError as error:
                 max_attempts = {"unavailable": math.inf, "broken": MAX_MALFORMED_ATTEMPTS}.get(error.kind, 1)
                 if attempt >= max_attempts:
@@ -148,16 +148,16 @@ class WeaverCallPolicy:
             await asyncio.sleep(interval)
             polled_at, retry_after = _now(), 0.0
             try:
-                await self._attempt(action, handle.refresh, deadline)
+                await self._call_once(action, handle.refresh, deadline)
             except WeaverError as error:
                 if error.kind != "unavailable" or _now() >= deadline:
                     raise
                 retry_after = error.retry_after
             was_held = _now() - polled_at > LONG_POLL_SECONDS
             interval = MIN_POLL_SECONDS if was_held else max(min(2 * interval, MAX_POLL_SECONDS), retry_after)
-        return await self._attempt(action, handle.result, deadline)
+        return await self._call_once(action, handle.result, deadline)
 
-    async def _attempt(self, action: str, function: Callable[[], Awaitable[T]], deadline: float) -> T:
+    async def _call_once(self, action: str, function: Callable[[], Awaitable[T]], deadline: float) -> T:
         try:
             async with asyncio.timeout_at(deadline):
                 return await function()
@@ -169,7 +169,7 @@ class WeaverCallPolicy:
             failure = _classify_error(error, self._redact(f"{action}: {str(error) or type(error).__name__}"))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             # The SDK raises these for a response that is not JSON or lacks a field.
-            failure = malformed_response(self._redact(f"{action}: {type(error).__name__}: {error}"))
+            failure = make_malformed_error(self._redact(f"{action}: {type(error).__name__}: {error}"))
         # Raised outside the except clause to omit the cause: its text may contain the key.
         raise failure
 
@@ -242,11 +242,11 @@ def extract_logprobs(data: Sequence[Datum], result: Any) -> list[Floats]:
         values = [output["logprobs"] if "logprobs" in output else output["Logprobs"] for output in outputs]
         rows = [np.asarray(row["data"] if isinstance(row, Mapping) else row, np.float32) for row in values]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise malformed_response(str(error)) from None
+        raise make_malformed_error(str(error)) from None
     for index, (datum, row) in enumerate(zip(data, rows, strict=True)):
         expected = len(datum.loss_fn_inputs["target_tokens"])
         if row.shape != (expected,):
-            raise malformed_response(
+            raise make_malformed_error(
                 f"datum {index} has logprobs of shape {row.shape} for {expected} targets"
             )
     return rows

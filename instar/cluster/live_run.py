@@ -139,7 +139,7 @@ async def serve_run(
         await gather_or_cancel([*engines, start_role(run, "gateway", env=run.env, listen=listen)])
         await _wait_until_up(run, "engine", "gateway")
         if needs_rewards:
-            withheld = keys.withheld - run.judge_key_variables
+            withheld = keys.withheld_variables - run.judge_key_variables
             await start_role(run, REWARDS, env=run.env, exclude_env=withheld)
         yield run
     run.phase = "done"
@@ -197,7 +197,7 @@ async def start_trainer(run: LiveRun) -> None:
 
 
 async def start_rollout(run: LiveRun, *arguments: str) -> None:
-    withheld = {*run.secrets.withheld, *run.judge_key_variables}
+    withheld = {*run.secrets.withheld_variables, *run.judge_key_variables}
     await start_role(run, "rollout", *arguments, env=run.env, exclude_env=withheld)
 
 
@@ -222,7 +222,7 @@ async def _start_with_secrets(
         name=name,
         python=python,
         env={**run.env, **run.secrets.env},
-        exclude_env=run.secrets.withheld,
+        exclude_env=run.secrets.withheld_variables,
         listen=listen,
     )
 

@@ -27,16 +27,16 @@ def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, 
     return Sample(key, "s", np.asarray(ids, np.int32), **(fields | changes))
 
 
-def random_tokens(seed: int) -> Callable[[int], list[int]]:
+def make_token_generator(seed: int) -> Callable[[int], list[int]]:
     """Return a function that generates random token ids. Its argument is the number of ids."""
     rng = np.random.default_rng(seed)
     return lambda count: rng.integers(3, VOCAB_SIZE, count).tolist()
 
 
-def tree_samples(seed: int = 0) -> list[Sample]:
+def make_tree_samples(seed: int = 0) -> list[Sample]:
     """Return groups of samples. All groups share a prefix, and the samples of a group share a longer one. Two
     samples are equal, one sample is a prefix of another, and one sample shares no prefix with the others."""
-    draw_tokens = random_tokens(seed)
+    draw_tokens = make_token_generator(seed)
     common = draw_tokens(33)
     samples: list[Sample] = []
     for group in range(3):
@@ -55,8 +55,8 @@ def tree_samples(seed: int = 0) -> list[Sample]:
     return samples
 
 
-def edge_samples(context: int, seed: int = 3) -> list[Sample]:
-    draw_tokens = random_tokens(seed)
+def make_edge_samples(context: int, seed: int = 3) -> list[Sample]:
+    draw_tokens = make_token_generator(seed)
     partly_zero = make_sample("some zero", draw_tokens(20), 4, seed)
     partly_zero.advantages[8:12] = 0
     return [

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig, LossName
-from instar.conformance.batches import edge_samples, make_sample, random_tokens, tree_samples
+from instar.conformance.batches import make_edge_samples, make_sample, make_token_generator, make_tree_samples
 from instar.engines.base import Engine
 from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Policy, SamplingParams
@@ -23,7 +23,7 @@ from instar.types import Artifact, Floats, Policy, SamplingParams
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 LEARNING_RATES = (0.01, 0.002, 0.03, 0.005, 0.02)
 LOSSES: tuple[LossName, ...] = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
-PROMPT = random_tokens(11)(40)
+PROMPT = make_token_generator(11)(40)
 SAMPLING_PARAMS = SamplingParams(max_tokens=24, seed=5)
 
 ConformanceCase = Callable[["CaseContext"], Awaitable[None]]
@@ -46,10 +46,10 @@ class CaseContext:
         self.arrays[name] = np.concatenate(values)
 
     async def record_forward(self, name: str) -> None:
-        self.record_logprobs(name, await self.backend.forward(tree_samples()))
+        self.record_logprobs(name, await self.backend.forward(make_tree_samples()))
 
-    async def train_step(self, number: int, adam: AdamConfig = ADAM) -> None:
-        await self.backend.forward_backward(tree_samples(number), LossConfig())
+    async def train_step(self, batch_seed: int, adam: AdamConfig = ADAM) -> None:
+        await self.backend.forward_backward(make_tree_samples(batch_seed), LossConfig())
         await self.backend.optim_step(adam)
 
     async def publish(self, name: str) -> Artifact:
@@ -60,13 +60,13 @@ class CaseContext:
 async def record_reference(context: CaseContext) -> None:
     """Record the logprobs of the base model after a step has changed the adapter."""
     await context.train_step(0)
-    context.record_logprobs("reference", await context.backend.reference_logprobs(tree_samples()))
+    context.record_logprobs("reference", await context.backend.reference_logprobs(make_tree_samples()))
 
 
-def record_loss(name: LossName) -> ConformanceCase:
+def make_loss_case(name: LossName) -> ConformanceCase:
     async def case(context: CaseContext) -> None:
         await context.train_step(5)
-        result = await context.backend.forward_backward(tree_samples(), LossConfig(name=name))
+        result = await context.backend.forward_backward(make_tree_samples(), LossConfig(name=name))
         context.record(f"{name}/loss", result.loss)
         context.record(f"{name}/tokens", result.metrics["tokens"])
         context.record_logprobs(f"{name}/logprobs", result.logprobs)
@@ -78,12 +78,12 @@ def record_loss(name: LossName) -> ConformanceCase:
 
 async def record_clipped_loss(context: CaseContext) -> None:
     loss = LossConfig(name="ppo", clip_low=0.5, clip_high=1.05)
-    context.record("clipped/loss", (await context.backend.forward_backward(tree_samples(), loss)).loss)
+    context.record("clipped/loss", (await context.backend.forward_backward(make_tree_samples(), loss)).loss)
     await context.backend.optim_step(ADAM)
 
 
 async def record_edge_cases(context: CaseContext) -> None:
-    samples = edge_samples(context.max_context)
+    samples = make_edge_samples(context.max_context)
     result = await context.backend.forward_backward(samples, LossConfig())
     context.record("edges/loss", result.loss)
     context.record_logprobs("edges/logprobs", result.logprobs)
@@ -93,7 +93,7 @@ async def record_edge_cases(context: CaseContext) -> None:
 
 async def record_accumulation(context: CaseContext) -> None:
     """Record the result of a step after two backward passes, whose gradients must add up."""
-    samples = tree_samples()
+    samples = make_tree_samples()
     await context.backend.forward_backward(samples[:5], LossConfig())
     await context.backend.forward_backward(samples[5:], LossConfig())
     await context.backend.optim_step(ADAM)
@@ -103,7 +103,7 @@ async def record_accumulation(context: CaseContext) -> None:
 async def record_five_steps(context: CaseContext) -> None:
     losses: list[float] = []
     for number, lr in enumerate(LEARNING_RATES):
-        result = await context.backend.forward_backward(tree_samples(number), LossConfig())
+        result = await context.backend.forward_backward(make_tree_samples(number), LossConfig())
         losses.append(result.loss)
         await context.backend.optim_step(ADAM.model_copy(update={"lr": lr}))
     context.record("five/losses", losses)
@@ -116,7 +116,7 @@ async def record_pipelined_steps(context: CaseContext) -> None:
     tasks: list[asyncio.Future[Any]] = []
     for number, lr in enumerate(LEARNING_RATES):
         for call in (
-            context.backend.forward_backward(tree_samples(number), LossConfig()),
+            context.backend.forward_backward(make_tree_samples(number), LossConfig()),
             context.backend.optim_step(ADAM.model_copy(update={"lr": lr})),
         ):
             tasks.append(asyncio.ensure_future(call))
@@ -199,9 +199,9 @@ def select_cases(backend: Backend) -> dict[str, ConformanceCase]:
     """Return the cases that fit the backend's capabilities, in order."""
     capabilities = backend.capabilities
     cases: dict[str, ConformanceCase] = {"forward": lambda context: context.record_forward("forward")}
-    if capabilities.reference:
+    if capabilities.has_reference:
         cases["reference"] = record_reference
-    cases |= {name: record_loss(name) for name in LOSSES if name in capabilities.losses}
+    cases |= {name: make_loss_case(name) for name in LOSSES if name in capabilities.losses}
     if "ppo" in capabilities.losses:
         cases["clipped"] = record_clipped_loss
     cases |= {

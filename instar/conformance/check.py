@@ -144,7 +144,7 @@ def _record_actual(
     if artifact is not None and artifact.kind != "remote":
         adapter = Path(artifact.path)
     elif artifact is not None and server is not None:
-        adapter = server.adapter_folder(artifact.path)
+        adapter = server.find_adapter_folder(artifact.path)
     with np.load(folder / "arrays.npz") as arrays:
         return BackendRecord(result, dict(arrays), None if adapter is None else _load_weights(adapter))
 

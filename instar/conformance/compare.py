@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config import LossConfig
-from instar.conformance.batches import edge_samples, tree_samples
+from instar.conformance.batches import make_edge_samples, make_tree_samples
 from instar.conformance.runner import ConformanceResult
 from instar.types import Floats, Sample
 
@@ -36,7 +36,7 @@ class BackendRecord:
 
 
 def compare(
-    expected: BackendRecord, actual: BackendRecord, context: int, tolerance: float
+    expected: BackendRecord, actual: BackendRecord, max_context: int, tolerance: float
 ) -> list[CheckResult]:
     checks: list[CheckResult] = []
     for name in actual.result.cases:
@@ -44,7 +44,7 @@ def compare(
             checks.append(CheckResult(name, False, actual.result.failures[name]))
         else:
             checks += _compare_case(name, expected.arrays, actual.arrays, tolerance)
-    checks += _compare_losses(actual, context, tolerance)
+    checks += _compare_losses(actual, max_context, tolerance)
     if "five" not in actual.result.failures:
         checks.append(_compare_weights(expected.weights, actual.weights, tolerance))
     return checks
@@ -56,7 +56,7 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
             yield CheckResult(key, bool(actual[key]), "" if actual[key] else "was accepted")
         return
     if name in ("sampled", "collected"):
-        gap = difference(actual[f"{name}/scored"], actual[f"{name}/logprobs"])
+        gap = compute_difference(actual[f"{name}/scored"], actual[f"{name}/logprobs"])
         yield _check_within(
             f"{name}: the sampler's logprobs match the trained policy",
             gap,
@@ -67,22 +67,23 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
         yield CheckResult(f"{name}: tokens have the policy's version", has_version, "")
         return
     if name == "resume":
-        gap = difference(actual["resume/straight"], actual["resume/resumed"])
+        gap = compute_difference(actual["resume/straight"], actual["resume/resumed"])
         yield _check_within("resume: the next step is the same", gap, tolerance)
-        gap = difference(actual["resume/saved"], actual["resume/weights"])
+        gap = compute_difference(actual["resume/saved"], actual["resume/weights"])
         yield _check_within("resume: weights alone can be loaded", gap, tolerance)
     for key in sorted(k for k in actual if k == name or k.startswith(f"{name}/")):
         if key.endswith("/grad_norm") and np.isnan(actual[key]):
             continue  # the service does not report the norm
-        yield _check_within(key, difference(expected[key], actual[key]), tolerance)
+        yield _check_within(key, compute_difference(expected[key], actual[key]), tolerance)
 
 
-def _compare_losses(actual: BackendRecord, context: int, tolerance: float) -> Iterator[CheckResult]:
+def _compare_losses(actual: BackendRecord, max_context: int, tolerance: float) -> Iterator[CheckResult]:
     """Compare the losses with values that are computed in float64 from the backend's own logprobs."""
     batches: dict[str, tuple[LossConfig, list[Sample]]] = {
-        name: (LossConfig.model_validate({"name": name}), tree_samples()) for name in actual.result.losses
+        name: (LossConfig.model_validate({"name": name}), make_tree_samples())
+        for name in actual.result.losses
     }
-    batches["edges"] = (LossConfig(), edge_samples(context))
+    batches["edges"] = (LossConfig(), make_edge_samples(max_context))
     for name, (loss, samples) in batches.items():
         if name in actual.result.failures or f"{name}/loss" not in actual.arrays:
             continue
@@ -129,10 +130,12 @@ def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: 
         return CheckResult(
             name, False, f"{len(expected.keys() ^ actual.keys())} tensors are missing or unknown"
         )
-    return _check_within(name, max(difference(expected[key], actual[key]) for key in expected), tolerance)
+    return _check_within(
+        name, max(compute_difference(expected[key], actual[key]) for key in expected), tolerance
+    )
 
 
-def difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
+def compute_difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
     """Return the relative difference, or infinity if the shapes or the positions of NaN differ."""
     if expected.shape != actual.shape or (np.isnan(expected) != np.isnan(actual)).any():
         return float("inf")

@@ -28,7 +28,7 @@ class ServerProcess:
     """The folder with the server's checkpoints."""
     process: subprocess.Popen[str] = field(repr=False)
 
-    def adapter_folder(self, path: str) -> Path:
+    def find_adapter_folder(self, path: str) -> Path:
         """Return the adapter's folder for a sampler path from either protocol."""
         model, _, name = path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"

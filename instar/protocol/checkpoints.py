@@ -31,11 +31,11 @@ from instar.errors import ConfigError
 from instar.protocol.base import CheckpointInfo, ProtocolError
 
 METADATA_FILE = "checkpoint.json"
-ADAPTER = "adapter"
-STATE = "state"
+ADAPTER_FOLDER = "adapter"
+STATE_FOLDER = "state"
 SUBFOLDERS: dict[Literal["state", "sampler"], str] = {"state": "weights", "sampler": "sampler_weights"}
-SCRATCH = ".scratch"
-LOCK = ".lock"
+SCRATCH_FOLDER = ".scratch"
+LOCK_FILE = ".lock"
 
 _PATH_PATTERN = re.compile(r"[a-z]+://([^/]+)/(weights|sampler_weights)/([^/]+)")
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -55,14 +55,14 @@ class CheckpointStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock_file = (folder / LOCK).open("w")
+        self._lock_file = (folder / LOCK_FILE).open("w")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock_file.close()
             raise ConfigError(f"{folder} is in use by another server; choose another folder") from error
         # A server that was killed while it was writing leaves scratch files behind.
-        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
+        shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
         self._rename_lock = threading.Lock()
         self._metadata: dict[str, _CheckpointMetadata] = {}
         for file in folder.glob(f"*/*/*/{METADATA_FILE}"):
@@ -90,8 +90,8 @@ class CheckpointStore:
             )
         if ttl is not None and not ttl > 0:
             raise ProtocolError(f"ttl: received {ttl:g}; it must be more than 0 seconds")
-        (self._folder / SCRATCH).mkdir(exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH))
+        (self._folder / SCRATCH_FOLDER).mkdir(exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH_FOLDER))
         try:
             await fill(scratch)
             meta = await asyncio.to_thread(self._store, scratch, owner, name, info, ttl)
@@ -119,7 +119,7 @@ class CheckpointStore:
             (folder / METADATA_FILE).write_bytes(msgspec.json.encode(meta))
 
         with self._rename_lock:
-            write_folder(self.folder(info), fill)
+            write_folder(self.get_folder(info), fill)
         return meta
 
     def find(self, path: str, owner: str) -> CheckpointInfo:
@@ -134,7 +134,7 @@ class CheckpointStore:
             raise ProtocolError(f"there is no checkpoint {path}", 404)
         return meta.info
 
-    def folder(self, info: CheckpointInfo) -> Path:
+    def get_folder(self, info: CheckpointInfo) -> Path:
         return self._folder / info.path.removeprefix("tinker://")
 
     def list_checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
@@ -155,9 +155,9 @@ class CheckpointStore:
 
     def _remove(self, info: CheckpointInfo) -> None:
         # The folder is renamed before it is deleted, so that a partial checkpoint is never visible.
-        (self._folder / SCRATCH).mkdir(exist_ok=True)
-        with self._rename_lock, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH) as scratch:
-            self.folder(info).rename(Path(scratch) / "removed")
+        (self._folder / SCRATCH_FOLDER).mkdir(exist_ok=True)
+        with self._rename_lock, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH_FOLDER) as scratch:
+            self.get_folder(info).rename(Path(scratch) / "removed")
         del self._metadata[info.path]
 
 

@@ -19,7 +19,7 @@ from instar.backends.local import state
 from instar.backends.local.backend import RNG_LOCK, LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.protocol.base import TRAINED_PARTS, AdapterSpec, CheckpointInfo, ProtocolError, convert_errors
-from instar.protocol.checkpoints import ADAPTER, STATE, CheckpointStore
+from instar.protocol.checkpoints import ADAPTER_FOLDER, STATE_FOLDER, CheckpointStore
 from instar.types import Floats, Sample, new_id
 
 LORA_ALPHA = 32.0
@@ -42,7 +42,7 @@ class ServedLocalBackend(LocalBackend):
         def save() -> None:
             fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
             with RNG_LOCK:
-                state.save_training(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
+                state.save_training_state(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
 
         await self._run(save)
 
@@ -142,14 +142,14 @@ class TrainingModel:
         async def fill(folder: Path) -> None:
             save = self._backend.save_state if optimizer else self._backend.save_weights
             # Both calls are made before either is awaited, so that no step can run between them.
-            await asyncio.gather(save(folder / STATE), self._backend.publish(folder / ADAPTER))
+            await asyncio.gather(save(folder / STATE_FOLDER), self._backend.publish(folder / ADAPTER_FOLDER))
 
         return await self._write_checkpoint("state", name, fill, ttl, has_optimizer=optimizer)
 
     async def export(self, name: str, *, ttl: float | None = None) -> CheckpointInfo:
         """Save the current weights as a sampler."""
         return await self._write_checkpoint(
-            "sampler", name, lambda folder: self._backend.publish(folder / ADAPTER), ttl
+            "sampler", name, lambda folder: self._backend.publish(folder / ADAPTER_FOLDER), ttl
         )
 
     async def load(self, path: str, *, optimizer: bool) -> None:
@@ -161,7 +161,7 @@ class TrainingModel:
             )
         if optimizer and not info.has_optimizer:
             raise ProtocolError(f"{path} was saved without its optimizer; load it without the optimizer")
-        folder = self._checkpoints.folder(info) / STATE
+        folder = self._checkpoints.get_folder(info) / STATE_FOLDER
         try:
             with convert_errors():
                 await self._backend.load_state(folder, optimizer=optimizer)
@@ -220,12 +220,12 @@ def create_backend(
 ) -> tuple[ServedLocalBackend, AdapterSpec]:
     """Return a backend that shares the weights of ``base``, and the adapter settings with the seed in use."""
     seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
-    lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=lora_targets(base, adapter))
+    lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=select_lora_targets(base, adapter))
     config = LocalBackendConfig(lora=lora, threads=threads)
-    return ServedLocalBackend(model, config, seed=seed, weights=base), replace(adapter, seed=seed)
+    return ServedLocalBackend(model, config, seed=seed, base_model=base), replace(adapter, seed=seed)
 
 
-def lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
+def select_lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
     """Return the name suffixes of the linear layers to adapt. PEFT's all-linear excludes the output layer."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
         return "all-linear"

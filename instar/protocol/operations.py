@@ -80,7 +80,7 @@ class OperationScheduler:
         owner: str,
         function: OperationFunction,
         *,
-        queue: str | None = None,
+        queue_name: str | None = None,
         seq: int | None = None,
         key: str | None = None,
     ) -> str:
@@ -88,7 +88,7 @@ class OperationScheduler:
         the same queue and sequence id, return the id of that operation. Raises ProtocolError 429 if there are
         too many operations, and 409 if the earlier operation is of a different kind."""
         self._sweep()
-        repeated = self._find_repeated(kind, owner, queue, seq, key)
+        repeated = self._find_repeated(kind, owner, queue_name, seq, key)
         if repeated is not None:
             return repeated.operation_id
         if self._is_closed:
@@ -100,8 +100,8 @@ class OperationScheduler:
                 429,
             )
         sequence_queue = None
-        if queue is not None and seq is not None:
-            sequence_queue = self._queues.setdefault(queue, _SequenceQueue(queue))
+        if queue_name is not None and seq is not None:
+            sequence_queue = self._queues.setdefault(queue_name, _SequenceQueue(queue_name))
         future = asyncio.get_running_loop().create_future()
         operation = _Operation(new_id("op"), kind, owner, function, future, sequence_queue, seq, key)
         self._operations[operation.operation_id] = operation
@@ -129,12 +129,14 @@ class OperationScheduler:
         operation.expires_at = min(operation.expires_at, time.monotonic() + DELIVERED_RESULT_TTL_SECONDS)
         return operation.result.result()
 
-    def close_queue(self, queue: str) -> None:
+    def close_queue(self, queue_name: str) -> None:
         """Fail the operations that are waiting in the queue."""
-        sequence_queue = self._queues.pop(queue, None)
+        sequence_queue = self._queues.pop(queue_name, None)
         if sequence_queue is not None:
             sequence_queue.cancel_gap_timer()
-            self._fail_waiting(sequence_queue, ProtocolError(f"{queue} ended before this operation ran", 404))
+            self._fail_waiting(
+                sequence_queue, ProtocolError(f"{queue_name} ended before this operation ran", 404)
+            )
 
     async def close(self) -> None:
         self._is_closed = True
@@ -149,22 +151,22 @@ class OperationScheduler:
             self._finish(operation, OperationResult(error=error))
 
     def _find_repeated(
-        self, kind: str, owner: str, queue: str | None, seq: int | None, key: str | None
+        self, kind: str, owner: str, queue_name: str | None, seq: int | None, key: str | None
     ) -> _Operation | None:
         operation = self._operations_by_key.get((owner, key)) if key is not None else None
-        if operation is None and queue is not None and seq is not None:
+        if operation is None and queue_name is not None and seq is not None:
             if seq < 1:
                 raise ProtocolError(f"sequence id: received {seq}; sequence ids begin with 1")
-            sequence_queue = self._queues.get(queue, _SequenceQueue(queue))
+            sequence_queue = self._queues.get(queue_name, _SequenceQueue(queue_name))
             operation = sequence_queue.operations.get(seq)
             if operation is None and seq < sequence_queue.next_seq:
                 raise ProtocolError(
-                    f"the operation with sequence id {seq} of {queue} has already run, and its result has "
-                    "expired",
+                    f"the operation with sequence id {seq} of {queue_name} has already run, and its result "
+                    "has expired",
                     409,
                 )
         if operation is not None and (operation.kind != kind or operation.owner != owner):
-            subject = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue}"
+            subject = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue_name}"
             raise ProtocolError(f"{subject} belongs to another operation ({operation.kind})", 409)
         return operation
 

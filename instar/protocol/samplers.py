@@ -32,7 +32,7 @@ BASE_MODEL_KEY = ""
 @dataclass(eq=False, slots=True)
 class _PooledEngine:
     engine: LocalEngine
-    users: int = 0
+    user_count: int = 0
     has_failed: bool = False
 
 
@@ -76,7 +76,7 @@ class SamplerPool:
                 lambda index: self._generate(engine, ids, _with_derived_seed(params, index)), range(count)
             )
 
-    async def logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
+    async def compute_logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
         ids = self._to_ids(tokens, lambda ids: check_score_request(self.info, ids))
         async with self._borrow_engine(key, adapter) as engine:
             return await engine.logprobs(ids)
@@ -133,22 +133,24 @@ class SamplerPool:
         # Nothing else runs until the next await, so no other policy can be loaded into the engine.
         pooled = self._engines[key]
         self._engines.move_to_end(key)
-        pooled.users += 1
-        if pooled.users == 1:
-            for unused in [other for other in self._engines.values() if other.users == 0]:
+        pooled.user_count += 1
+        if pooled.user_count == 1:
+            for unused in [other for other in self._engines.values() if other.user_count == 0]:
                 unused.engine.release_memory()
             self._divide_memory()
         return pooled
 
     def _divide_memory(self) -> None:
-        in_use = [pooled.engine for pooled in self._engines.values() if pooled.users]
+        in_use = [pooled.engine for pooled in self._engines.values() if pooled.user_count]
         for engine in in_use:
             engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(in_use)))
 
     async def _load_policy(self, key: str, adapter: Path | None) -> None:
         async with self._loading_lock:  # the lock serves the requests in order
             while key not in self._engines:
-                unused_key = next((name for name, pooled in self._engines.items() if pooled.users == 0), None)
+                unused_key = next(
+                    (name for name, pooled in self._engines.items() if pooled.user_count == 0), None
+                )
                 if len(self._engines) < self._max_engines:
                     engine = await asyncio.to_thread(self._create_engine)
                     self._engines[key] = await self._load_adapter(_PooledEngine(engine), adapter)
@@ -159,14 +161,14 @@ class SamplerPool:
                     await self._engine_released.wait()
 
     async def _release(self, key: str, pooled: _PooledEngine) -> None:
-        pooled.users -= 1
+        pooled.user_count -= 1
         self._engine_released.set()
         if pooled.has_failed:
             if self._engines.get(key) is pooled:
                 del self._engines[key]
-            if pooled.users == 0:
+            if pooled.user_count == 0:
                 await pooled.engine.close()
-        if pooled.users == 0:
+        if pooled.user_count == 0:
             self._divide_memory()
 
     async def _load_adapter(self, pooled: _PooledEngine, adapter: Path | None) -> _PooledEngine:

@@ -34,7 +34,7 @@ async def serve_protocol(
     base_model: str | None = None,
     limits: ServiceLimits | None = None,
     threads: int | None = None,
-    ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Serve a protocol until ``stop`` is set. ``ready`` is called with the server's address. ``folder``
@@ -61,9 +61,9 @@ async def serve_protocol(
     server = asyncio.create_task(serve(app, listener, stop=server_stop, grace=GRACE_SECONDS))
     stop_wait = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
-        if ready is not None:
+        if on_ready is not None:
             address = f"[{host}]" if ":" in host else host
-            ready(f"http://{address}:{listener.getsockname()[1]}")
+            on_ready(f"http://{address}:{listener.getsockname()[1]}")
         await asyncio.wait({server, stop_wait}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop_wait.cancel()

@@ -12,7 +12,7 @@ from pathlib import Path
 from instar.backends.local.model import load_base
 from instar.config import ModelConfig
 from instar.protocol.base import AdapterSpec, ProtocolError, SampledSequence, ServiceLimits, convert_errors
-from instar.protocol.checkpoints import ADAPTER, CheckpointStore
+from instar.protocol.checkpoints import ADAPTER_FOLDER, CheckpointStore
 from instar.protocol.models import ClientSession, CoreSharing, TrainingModel, create_backend
 from instar.protocol.samplers import BASE_MODEL_KEY, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
@@ -171,11 +171,11 @@ class TrainingService:
         with convert_errors(), self._cores.reserve_for_sampling():
             return await self._sampler_pool.sample(key, adapter, prompt, params, count)
 
-    async def logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
+    async def compute_logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
         """Return the logprob of every token (NaN at index 0)."""
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
-            return await self._sampler_pool.logprobs(key, adapter, tokens)
+            return await self._sampler_pool.compute_logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
         """Return the policy key and the adapter folder for a sampler, or for the base model."""
@@ -183,7 +183,7 @@ class TrainingService:
             return BASE_MODEL_KEY, None
         info = self.checkpoints.find(sampler, owner)
         # A checkpoint that replaces another checkpoint at the same path is a different policy.
-        return f"{info.path} {info.created_at}", self.checkpoints.folder(info) / ADAPTER
+        return f"{info.path} {info.created_at}", self.checkpoints.get_folder(info) / ADAPTER_FOLDER
 
     # --- expiry ---
 

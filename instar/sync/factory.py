@@ -24,7 +24,7 @@ class RouteEndpoints:
 
     @property
     def has_weights_on_gpu(self) -> bool:
-        return self.backend.capabilities.live and device_and_dtype(self.config.model)[0] == "cuda"
+        return self.backend.capabilities.can_sync_live and device_and_dtype(self.config.model)[0] == "cuda"
 
     @property
     def is_on_ray(self) -> bool:
@@ -71,7 +71,7 @@ def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
     """Return why the endpoints, according to their configuration, do not support the route, or None if they
     do."""
     capabilities = endpoints.backend.capabilities
-    if route != "files" and not capabilities.live:
+    if route != "files" and not capabilities.can_sync_live:
         return f"the {endpoints.config.backend.type} backend does not provide its weights"
     for engine in endpoints.engines:
         if route == "files" and not capabilities.artifacts.intersection(engine.info.artifacts):

@@ -141,7 +141,7 @@ class _TreeAttention(torch.autograd.Function):
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for block in plan.own:
-            part, part_lse = block_forward(*_gather_batch(block, q, k, v), causal=True, scale=scale)
+            part, part_lse = block_forward(*_gather_batch(block, q, k, v), is_causal=True, scale=scale)
             out[block.targets] = part.transpose(1, 2).flatten(0, 1)[block.queries].float()
             lse[block.targets] = part_lse.transpose(1, 2).flatten(0, 1)[block.queries]
         for block in plan.cross:
@@ -149,7 +149,7 @@ class _TreeAttention(torch.autograd.Function):
                 _take_rows(q, block.queries),
                 _take_rows(k, block.keys),
                 _take_rows(v, block.keys),
-                causal=False,
+                is_causal=False,
                 scale=scale,
             )
             _add_block(
@@ -175,7 +175,7 @@ class _TreeAttention(torch.autograd.Function):
                 *_gather_batch(block, q, k, v),
                 out[rows].transpose(1, 2),
                 lse[rows].transpose(1, 2),
-                causal=True,
+                is_causal=True,
                 scale=ctx.scale,
             )
             dq[block.targets] = parts[0].transpose(1, 2).flatten(0, 1)[block.queries].float()
@@ -190,7 +190,7 @@ class _TreeAttention(torch.autograd.Function):
                 _take_rows(v, block.keys),
                 _take_rows(out, block.queries),
                 lse[block.queries].transpose(0, 1).unsqueeze(0),
-                causal=False,
+                is_causal=False,
                 scale=ctx.scale,
             )
             dq[block.queries] += parts[0][0].transpose(0, 1)
@@ -252,33 +252,35 @@ AttentionInterface.register(ATTENTION_NAME, tree_attention)
 # lse is [N, H, L] in fp32. In the backward pass, lse and out are those of the complete softmax.
 
 
-def block_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def block_forward(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return math_forward(q, k, v, causal, scale)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, scale=scale
+        )
+    return math_forward(q, k, v, is_causal, scale)
 
 
 def block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if q.device.type == "cpu" and scores > MAX_MATH_BACKWARD_SCORES:
-        return cpu_flash_backward(grad, q, k, v, out, lse, causal, scale)
-    return math_backward(grad, q, k, v, out, lse, causal, scale)
+        return cpu_flash_backward(grad, q, k, v, out, lse, is_causal, scale)
+    return math_backward(grad, q, k, v, out, lse, is_causal, scale)
 
 
 def cpu_flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
     )
 
 
-def _compute_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
     """Return the scores [N, K, G·L, S] in fp32, with the G query heads of each key head in the same rows."""
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
-    if causal:
+    if is_causal:
         length, groups = k.shape[2], q.shape[2] // k.shape[2]
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
         scores.view(*scores.shape[:2], groups, length, length).masked_fill_(future, float("-inf"))
@@ -291,19 +293,19 @@ def _fold_heads(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(n, kv_heads, heads // kv_heads * length, *x.shape[3:])
 
 
-def math_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _compute_scores(_fold_heads(q, k.shape[1]), k, causal, scale)
+def math_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _compute_scores(_fold_heads(q, k.shape[1]), k, is_causal, scale)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     out = scores.sub_(lse).exp_().to(v.dtype) @ v
     return out.view(q.shape), lse.view(q.shape[:3])
 
 
 def math_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = k.shape[1]
     folded_q, folded_grad, folded_out, folded_lse = (_fold_heads(x, kv_heads) for x in (q, grad, out, lse))
-    weights = _compute_scores(folded_q, k, causal, scale).sub_(folded_lse.unsqueeze(-1)).exp_()
+    weights = _compute_scores(folded_q, k, is_causal, scale).sub_(folded_lse.unsqueeze(-1)).exp_()
     dv = weights.to(v.dtype).transpose(-1, -2) @ folded_grad
     delta = (folded_grad * folded_out).sum(-1, keepdim=True, dtype=torch.float32)
     dscores = (folded_grad @ v.transpose(-1, -2)).float().sub_(delta)

@@ -22,7 +22,7 @@ from instar.backends.base import (
     OptimStepResult,
     torch_capabilities,
 )
-from instar.backends.check import check_samples, nan_logprobs, select_trained
+from instar.backends.check import check_samples, make_nan_logprobs, select_trained
 from instar.backends.local import losses, state
 from instar.backends.local.model import TrainedModel, load_model, load_reference
 from instar.backends.local.pack import Index, PackedRow, pack, split_micro_batches
@@ -49,7 +49,7 @@ class LocalBackend(ThreadedBackend):
         config: LocalBackendConfig,
         *,
         seed: int = 0,
-        weights: PreTrainedModel | None = None,
+        base_model: PreTrainedModel | None = None,
     ) -> None:
         keep_freed_pages()
         super().__init__("instar-backend")
@@ -57,19 +57,19 @@ class LocalBackend(ThreadedBackend):
         self._model_config = model
         self._reference_model: TrainedModel | None = None
         try:
-            self._pool.submit(self._start, model, seed, weights).result()
+            self._pool.submit(self._start, model, seed, base_model).result()
         except BaseException:  # including an interrupt: the thread must not keep running
             self._pool.shutdown(wait=False)
             raise
 
-    def _start(self, model: ModelConfig, seed: int, weights: PreTrainedModel | None) -> None:
+    def _start(self, model: ModelConfig, seed: int, base_model: PreTrainedModel | None) -> None:
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         with RNG_LOCK:
             # torch starts from a random seed, but the RNG state in a checkpoint must be reproducible.
             torch.manual_seed(seed)
-            self._model = load_model(model, self._config, seed, weights)
-        self._parameters = self._model.parameters
+            self._model = load_model(model, self._config, seed, base_model)
+        self._parameters = self._model.trained_parameters
         # Every step sets all hyperparameters, so these defaults are never used. `fused` is the fastest.
         self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
         self._optim_steps = 0
@@ -82,7 +82,9 @@ class LocalBackend(ThreadedBackend):
     @property
     def capabilities(self) -> BackendCapabilities:
         return torch_capabilities(
-            self._config.lora, reference=True, live=not has_adapter_on_tied_head(self._model.model)
+            self._config.lora,
+            has_reference=True,
+            can_sync_live=not has_adapter_on_tied_head(self._model.model),
         )
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
@@ -109,7 +111,7 @@ class LocalBackend(ThreadedBackend):
     @in_thread
     def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         check_samples(samples, self._model.vocab_size, self._model.max_tokens, loss)
-        results = nan_logprobs(samples)
+        results = make_nan_logprobs(samples)
         trained_indices = select_trained(samples)
         sequences = [samples[i].token_ids for i in trained_indices]
         previous_grads = {name: p.grad for name, p in self._parameters.items()}
@@ -123,7 +125,7 @@ class LocalBackend(ThreadedBackend):
                 pairs = zip(packed.paths, batch_samples, strict=True)
                 trained_positions = np.concatenate([path[sample.mask > 0] for path, sample in pairs])
                 positions, inverse = np.unique(trained_positions, return_inverse=True)
-                logprobs = self._model.logprobs(packed, positions)
+                logprobs = self._model.compute_logprobs(packed, positions)
                 gathered = logprobs[torch.from_numpy(inverse).to(logprobs.device)]
                 value, sums = _compute_loss(gathered, batch_samples, loss)
                 value.backward()
@@ -157,12 +159,16 @@ class LocalBackend(ThreadedBackend):
     @in_thread
     def save_state(self, path: Path) -> None:
         with RNG_LOCK:
-            state.save_training(path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps})
+            state.save_training_state(
+                path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps}
+            )
 
     @in_thread
     def load_state(self, path: Path, *, optimizer: bool = True) -> None:
         with RNG_LOCK:
-            counters = state.load_training(path, self._parameters, self._optimizer, with_optimizer=optimizer)
+            counters = state.load_training_state(
+                path, self._parameters, self._optimizer, with_optimizer=optimizer
+            )
         self._optim_steps = counters["optim_steps"] if optimizer else 0
 
     # --- called in the thread ----------------------------------------------------------------------
@@ -175,7 +181,7 @@ class LocalBackend(ThreadedBackend):
 
     def _forward(self, samples: Sequence[Sample], model: TrainedModel) -> list[Floats]:
         check_samples(samples, model.vocab_size, model.max_tokens)
-        results = nan_logprobs(samples)
+        results = make_nan_logprobs(samples)
         sequences = [sample.token_ids for sample in samples]
         for batch in split_micro_batches(sequences, self._config.micro_batch_tokens):
             packed = pack([sequences[i] for i in batch])
@@ -183,7 +189,7 @@ class LocalBackend(ThreadedBackend):
             if len(positions) == 0:
                 continue
             with torch.no_grad():
-                logprobs = model.logprobs(packed, positions)
+                logprobs = model.compute_logprobs(packed, positions)
             _scatter(packed, positions, logprobs, [results[i] for i in batch])
         return results
 
@@ -220,7 +226,7 @@ def _compute_loss(
         advantages=gather([sample.advantages for sample in samples]),
         logprobs=gather([sample.logprobs for sample in samples]),
     )
-    value, sums = losses.token_loss(loss, logprobs, tokens)
+    value, sums = losses.compute_token_loss(loss, logprobs, tokens)
     if not math.isfinite(loss_value := float(value.detach())):
         keys = ", ".join(sample.sample_key for sample in samples[:4])
         raise NonFiniteError(f"the {loss.name} loss is {loss_value} on {len(samples)} samples ({keys}, ...)")

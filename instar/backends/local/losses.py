@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from instar.backends.base import DEFAULT_BETA, LOSSES
-from instar.backends.loss_values import clip_bounds
+from instar.backends.loss_values import get_clip_bounds
 from instar.config import LossConfig
 
 LOSSES_WITH_OLD_LOGPROBS = LOSSES - {"cross_entropy"}
@@ -27,14 +27,16 @@ class TrainedTokens:
 class LossSums:
     """Sums over the tokens of a micro-batch, from which the metrics are computed."""
 
-    tokens: int = 0
+    token_count: int = 0
     ratio_sum: float = 0.0
     ratio_max: float = 0.0
-    clipped: int = 0
+    clipped_count: int = 0
     kl_sum: float = 0.0
 
 
-def token_loss(config: LossConfig, new_logprobs: Tensor, tokens: TrainedTokens) -> tuple[Tensor, LossSums]:
+def compute_token_loss(
+    config: LossConfig, new_logprobs: Tensor, tokens: TrainedTokens
+) -> tuple[Tensor, LossSums]:
     """Return the loss and the sums for the metrics. ``new_logprobs`` are the logprobs under the current
     weights, in fp32 and with a gradient."""
     weight = tokens.mask * tokens.advantages
@@ -45,7 +47,7 @@ def token_loss(config: LossConfig, new_logprobs: Tensor, tokens: TrainedTokens) 
     if config.name == "importance_sampling":
         loss = -(weight * ratio).sum()
     elif config.name == "ppo":
-        clipped_ratio = ratio.clamp(*clip_bounds(config))
+        clipped_ratio = ratio.clamp(*get_clip_bounds(config))
         unclipped, clipped = ratio * tokens.advantages, clipped_ratio * tokens.advantages
         is_clipped = clipped < unclipped
         loss = -(tokens.mask * torch.minimum(unclipped, clipped)).sum()
@@ -54,16 +56,16 @@ def token_loss(config: LossConfig, new_logprobs: Tensor, tokens: TrainedTokens) 
         distance = (new_logprobs - tokens.logprobs).square()
         loss = -(tokens.mask * (tokens.advantages * new_logprobs - 0.5 * beta * distance)).sum()
     else:
-        clipped_ratio = ratio.detach().clamp(*clip_bounds(config))
+        clipped_ratio = ratio.detach().clamp(*get_clip_bounds(config))
         is_clipped = clipped_ratio != ratio
         loss = -(weight * clipped_ratio * new_logprobs).sum()
     if len(new_logprobs) == 0:
         return loss, LossSums()
     sums = LossSums(
-        tokens=len(new_logprobs),
+        token_count=len(new_logprobs),
         ratio_sum=float(ratio.detach().sum()),
         ratio_max=float(ratio.detach().max()),
-        clipped=int(is_clipped.sum()),
+        clipped_count=int(is_clipped.sum()),
         kl_sum=float((tokens.logprobs - new_logprobs.detach()).sum()),
     )
     return loss, sums
@@ -71,11 +73,11 @@ def token_loss(config: LossConfig, new_logprobs: Tensor, tokens: TrainedTokens) 
 
 def compute_metrics(config: LossConfig, sums: Sequence[LossSums]) -> dict[str, float]:
     """Return the metrics by name. ``kl`` is the mean of old - new logprob, an estimate of KL(old ‖ new)."""
-    count = sum(part.tokens for part in sums)
+    count = sum(part.token_count for part in sums)
     metrics = {"tokens": float(count)}
     if count and config.name in LOSSES_WITH_OLD_LOGPROBS:
         metrics["ratio_mean"] = sum(part.ratio_sum for part in sums) / count
         metrics["ratio_max"] = max(part.ratio_max for part in sums)
-        metrics["clipped"] = sum(part.clipped for part in sums) / count
+        metrics["clipped"] = sum(part.clipped_count for part in sums) / count
         metrics["kl"] = sum(part.kl_sum for part in sums) / count
     return metrics

@@ -40,7 +40,7 @@ class TrainedModel:
     dtype: torch.dtype
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
@@ -51,20 +51,20 @@ class TrainedModel:
     def max_tokens(self) -> int | None:
         return getattr(self.model.config, "max_position_embeddings", None)
 
-    def logprobs(self, packed: PackedRow, positions: Index) -> Tensor:
+    def compute_logprobs(self, packed: PackedRow, positions: Index) -> Tensor:
         """Return the fp32 logprobs of the tokens at ``positions``, which must not include the first token of
         a sample."""
         plan = make_attention_plan(packed, self.device)
         with self._autocast():
-            hidden_states = self._hidden_states(packed, plan)
-            rows = hidden_states[self._tensor(packed.previous[positions])]
+            hidden_states = self._compute_hidden_states(packed, plan)
+            rows = hidden_states[self._to_tensor(packed.previous[positions])]
             head = cast(nn.Module, self.model.get_output_embeddings())
-            return _target_logprobs(head, rows, self._tensor(packed.token_ids[positions]))
+            return _target_logprobs(head, rows, self._to_tensor(packed.token_ids[positions]))
 
-    def _hidden_states(self, packed: PackedRow, plan: TreeAttentionPlan) -> Tensor:
+    def _compute_hidden_states(self, packed: PackedRow, plan: TreeAttentionPlan) -> Tensor:
         output = self.model.base_model(
-            input_ids=self._tensor(packed.token_ids).unsqueeze(0),
-            position_ids=self._tensor(packed.positions).unsqueeze(0),
+            input_ids=self._to_tensor(packed.token_ids).unsqueeze(0),
+            position_ids=self._to_tensor(packed.positions).unsqueeze(0),
             use_cache=False,
             tree_plan=plan,
         )
@@ -76,7 +76,7 @@ class TrainedModel:
             return torch.autocast(self.device, dtype=self.dtype)
         return nullcontext()
 
-    def _tensor(self, array: Index) -> Tensor:
+    def _to_tensor(self, array: Index) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def check_attention(self) -> None:
@@ -85,7 +85,7 @@ class TrainedModel:
         packed = pack([np.arange(4, dtype=np.int32)])
         plan = make_attention_plan(packed, self.device)
         with torch.no_grad(), self._autocast():
-            self._hidden_states(packed, plan)
+            self._compute_hidden_states(packed, plan)
         layers = self.model.config.num_hidden_layers
         if plan.calls != layers:
             raise BackendError(

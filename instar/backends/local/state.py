@@ -65,7 +65,7 @@ def hash_adapter(path: Path) -> str:
     return digest.hexdigest()
 
 
-def save_training(
+def save_training_state(
     path: Path,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
@@ -90,7 +90,7 @@ def save_training(
     write_folder(path, fill)
 
 
-def load_training(
+def load_training_state(
     path: Path,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,

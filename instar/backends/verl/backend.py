@@ -19,9 +19,9 @@ from instar.backends.base import (
     is_mergeable,
     torch_capabilities,
 )
-from instar.backends.check import check_samples, nan_logprobs, select_trained
+from instar.backends.check import check_samples, make_nan_logprobs, select_trained
 from instar.backends.folders import write_folder
-from instar.backends.loss_values import compute_loss, non_finite_error
+from instar.backends.loss_values import compute_loss, make_non_finite_error
 from instar.backends.packages import check_installed
 from instar.backends.service import read_state
 from instar.backends.threaded import ThreadedBackend, in_thread
@@ -74,7 +74,7 @@ class VerlBackend(ThreadedBackend):
     @property
     def capabilities(self) -> BackendCapabilities:
         lora = self._config.lora
-        return torch_capabilities(lora, reference=lora is not None, live=is_mergeable(lora))
+        return torch_capabilities(lora, has_reference=lora is not None, can_sync_live=is_mergeable(lora))
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         is_first, has_more = True, True
@@ -82,7 +82,7 @@ class VerlBackend(ThreadedBackend):
             weights, has_more = await self._next_weights(is_first)
             is_first = False
             for weight in weights:
-                yield weight.name, weight.tensor()
+                yield weight.name, weight.to_tensor()
 
     @in_thread
     def _next_weights(self, is_first: bool) -> tuple[list[SerializedWeight], bool]:
@@ -108,7 +108,7 @@ class VerlBackend(ThreadedBackend):
     @in_thread
     def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         check_samples(samples, self._vocab_size, self._max_tokens, loss)
-        results = nan_logprobs(samples)
+        results = make_nan_logprobs(samples)
         indices = select_trained(samples)
         trained = [samples[i] for i in indices]
         micro_batches = 0
@@ -117,7 +117,7 @@ class VerlBackend(ThreadedBackend):
             parts = self._workers.call("train", shares.max_tokens, loss, shares=shares.samples)
             new_logprobs = gather_logprobs(shares, [part.logprobs for part in parts], trained)
             if not parts[0].is_finite:
-                raise non_finite_error(loss, trained, new_logprobs, np.float32)
+                raise make_non_finite_error(loss, trained, new_logprobs, np.float32)
             self._has_gradient = True
             for i, logprobs in zip(indices, new_logprobs, strict=True):
                 results[i] = np.where(samples[i].mask > 0, logprobs, np.float32(np.nan))

@@ -54,7 +54,7 @@ class RankResult:
     is_finite: bool
     """True if the loss was finite on every rank. Otherwise no gradient was added."""
     logprobs: list[Floats]
-    micro_batches: int
+    micro_batch_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SerializedWeight:
     shape: list[int]
     content: NDArray[np.uint8]
 
-    def tensor(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         import torch
 
         # Arrays in Ray's object store are read-only, and torch needs a writable one.

@@ -34,7 +34,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.distributed import create_tcp_store
 from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 
-from instar.backends.local.losses import TrainedTokens, token_loss
+from instar.backends.local.losses import TrainedTokens, compute_token_loss
 from instar.backends.local.state import write_adapter_files, write_weights
 from instar.backends.verl.sharding import RankResult, RankSample, SerializedWeight, WorkerSettings
 from instar.backends.weight_export import iterate_served_weights
@@ -182,7 +182,7 @@ def _sum_loss(
         advantages=data["advantages"].values()[is_trained],
         logprobs=data["old_log_probs"].values()[is_trained],
     )
-    loss, _ = token_loss(config, new_logprobs[is_trained], tokens)
+    loss, _ = compute_token_loss(config, new_logprobs[is_trained], tokens)
     return loss, {"finite": math.isfinite(float(loss.detach()))}
 
 

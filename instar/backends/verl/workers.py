@@ -28,7 +28,7 @@ class RayWorkers:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._group: Any = None
-        self._started_ray = False
+        self._has_started_ray = False
 
     @property
     def is_alive(self) -> bool:
@@ -83,14 +83,14 @@ class RayWorkers:
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.end()
+                self.stop_ranks()
                 raise BackendLost(
                     f"verl's workers did not finish {method} within {self._settings.deadline:.0f} s"
                 )
             try:
                 ray.get(ready)
             except RayActorError as error:
-                self.end()
+                self.stop_ranks()
                 if error.actor_init_failed:
                     # BackendLost would cause a retry, which would fail too.
                     reason = str(error).strip().splitlines()[-1]
@@ -98,13 +98,13 @@ class RayWorkers:
                 raise BackendLost(f"a verl worker died during {method}: {_describe_error(error)}") from error
             except RayTaskError as error:
                 error_class = BackendLost if self._has_dead_peer(waiting) else BackendError
-                self.end()
+                self.stop_ranks()
                 raise error_class(
                     f"verl failed during {method}: {_describe_error(error.cause or error)}"
                 ) from error
         return ray.get(references)
 
-    def end(self) -> None:
+    def stop_ranks(self) -> None:
         if self._group is None:
             return
         import ray
@@ -119,11 +119,11 @@ class RayWorkers:
             remove_placement_group(placement)
 
     def close(self) -> None:
-        self.end()
-        if self._started_ray:
+        self.stop_ranks()
+        if self._has_started_ray:
             import ray
 
-            self._started_ray = False
+            self._has_started_ray = False
             ray.shutdown()
 
     def _start_ray(self) -> None:
@@ -155,7 +155,7 @@ class RayWorkers:
         except (RuntimeError, OSError) as error:
             problem = f"cannot join the Ray cluster at {address}" if address else "cannot start Ray"
             raise BackendUnavailable(f"{problem}: {_describe_error(error)}") from error
-        self._started_ray = True
+        self._has_started_ray = True
 
     def _wait_for_resources(self) -> None:
         import ray

@@ -15,7 +15,7 @@ from instar.clouds.weaver import (
     WeaverClient,
     build_model_input,
     fetch_prompt_logprobs,
-    malformed_response,
+    make_malformed_error,
 )
 from instar.config import CloudEngineConfig, ModelConfig, WeaverBackendConfig
 from instar.engines.cloud.base import CloudEngine, CloudReply
@@ -81,8 +81,8 @@ def _parse_reply(result: Any) -> CloudReply:
         values = sequence.get("logprobs") or [None] * len(ids)
         logprobs = [math.nan if value is None else float(value) for value in values]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise malformed_response(f"sample: {type(error).__name__}: {error}") from None
+        raise make_malformed_error(f"sample: {type(error).__name__}: {error}") from None
     if len(logprobs) != len(ids):
-        raise malformed_response(f"sample: received {len(logprobs)} logprobs for {len(ids)} tokens")
+        raise make_malformed_error(f"sample: received {len(logprobs)} logprobs for {len(ids)} tokens")
     reason: FinishReason = "length" if sequence.get("stop_reason") == "length" else "stop"
     return CloudReply(ids, logprobs, reason)

@@ -21,7 +21,7 @@ from instar.protocol.tinker.http import (
     create_router,
     has_tinker_key,
 )
-from instar.protocol.tinker.requests import TinkerRetrieveFuture, TinkerSessionRef, TinkerWeightsInfo
+from instar.protocol.tinker.requests import TinkerRetrieveFuture, TinkerSessionRef, TinkerWeightsInfoRequest
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, TinkerSampleResult
 from instar.protocol.tinker.sampling import TinkerRoutes, TinkerSamplingRoutes, TinkerSamplingSessions
 from instar.protocol.tinker.training import TinkerTrainingRoutes
@@ -148,7 +148,9 @@ class TinkerListingRoutes(TinkerRoutes):
         return json_response({"supported_models": [model]})
 
     async def weights_info(self, request: TinkerRequest) -> Response:
-        info = self._service.checkpoints.find(request.parse(TinkerWeightsInfo).tinker_path, request.owner)
+        info = self._service.checkpoints.find(
+            request.parse(TinkerWeightsInfoRequest).tinker_path, request.owner
+        )
         trained_parts = {name: info.extra[name] for name in TRAINED_PARTS if name in info.extra}
         return json_response(
             {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **trained_parts}

@@ -58,11 +58,11 @@ class TinkerLoadWeights(TinkerModelRequest):
     optimizer: bool = False
 
 
-class TinkerWeightsInfo(Struct):
+class TinkerWeightsInfoRequest(Struct):
     tinker_path: str
 
 
-class TinkerCreateSampling(Struct):
+class TinkerCreateSamplingSession(Struct):
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None

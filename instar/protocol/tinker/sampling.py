@@ -15,7 +15,11 @@ from instar.protocol.operations import OperationScheduler
 from instar.protocol.service import TrainingService
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import concatenate_chunks
-from instar.protocol.tinker.requests import TinkerCreateSampling, TinkerSampleRequest, TinkerSamplingParams
+from instar.protocol.tinker.requests import (
+    TinkerCreateSamplingSession,
+    TinkerSampleRequest,
+    TinkerSamplingParams,
+)
 from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
@@ -85,7 +89,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
         router.add("GET", "samplers/{sampler_id}", self.info)
 
     async def create(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateSampling)
+        body = request.parse(TinkerCreateSamplingSession)
         self._service.heartbeat(body.session_id, request.owner)
         path = self._find_sampler(body.model_path, body.base_model, request.owner)
         sampling_id = self._sessions.open(body.session_id, body.sampling_session_seq_id, request.owner, path)
@@ -133,7 +137,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
             return TinkerSampleResult(await self._generate(body, path, owner, prompt, params))
         sequences, logprobs = await asyncio.gather(
             self._generate(body, path, owner, prompt, params),
-            self._service.logprobs(path, owner, prompt.tolist()),
+            self._service.compute_logprobs(path, owner, prompt.tolist()),
         )
         return TinkerSampleResult(sequences, _keep_last(logprobs, body.prompt_logprobs_last_n))
 

@@ -177,7 +177,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
             kind,
             request.owner,
             lambda: run(model),
-            queue=model.model_id,
+            queue_name=model.model_id,
             seq=body.seq_id,
             key=request.idempotency_key,
         )

@@ -14,7 +14,7 @@ SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
 """Maps folder names in Weaver's paths to the folder names that `CheckpointStore` uses."""
 
 
-def weaver_path(info: CheckpointInfo) -> str:
+def to_weaver_path(info: CheckpointInfo) -> str:
     """Return `weaver://<model>/checkpoints/<name>` for a training state, or
     `weaver://<model>/samplers/<name>` for a sampler."""
     return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_checkpoint_name(info)}"
@@ -33,7 +33,7 @@ def to_service_path(path: str) -> str:
 
 
 def checkpoint_fields(info: CheckpointInfo) -> dict[str, Any]:
-    path = weaver_path(info)
+    path = to_weaver_path(info)
     ttl = None if info.expires_at is None else round(info.expires_at - info.created_at)
     state_type = "weight_and_optimizer" if info.has_optimizer else "weight"
     return {

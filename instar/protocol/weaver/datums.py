@@ -45,7 +45,7 @@ class WeaverChunk(msgspec.Struct):
 class WeaverModelInput(msgspec.Struct):
     chunks: list[WeaverChunk]
 
-    def tokens(self, pack: TensorPack = NO_PACK) -> Ints:
+    def decode_tokens(self, pack: TensorPack = NO_PACK) -> Ints:
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
                 raise ProtocolError(f"received a chunk of type {chunk.type!r}; supported: encoded_text")
@@ -59,7 +59,7 @@ class WeaverModelInput(msgspec.Struct):
 def _to_row(tokens: list[int] | PackedTensor, pack: TensorPack) -> Ints:
     if isinstance(tokens, list):
         return np.array(tokens, np.int64)
-    row = pack.array(tokens.location)
+    row = pack.read_array(tokens.location)
     if row.dtype.kind != "i":
         raise ProtocolError(f"tokens: received dtype {row.dtype}; supported: int32, int64")
     return row.astype(np.int64)
@@ -96,11 +96,11 @@ class WeaverBatch:
 
 
 def parse_batch(
-    pass_input: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, backward: bool
+    pass_input: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, is_backward: bool
 ) -> WeaverBatch:
     """Return the samples for a pass. Raises ProtocolError with the name of an invalid field or datum."""
     loss_fn = pass_input.loss_fn
-    if backward and loss_fn == LOGPROBS_ONLY:
+    if is_backward and loss_fn == LOGPROBS_ONLY:
         raise ProtocolError(f"loss_fn: {LOGPROBS_ONLY!r} is supported only by a forward pass")
     if loss_fn not in (*LOSSES, LOGPROBS_ONLY):
         raise ProtocolError(
@@ -138,7 +138,7 @@ def _parse_datum(
         raise ProtocolError(f"datum {index}: model_input is missing; managed datasets are not supported")
     if "router_replay" in datum.metadata:
         raise ProtocolError(f"datum {index}: router replay is not supported")
-    tokens = datum.model_input.tokens(pack)
+    tokens = datum.model_input.decode_tokens(pack)
     inputs = _LossInputs(datum.loss_fn_inputs, pack, index, len(tokens))
     targets = inputs.read_ints("target_tokens")
     has_target = targets != NO_TARGET
@@ -229,7 +229,7 @@ class _LossInputs:
             raise self._make_error(name, "is missing")
         tensor = parse_json(self._tensors[name], WeaverTensor)
         if tensor.location is not None:
-            values = self._pack.array(tensor.location)
+            values = self._pack.read_array(tensor.location)
         elif tensor.data is not None:
             values = np.array(tensor.data, np.float64)
         else:

@@ -24,7 +24,7 @@ from instar.protocol.wire import SamplingFields
 ID_PREFIX = "sampling-"
 
 
-class WeaverCreateSampling(msgspec.Struct):
+class WeaverCreateSamplingSession(msgspec.Struct):
     base_model: str | None = None
     model_path: str | None = None
 
@@ -68,7 +68,7 @@ class WeaverSamplingRoutes:
 
     async def create(self, request: WeaverRequest) -> Response:
         """Create a sampling session. ``base_model`` is ignored if ``model_path`` is set."""
-        body = request.parse(WeaverCreateSampling)
+        body = request.parse(WeaverCreateSamplingSession)
         self._service.heartbeat(request.path_params["session"], request.owner)
         if body.model_path:
             self._service.checkpoints.find(to_service_path(body.model_path), request.owner)
@@ -124,7 +124,7 @@ class WeaverSamplingRoutes:
                 ]
             }
             if body.prompt_logprobs:
-                result["prompt_logprobs"] = await self._service.logprobs(sampler, owner, prompt)
+                result["prompt_logprobs"] = await self._service.compute_logprobs(sampler, owner, prompt)
             return {"result": result}
 
         return await self._operations.submit("sample", request, run)
@@ -139,7 +139,7 @@ class WeaverSamplingRoutes:
         prompt = _require_prompt(body.prompt)
 
         async def run() -> Any:
-            logprobs = await self._service.logprobs(sampler, request.owner, prompt)
+            logprobs = await self._service.compute_logprobs(sampler, request.owner, prompt)
             return {"result": {"prompt_logprobs": logprobs}}
 
         return await self._operations.submit("logprobs", request, run)
@@ -154,7 +154,7 @@ class WeaverSamplingRoutes:
 
 
 def _require_prompt(model_input: WeaverModelInput) -> list[int]:
-    prompt = model_input.tokens().tolist()
+    prompt = model_input.decode_tokens().tolist()
     if not prompt:
         raise ProtocolError("prompt is empty; send at least one token")
     return prompt

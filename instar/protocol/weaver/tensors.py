@@ -64,7 +64,7 @@ class TensorPack:
     def __init__(self, content: bytes | memoryview = b"") -> None:
         self._content = content
 
-    def array(self, location: TensorLocation) -> NDArray[Any]:
+    def read_array(self, location: TensorLocation) -> NDArray[Any]:
         """Return the tensor at a location without copying it."""
         dtype = DTYPES.get(location.dtype)
         if dtype is None or (location.format, location.codec) != ("raw-tensor", "raw"):

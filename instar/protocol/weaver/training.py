@@ -16,7 +16,7 @@ from instar.protocol.http import json_response, parse_json
 from instar.protocol.models import TrainingModel
 from instar.protocol.operations import OperationFunction, OperationScheduler
 from instar.protocol.service import TrainingService
-from instar.protocol.weaver.checkpoints import checkpoint_fields, to_service_path, weaver_path
+from instar.protocol.weaver.checkpoints import checkpoint_fields, to_service_path, to_weaver_path
 from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, build_outputs, parse_batch
 from instar.protocol.weaver.http import WeaverOperationRoutes, WeaverRequest
 from instar.protocol.weaver.tensors import TRANSPORTS, TensorPack, unpack_request
@@ -164,7 +164,7 @@ class WeaverTrainingRoutes:
 
     async def forward(self, request: WeaverRequest) -> Response:
         async def run(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
-            batch = self._parse_batch(payload.forward_input, pack, backward=False)
+            batch = self._parse_batch(payload.forward_input, pack, is_backward=False)
             logprobs = await model.forward(batch.samples)
             metrics: dict[str, float] = {}
             if batch.loss is not None:
@@ -176,7 +176,7 @@ class WeaverTrainingRoutes:
 
     async def forward_backward(self, request: WeaverRequest) -> Response:
         async def run(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
-            batch = self._parse_batch(payload.forward_backward_input, pack, backward=True)
+            batch = self._parse_batch(payload.forward_backward_input, pack, is_backward=True)
             assert batch.loss is not None
             result = await model.forward_backward(batch.samples, batch.loss)
             metrics = {**result.metrics, "loss": result.loss}
@@ -184,9 +184,9 @@ class WeaverTrainingRoutes:
 
         return await self._run_sequenced("forward_backward", request, run)
 
-    def _parse_batch(self, pass_input: msgspec.Raw, pack: TensorPack, *, backward: bool) -> WeaverBatch:
+    def _parse_batch(self, pass_input: msgspec.Raw, pack: TensorPack, *, is_backward: bool) -> WeaverBatch:
         parsed_input = parse_json(pass_input, WeaverPassInput)
-        return parse_batch(parsed_input, pack, vocab_size=self._service.vocab_size, backward=backward)
+        return parse_batch(parsed_input, pack, vocab_size=self._service.vocab_size, is_backward=is_backward)
 
     async def optim_step(self, request: WeaverRequest) -> Response:
         async def run(model: TrainingModel, payload: WeaverSequencedPayload, pack: TensorPack) -> Any:
@@ -215,7 +215,7 @@ class WeaverTrainingRoutes:
 
         async def run() -> Any:
             info = await model.export(body.path or new_id("sampler"), ttl=body.ttl_seconds)
-            return {**checkpoint_fields(info), "model_path": weaver_path(info)}
+            return {**checkpoint_fields(info), "model_path": to_weaver_path(info)}
 
         return await self._run_in_order("export", request, model, run, body.seq_id)
 
@@ -251,7 +251,9 @@ class WeaverTrainingRoutes:
         seq: int | None = None,
     ) -> Response:
         def submit(queue_seq: int) -> str:
-            return self._operations.submit(kind, request.owner, function, queue=model.model_id, seq=queue_seq)
+            return self._operations.submit(
+                kind, request.owner, function, queue_name=model.model_id, seq=queue_seq
+            )
 
         order = self._call_orders.setdefault(model, WeaverCallOrder())
         if seq is None:

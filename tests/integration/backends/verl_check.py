@@ -22,9 +22,9 @@ from safetensors.numpy import load_file
 
 from instar.backends.verl.backend import VerlBackend
 from instar.config import LossConfig, ModelConfig, RunConfig, VerlBackendConfig
-from instar.conformance.batches import make_sample, tree_samples
+from instar.conformance.batches import make_sample, make_tree_samples
 from instar.conformance.cases import ADAM
-from instar.conformance.compare import BackendRecord, CheckResult, compare, difference
+from instar.conformance.compare import BackendRecord, CheckResult, compare, compute_difference
 from instar.conformance.runner import build_job, run_cases
 from instar.conformance.tiny import make_tiny_model
 from instar.errors import BackendError, BackendLost, NonFiniteError
@@ -67,7 +67,7 @@ async def check_against_local(checks: CheckReport, model: ModelConfig, folder: P
     for check in compare(*records, CONTEXT, TOLERANCE):
         checks.add(check)
     expected, actual = adapters
-    gap = max(difference(expected[name], actual[name]) for name in expected.keys() | actual.keys())
+    gap = max(compute_difference(expected[name], actual[name]) for name in expected.keys() | actual.keys())
     checks.check("the adapter after five steps", gap < WEIGHT_TOLERANCE, f"{gap:.1e}")
 
 
@@ -93,13 +93,13 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
     await backend.start()
     check_listeners(checks)
     for number in range(2):
-        await backend.forward_backward(tree_samples(number), LossConfig())
+        await backend.forward_backward(make_tree_samples(number), LossConfig())
         await backend.optim_step(ADAM)
     await backend.save_state(folder / "two")
     published: list[dict[str, bytes]] = []
     for name in ("straight", "again"):
         for number in range(2, 5):
-            await backend.forward_backward(tree_samples(number), LossConfig())
+            await backend.forward_backward(make_tree_samples(number), LossConfig())
             await backend.optim_step(ADAM)
         published.append(read_all(Path((await backend.publish(folder / name)).path)))
         await backend.load_state(folder / "two")
@@ -109,36 +109,36 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
     norms: list[float] = []
     for with_non_finite in (False, True):
         await backend.load_state(folder / "two")
-        await backend.forward_backward(tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LossConfig())
         if with_non_finite:
             error = await catch(
-                NonFiniteError, backend.forward_backward([*tree_samples(1), far], LossConfig())
+                NonFiniteError, backend.forward_backward([*make_tree_samples(1), far], LossConfig())
             )
             checks.check("a loss that is not finite names its sample", "far" in str(error), str(error))
         norms.append((await backend.optim_step(ADAM)).grad_norm)
     checks.check("a loss that is not finite adds nothing", norms[0] == norms[1], str(norms))
 
-    before = await backend.forward(tree_samples())
+    before = await backend.forward(make_tree_samples())
     huge = make_sample("huge", [4, 5, 6, 7], 2, advantages=np.full(4, 1e37, np.float32))
     await backend.forward_backward([huge], LossConfig(name="cross_entropy"))
     checks.check(
         "a gradient that is not finite", await catch(NonFiniteError, backend.optim_step(ADAM)) is not None
     )
-    after = await backend.forward(tree_samples())
+    after = await backend.forward(make_tree_samples())
     checks.check(
         "... changes nothing", all(map(np.array_equal, [x[1:] for x in before], [x[1:] for x in after]))
     )
     checks.check("... and is cleared", "gradient" in str(await catch(BackendError, backend.optim_step(ADAM))))
 
-    (alone,) = await backend.forward([tree_samples()[3]])
-    gap = difference(before[3], alone)
+    (alone,) = await backend.forward([make_tree_samples()[3]])
+    gap = compute_difference(before[3], alone)
     checks.check("one sample for two ranks", gap < TOLERANCE, f"{gap:.1e}")
 
 
 async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
     """Check that a call raises BackendLost when a rank is killed, and that loading a state starts new
     ranks."""
-    expected = await backend.forward(tree_samples())
+    expected = await backend.forward(make_tree_samples())
     await backend.save_state(folder / "alive")
     training = asyncio.create_task(train_repeatedly(backend))
     await asyncio.sleep(1.0)
@@ -148,10 +148,11 @@ async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: P
     seconds = time.monotonic() - killed_at
     checks.check("a killed rank raises BackendLost", error is not None, f"{seconds:.1f} s: {error}")
     checks.check(
-        "... until a state is loaded", await catch(BackendLost, backend.forward(tree_samples())) is not None
+        "... until a state is loaded",
+        await catch(BackendLost, backend.forward(make_tree_samples())) is not None,
     )
     await backend.load_state(folder / "alive")
-    actual = await backend.forward(tree_samples())
+    actual = await backend.forward(make_tree_samples())
     checks.check(
         "... into new ranks", all(np.array_equal(a[1:], b[1:]) for a, b in zip(expected, actual, strict=True))
     )
@@ -159,7 +160,7 @@ async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: P
 
 async def train_repeatedly(backend: VerlBackend) -> None:
     for number in range(2000):
-        await backend.forward_backward(tree_samples(number), LossConfig())
+        await backend.forward_backward(make_tree_samples(number), LossConfig())
 
 
 async def check_close(checks: CheckReport, backend: VerlBackend) -> None:
@@ -185,12 +186,12 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
         try:
             await backend.start()
             for number in range(3):
-                result = await backend.forward_backward(tree_samples(number), LossConfig())
+                result = await backend.forward_backward(make_tree_samples(number), LossConfig())
                 micro_batches = result.metrics["micro_batches"]
                 # The weights that are gathered for this forward pass must not be used after the step.
-                await backend.forward(tree_samples(number))
+                await backend.forward(make_tree_samples(number))
                 await backend.optim_step(ADAM)
-            forwards.append(np.concatenate(await backend.forward(tree_samples())))
+            forwards.append(np.concatenate(await backend.forward(make_tree_samples())))
             artifact = await backend.publish(folder / f"full-{name}")
             assert artifact.kind == "weights"
             weights.append(load_file(Path(artifact.path) / "model.safetensors"))
@@ -201,18 +202,19 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
             await backend.close()
     checks.check("all weights: tensors() equals the published weights", tensors_match, "")
     checks.check("all weights: several micro batches", micro_batches > 3, f"{micro_batches:.0f}")
-    gap = difference(forwards[0], forwards[1])
+    gap = compute_difference(forwards[0], forwards[1])
     checks.check("all weights: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
     checks.check("all weights: the same tensors are published", weights[0].keys() == weights[1].keys())
     gap = max(
-        difference(weights[0][name], weights[1][name]) for name in weights[0].keys() & weights[1].keys()
+        compute_difference(weights[0][name], weights[1][name])
+        for name in weights[0].keys() & weights[1].keys()
     )
     checks.check("all weights: equal to the local backend's", gap < 1e-4, f"{gap:.1e}")
 
 
 async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder: Path, base: Path) -> None:
     """Check that tensors() returns the published adapter merged into the base weights."""
-    await backend.forward_backward(tree_samples(0), LossConfig())
+    await backend.forward_backward(make_tree_samples(0), LossConfig())
     await backend.optim_step(ADAM)
     live = {name: tensor.numpy() async for name, tensor in backend.tensors()}
     artifact = await backend.publish(folder / "merged")
@@ -222,7 +224,7 @@ async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder
         delta = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * (LORA["alpha"] / LORA["rank"])
         merged[name.removeprefix("base_model.model.").replace("lora_A.", "")] += delta
     checks.check("tensors(): the same names", live.keys() == merged.keys())
-    gap = max(difference(live[name], merged[name]) for name in live.keys() & merged.keys())
+    gap = max(compute_difference(live[name], merged[name]) for name in live.keys() & merged.keys())
     checks.check("tensors(): the adapter merged", gap < 1e-6, f"{gap:.1e}")
 
 

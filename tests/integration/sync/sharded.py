@@ -39,7 +39,7 @@ class ShardedBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return BackendCapabilities(frozenset(), frozenset({"weights"}), live=True)
+        return BackendCapabilities(frozenset(), frozenset({"weights"}), can_sync_live=True)
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         for name, tensor in gather_weights(self._model):

@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig
-from instar.conformance.batches import make_sample, tree_samples
+from instar.conformance.batches import make_sample, make_tree_samples
 from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Sample
 
@@ -97,7 +97,7 @@ class BackendConformance:
 
         async def make() -> Backend:
             backend = await start_backend(make_backend)
-            await backend.forward_backward(tree_samples(5), LossConfig())
+            await backend.forward_backward(make_tree_samples(5), LossConfig())
             await backend.optim_step(AdamConfig(lr=0.02))
             return backend
 
@@ -118,7 +118,7 @@ class BackendConformance:
     ) -> None:
         backend = await make_trained_backend()
         reference = await self.reference(backend, model_folder, tmp_path)
-        samples = tree_samples()
+        samples = make_tree_samples()
         for sample, actual in zip(samples, await backend.forward(samples), strict=True):
             assert np.isnan(actual[0])
             with torch.no_grad():
@@ -131,7 +131,7 @@ class BackendConformance:
     ) -> None:
         backend = await make_trained_backend()
         reference = await self.reference(backend, model_folder, tmp_path)
-        samples, loss = tree_samples(), LossConfig(name=name)
+        samples, loss = make_tree_samples(), LossConfig(name=name)
         result = await backend.forward_backward(samples, loss)
         assert result.loss == pytest.approx(reference.accumulate(samples, loss), rel=1e-5, abs=1e-5)
         assert result.metrics["tokens"] == sum(sample.trained_tokens for sample in samples)
@@ -148,12 +148,12 @@ class BackendConformance:
         backend = await make_trained_backend()
         if not backend.capabilities.reference:
             with pytest.raises(BackendError, match="base model's logprobs"):
-                await backend.reference_logprobs(tree_samples())
+                await backend.reference_logprobs(make_tree_samples())
             await backend.close()
             return
         logging.disable_progress_bar()
         base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-        samples = tree_samples()
+        samples = make_tree_samples()
         before = await backend.forward(samples)
         for sample, actual in zip(samples, await backend.reference_logprobs(samples), strict=True):
             assert np.isnan(actual[0])
@@ -173,7 +173,7 @@ class BackendConformance:
             reference.parameters.values(), betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=0.1
         )
         for step, lr in enumerate([0.01, 0.002, 0.03]):
-            samples = tree_samples(step)
+            samples = make_tree_samples(step)
             await backend.forward_backward(samples, LossConfig())
             await backend.optim_step(ADAM.model_copy(update={"lr": lr}))
             reference.accumulate(samples, LossConfig())
@@ -189,7 +189,7 @@ class BackendConformance:
     async def test_forward_backward_in_two_calls_accumulates_same_gradient(
         self, make_backend: Callable[[], Backend], model_folder: Path, tmp_path: Path
     ) -> None:
-        samples = tree_samples()
+        samples = make_tree_samples()
         single_call, two_calls = await start_backend(make_backend), await start_backend(make_backend)
         await single_call.forward_backward(samples, LossConfig())
         await two_calls.forward_backward(samples[:5], LossConfig())
@@ -207,7 +207,7 @@ class BackendConformance:
     ) -> None:
         async def train(backend: Backend, steps: range) -> None:
             for step in steps:
-                await backend.forward_backward(tree_samples(step), LossConfig())
+                await backend.forward_backward(make_tree_samples(step), LossConfig())
                 await backend.optim_step(ADAM)
 
         uninterrupted, first, second = (
@@ -233,7 +233,9 @@ class BackendConformance:
         await trained.save_state(tmp_path / "state")
         await restored.load_state(tmp_path / "state", optimizer=False)
         for x, y in zip(
-            await trained.forward(tree_samples()), await restored.forward(tree_samples()), strict=True
+            await trained.forward(make_tree_samples()),
+            await restored.forward(make_tree_samples()),
+            strict=True,
         ):
             np.testing.assert_array_equal(x, y)
         await trained.close()
@@ -245,9 +247,9 @@ class BackendConformance:
         non_finite = make_sample("bad", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
         clean, failed = await start_backend(make_backend), await start_backend(make_backend)
         for backend in (clean, failed):
-            await backend.forward_backward(tree_samples(), LossConfig())
+            await backend.forward_backward(make_tree_samples(), LossConfig())
         with pytest.raises(NonFiniteError, match="bad" if self.names_non_finite_samples else "loss"):
-            await failed.forward_backward([*tree_samples(1), non_finite], LossConfig())
+            await failed.forward_backward([*make_tree_samples(1), non_finite], LossConfig())
         for backend in (clean, failed):
             await backend.optim_step(ADAM)
         a, b = await clean.publish(tmp_path / "a"), await failed.publish(tmp_path / "b")
@@ -269,7 +271,7 @@ class BackendConformance:
         assert read_all(self.adapter_folder(before)) == read_all(self.adapter_folder(after))
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)
-        await backend.forward_backward(tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LossConfig())
         assert np.isfinite((await backend.optim_step(ADAM)).grad_norm)
         await backend.close()
 
@@ -303,11 +305,11 @@ class BackendConformance:
         await backend.close()
         await backend.close()
         with pytest.raises(BackendError, match="closed"):
-            await backend.forward(tree_samples())
+            await backend.forward(make_tree_samples())
 
     async def test_backend_accepts_pipelined_calls(self, make_backend: Callable[[], Backend]) -> None:
         backend = await start_backend(make_backend)
-        samples = tree_samples()
+        samples = make_tree_samples()
         before, _, _, after = await asyncio.gather(
             backend.forward(samples),
             backend.forward_backward(samples, LossConfig()),

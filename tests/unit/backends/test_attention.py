@@ -8,12 +8,12 @@ from instar.backends.local import attention
 from instar.backends.local.attention import make_attention_plan, tree_attention
 from instar.backends.local.pack import pack
 from instar.errors import BackendError
-from tests.unit.backends.conformance import tree_samples
+from tests.unit.backends.conformance import make_tree_samples
 from tests.unit.backends.test_pack import make_visibility
 
 
 def test_tree_attention_matches_dense_masked_attention() -> None:
-    packed = pack([sample.token_ids for sample in tree_samples()])
+    packed = pack([sample.token_ids for sample in make_tree_samples()])
     torch.manual_seed(0)
     query, grad = torch.randn(2, 1, 6, len(packed), 8)
     key, value = torch.randn(2, 1, 2, len(packed), 8)
@@ -35,7 +35,7 @@ def test_tree_attention_matches_dense_masked_attention() -> None:
 def test_math_kernel_matches_flash_kernel(causal: bool) -> None:
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 2, 7, 8)
-    flash = attention.block_forward(q, k, v, causal=causal, scale=0.4)
+    flash = attention.block_forward(q, k, v, is_causal=causal, scale=0.4)
     for a, b in zip(attention.math_forward(q, k, v, causal, 0.4), flash, strict=True):
         torch.testing.assert_close(a, b)
     grad = torch.randn(2, 4, 7, 8)

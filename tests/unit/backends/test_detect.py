@@ -20,8 +20,8 @@ from instar.backends.resolve import (
     BackendDetection,
     detect_backend,
     extract_secrets,
+    remove_api_key,
     resolve_run,
-    without_api_key,
 )
 from instar.config import (
     AutoBackendConfig,
@@ -265,24 +265,24 @@ def test_extract_secrets_withholds_every_variable_with_key() -> None:
     env = {"MY_KEY": KEY, "TINKER_BASE_URL": "https://elsewhere.example", "HOME": "/home/me"}
     config, secrets = extract_secrets(make_config(backend={"type": "mint", "api_key_env": "MY_KEY"}), env)
     assert secrets.env == {"MINT_API_KEY": KEY}
-    assert {"MY_KEY", "MINT_API_KEY", "TINKER_BASE_URL"} <= secrets.withheld
-    assert "HOME" not in secrets.withheld
+    assert {"MY_KEY", "MINT_API_KEY", "TINKER_BASE_URL"} <= secrets.withheld_variables
+    assert "HOME" not in secrets.withheld_variables
     assert config.backend == MintBackendConfig()
 
 
 def test_extract_secrets_gives_teacher_key_to_trainer_only() -> None:
     reference = {"type": "completions", "base_url": "http://x/v1", "model": "m", "api_key_env": "TEACHER_KEY"}
     _, secrets = extract_secrets(make_config(trainer={"reference": reference}), {"TEACHER_KEY": "abc"})
-    assert (secrets.env, secrets.withheld) == ({"TEACHER_KEY": "abc"}, {"TEACHER_KEY"})
+    assert (secrets.env, secrets.withheld_variables) == ({"TEACHER_KEY": "abc"}, {"TEACHER_KEY"})
 
 
 def test_extract_secrets_of_local_run_changes_nothing() -> None:
     config = make_config()
     assert extract_secrets(config, TINKER)[0] is config
-    assert extract_secrets(config, TINKER)[1].withheld == frozenset()
+    assert extract_secrets(config, TINKER)[1].withheld_variables == frozenset()
 
 
 def test_without_api_key_removes_key_from_settings() -> None:
-    redacted = without_api_key(make_config(backend={"type": "auto", "api_key": KEY, "api_key_env": None}))
+    redacted = remove_api_key(make_config(backend={"type": "auto", "api_key": KEY, "api_key_env": None}))
     assert KEY not in redacted.model_dump_json()
     assert make_config(**redacted.model_dump(mode="json")) == redacted

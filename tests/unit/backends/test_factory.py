@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from instar.backends.base import BackendCapabilities
-from instar.backends.factory import apply_capabilities, check_run, create_backend, known_capabilities
+from instar.backends.factory import apply_capabilities, check_run, create_backend, get_known_capabilities
 from instar.config import ModelConfig, RunConfig
 from instar.errors import ConfigError
 
@@ -32,7 +32,7 @@ def make_config(backend: Any = "local", rollout: dict[str, Any] | None = None, *
 async def test_create_backend_has_known_capabilities(model_folder: Path) -> None:
     config = RunConfig(model=ModelConfig(name=str(model_folder), dtype="fp32"))
     backend = create_backend(config)
-    assert backend.capabilities == known_capabilities(config.backend)
+    assert backend.capabilities == get_known_capabilities(config.backend)
     await backend.close()
 
 

@@ -23,7 +23,7 @@ from instar.backends.local.backend import LocalBackend
 from instar.backends.local.state import hash_adapter, write_folder
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.errors import BackendError
-from tests.unit.backends.conformance import ADAM, BackendConformance, make_sample, read_all, tree_samples
+from tests.unit.backends.conformance import ADAM, BackendConformance, make_sample, make_tree_samples, read_all
 
 
 def make_local(folder: Path, config: LocalBackendConfig | None = None, *, dtype: str = "fp32", seed: int = 0):
@@ -101,7 +101,7 @@ async def test_bf16_adapter_keeps_small_updates(model_folder: Path, tmp_path: Pa
     adam = AdamConfig(lr=1e-5)
     weights = []
     for step in range(3):
-        await backend.forward_backward(tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LossConfig())
         await backend.optim_step(adam)
         await backend.publish(tmp_path / str(step))
         weights.append(load_file(tmp_path / str(step) / "adapter_model.safetensors"))
@@ -116,16 +116,16 @@ async def test_bf16_logprobs_are_close_to_fp32(model_folder: Path) -> None:
     results = []
     for dtype in ("fp32", "bf16"):
         backend = make_local(model_folder, dtype=dtype)
-        results.append((await backend.forward_backward(tree_samples(), LossConfig())).logprobs)
+        results.append((await backend.forward_backward(make_tree_samples(), LossConfig())).logprobs)
         await backend.close()
-    differences = [np.abs(a - b)[s.mask > 0] for a, b, s in zip(*results, tree_samples(), strict=True)]
+    differences = [np.abs(a - b)[s.mask > 0] for a, b, s in zip(*results, make_tree_samples(), strict=True)]
     assert np.concatenate(differences).mean() < 0.03
 
 
 async def test_reference_under_full_finetuning_stays_frozen(model_folder: Path) -> None:
     """The reference model has the initial weights, even if it is loaded after training steps."""
     backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype="bf16")
-    samples = tree_samples()
+    samples = make_tree_samples()
     initial = await backend.forward(samples)
     await backend.forward_backward(samples, LossConfig())
     await backend.optim_step(ADAM)
@@ -139,7 +139,7 @@ async def test_reference_under_full_finetuning_stays_frozen(model_folder: Path) 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 async def test_full_finetuning_matches_transformers(model_folder: Path, tmp_path: Path, dtype: str) -> None:
     backend = make_local(model_folder, LocalBackendConfig(lora=None), dtype=dtype)
-    samples = tree_samples()
+    samples = make_tree_samples()
     reference = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     result = await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
     total = torch.zeros(())
@@ -175,7 +175,7 @@ async def test_qk_norm_model_packed_logprobs_match_single_samples(tmp_path: Path
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
     backend = make_local(tmp_path / "qwen")
-    samples = tree_samples()
+    samples = make_tree_samples()
     packed_logprobs = await backend.forward(samples)
     for sample, actual in zip(samples, packed_logprobs, strict=True):
         (expected,) = await backend.forward([sample])
@@ -215,7 +215,7 @@ async def test_load_state_rejects_other_adapter_and_missing_folder(
 
 async def test_saved_state_includes_unapplied_gradient(model_folder: Path, tmp_path: Path) -> None:
     first, second = make_local(model_folder), make_local(model_folder)
-    await first.forward_backward(tree_samples(), LossConfig())
+    await first.forward_backward(make_tree_samples(), LossConfig())
     await first.save_state(tmp_path / "state")
     await second.load_state(tmp_path / "state")
     assert await first.optim_step(ADAM) == await second.optim_step(ADAM)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from instar.backends.local.losses import TrainedTokens, compute_metrics, token_loss
+from instar.backends.local.losses import TrainedTokens, compute_metrics, compute_token_loss
 from instar.config import LossConfig
 
 NEW_LOGPROBS = np.array([-1.0, -2.0, -0.5, -3.0, -0.1], np.float32)
@@ -21,7 +21,7 @@ RATIO = np.exp(NEW_LOGPROBS - OLD_LOGPROBS)
 def compute_loss(**config: Any) -> tuple[float, np.ndarray, dict[str, float]]:
     loss = LossConfig.model_validate(config)
     new_logprobs = torch.from_numpy(NEW_LOGPROBS.copy()).requires_grad_()
-    value, sums = token_loss(
+    value, sums = compute_token_loss(
         loss, new_logprobs, TrainedTokens(*(torch.from_numpy(x) for x in (MASK, ADVANTAGES, OLD_LOGPROBS)))
     )
     value.backward()

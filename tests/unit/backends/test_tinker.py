@@ -17,7 +17,7 @@ from instar.backends.base import Backend
 from instar.backends.tinker import MintBackend, TinkerBackend
 from instar.clouds.base import CloudError
 from instar.config import LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
-from instar.conformance.batches import make_sample, tree_samples
+from instar.conformance.batches import make_sample, make_tree_samples
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 from instar.protocol.base import ServiceLimits
 from instar.types import Artifact
@@ -160,14 +160,14 @@ def make_tinker_backend(model: ModelConfig, url: str, **changes: Any) -> TinkerB
 
 async def test_tinker_saved_state_survives_close(make_backend: Callable[[], Backend], tmp_path: Path) -> None:
     first = await start_backend(make_backend)
-    await first.forward_backward(tree_samples(), LossConfig())
+    await first.forward_backward(make_tree_samples(), LossConfig())
     await first.optim_step(ADAM)
     await first.save_state(tmp_path / "state")
-    expected = await first.forward(tree_samples())
+    expected = await first.forward(make_tree_samples())
     await first.close()
     second = make_backend()
     await second.load_state(tmp_path / "state")
-    for x, y in zip(expected, await second.forward(tree_samples()), strict=True):
+    for x, y in zip(expected, await second.forward(make_tree_samples()), strict=True):
         np.testing.assert_array_equal(x, y)
     await second.close()
 
@@ -177,8 +177,8 @@ async def test_tinker_session_survives_garbage_collection(make_backend: Callable
     gc.collect()
     await asyncio.sleep(0.1)
     gc.collect()
-    assert math.isfinite((await backend.forward_backward(tree_samples(), LossConfig())).loss)
-    assert math.isfinite((await backend.reference_logprobs(tree_samples()))[0][-1])
+    assert math.isfinite((await backend.forward_backward(make_tree_samples(), LossConfig())).loss)
+    assert math.isfinite((await backend.reference_logprobs(make_tree_samples()))[0][-1])
     await backend.close()
 
 
@@ -187,15 +187,15 @@ async def test_tinker_calls_without_session_raise_backend_lost(
 ) -> None:
     backend = make_backend()
     with pytest.raises(BackendLost, match="start"):
-        await backend.forward(tree_samples())
+        await backend.forward(make_tree_samples())
     await backend.start()
-    unsent_call = asyncio.create_task(backend.forward_backward(tree_samples(), LossConfig()))
+    unsent_call = asyncio.create_task(backend.forward_backward(make_tree_samples(), LossConfig()))
     await asyncio.sleep(0)
     unsent_call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await unsent_call
     await backend.save_state(tmp_path / "unsent")  # the call was cancelled before it was sent
-    sent_call = asyncio.create_task(backend.forward_backward(tree_samples(), LossConfig()))
+    sent_call = asyncio.create_task(backend.forward_backward(make_tree_samples(), LossConfig()))
     await asyncio.sleep(0.02)
     sent_call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -203,7 +203,7 @@ async def test_tinker_calls_without_session_raise_backend_lost(
     with pytest.raises(BackendLost, match="was cancelled"):
         await backend.optim_step(ADAM)
     await backend.start()
-    await backend.forward(tree_samples())
+    await backend.forward(make_tree_samples())
     await backend.close()
 
 
@@ -213,9 +213,9 @@ async def test_tinker_restarted_server_raises_backend_lost(
     with collect_sdk_leaks(), serve_in_thread("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
         backend = make_tinker_backend(model, first, deadline=30)
         await backend.start()
-        await backend.forward_backward(tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LossConfig())
         await backend.save_state(tmp_path / "state")
-        before = await backend.forward(tree_samples())
+        before = await backend.forward(make_tree_samples())
     port = int(first.rsplit(":", 1)[1])
     with (
         collect_sdk_leaks(),
@@ -224,9 +224,9 @@ async def test_tinker_restarted_server_raises_backend_lost(
         with pytest.raises(BackendLost):
             await backend.optim_step(ADAM)
         with pytest.raises(BackendLost):
-            await backend.forward(tree_samples())
+            await backend.forward(make_tree_samples())
         await backend.load_state(tmp_path / "state")
-        for x, y in zip(before, await backend.forward(tree_samples()), strict=True):
+        for x, y in zip(before, await backend.forward(make_tree_samples()), strict=True):
             np.testing.assert_array_equal(x, y)
         await backend.close()
 
@@ -250,7 +250,7 @@ async def test_tinker_stalled_service_times_out(model: ModelConfig, tmp_path: Pa
     # The server has stopped, and the SDK retries for minutes.
     backend._session.connection.access = shorten_deadline(backend._session.connection.access)  # type: ignore[union-attr]
     forward, step = await asyncio.gather(
-        backend.forward_backward(tree_samples(), LossConfig()),
+        backend.forward_backward(make_tree_samples(), LossConfig()),
         backend.optim_step(ADAM),
         return_exceptions=True,
     )
@@ -306,5 +306,5 @@ async def test_tinker_discard_state_deletes_it_at_service(
     assert folders["new"].is_dir()
     with pytest.raises(BackendError, match="deleting"):
         await backend.discard_state(tmp_path / "old")
-    await backend.forward(tree_samples())
+    await backend.forward(make_tree_samples())
     await backend.close()

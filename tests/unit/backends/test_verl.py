@@ -13,7 +13,7 @@ from instar.backends.verl.sharding import distribute_samples, gather_logprobs
 from instar.config import ModelConfig, VerlBackendConfig
 from instar.errors import ConfigError
 from instar.types import Sample
-from tests.unit.backends.conformance import make_sample, tree_samples
+from tests.unit.backends.conformance import make_sample, make_tree_samples
 
 
 def test_verl_backend_without_verl_shows_install_command(model_folder: Path) -> None:
@@ -39,7 +39,7 @@ def test_check_installed_accepts_only_tested_versions(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("count", [1, 2, 4, 12])
 def test_distributed_samples_are_gathered_in_order(ranks: int, count: int) -> None:
-    samples = tree_samples()[:count]
+    samples = make_tree_samples()[:count]
     share = distribute_samples(samples, ranks, 64)
     assert sorted(i for indices in share.indices for i in indices) == list(range(count))
     assert len({len(rows) for rows in share.samples}) == 1, "every rank has the same number of rows"

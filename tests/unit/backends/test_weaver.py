@@ -25,7 +25,7 @@ from instar.config import (
     ModelConfig,
     WeaverBackendConfig,
 )
-from instar.conformance.batches import make_sample, tree_samples
+from instar.conformance.batches import make_sample, make_tree_samples
 from instar.engines.cloud.weaver import WeaverSampler
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError, NonFiniteError
 from instar.protocol.base import ServiceLimits
@@ -72,7 +72,7 @@ async def make_backend(model: ModelConfig, url: str) -> AsyncGenerator[MakeBacke
 
 async def train_step(backend: WeaverBackend | LocalBackend, number: int = 0) -> float:
     result, _ = await asyncio.gather(
-        backend.forward_backward(tree_samples(number), LossConfig()), backend.optim_step(ADAM)
+        backend.forward_backward(make_tree_samples(number), LossConfig()), backend.optim_step(ADAM)
     )
     return result.loss
 
@@ -86,7 +86,7 @@ async def test_weaver_trains_like_local_backend(
 ) -> None:
     remote, local = make_backend(), LocalBackend(model, LocalBackendConfig(threads=1), seed=3)
     await remote.start()
-    samples = [*tree_samples(1), zero_advantages(tree_samples(2)[0]), make_sample("one", [5], 1)]
+    samples = [*make_tree_samples(1), zero_advantages(make_tree_samples(2)[0]), make_sample("one", [5], 1)]
     for number in range(2):
         for backend in (remote, local):
             await train_step(backend, number)
@@ -114,10 +114,10 @@ async def test_weaver_tensor_transport_defaults_to_binary(
     await backend.start()
     model = await backend._get_model()
     assert model.service.tensor_transport == (transport or "http-binary")
-    actual = await backend.forward_backward(tree_samples(), LossConfig())
+    actual = await backend.forward_backward(make_tree_samples(), LossConfig())
     monkeypatch.delenv("WEAVER_TENSOR_TRANSPORT", raising=False)
     await default.start()
-    expected = await default.forward_backward(tree_samples(), LossConfig())
+    expected = await default.forward_backward(make_tree_samples(), LossConfig())
     assert actual.loss == expected.loss
     for x, y in zip(actual.logprobs, expected.logprobs, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -134,7 +134,7 @@ async def test_weaver_unknown_transport_raises_config_error(
 async def test_weaver_reference_logprobs_match_base_model(make_backend: MakeBackend) -> None:
     backend = make_backend()
     await backend.start()
-    samples = [*tree_samples()[:3], make_sample("one", [5], 1)]
+    samples = [*make_tree_samples()[:3], make_sample("one", [5], 1)]
     before = await backend.forward(samples)  # a new adapter does not change the logprobs
     await train_step(backend)
     for x, y in zip(before, await backend.reference_logprobs(samples), strict=True):
@@ -150,11 +150,13 @@ async def test_weaver_state_continues_in_another_session(make_backend: MakeBacke
     assert saved_state["path"].startswith("weaver://")
     assert KEY not in (tmp_path / "state" / "state.json").read_text()
     await second.load_state(tmp_path / "state", optimizer=False)
-    for x, y in zip(await first.forward(tree_samples()), await second.forward(tree_samples()), strict=True):
+    for x, y in zip(
+        await first.forward(make_tree_samples()), await second.forward(make_tree_samples()), strict=True
+    ):
         np.testing.assert_array_equal(x, y)
     await second.load_state(tmp_path / "state")
     assert await train_step(first, 1) == await train_step(second, 1)
-    after = [await backend.forward(tree_samples()) for backend in (first, second)]
+    after = [await backend.forward(make_tree_samples()) for backend in (first, second)]
     for x, y in zip(*after, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -177,7 +179,7 @@ async def test_weaver_load_state_rejects_missing_or_foreign_state(
     assert not isinstance(error.value, BackendLost)
     # The backend does not start from scratch instead.
     with pytest.raises(BackendLost, match="no training session"):
-        await backend.forward(tree_samples())
+        await backend.forward(make_tree_samples())
 
 
 async def test_weaver_published_policy_can_be_sampled(
@@ -195,7 +197,7 @@ async def test_weaver_published_policy_can_be_sampled(
     assert artifact.expires_at is not None
     engine = WeaverSampler(model, make_config(url), CloudEngineConfig())
     await engine.load(Policy("p", 1, republished))
-    prompt = tree_samples()[0].token_ids[:20]
+    prompt = make_tree_samples()[0].token_ids[:20]
     (chunk,) = [c async for c in engine.generate(prompt, SamplingParams(max_tokens=12, seed=1))]
     await engine.close()
     (scored,) = await backend.forward([make_sample("s", [*prompt.tolist(), *chunk.token_ids], 20)])
@@ -210,7 +212,7 @@ async def test_weaver_close_keeps_model_at_service(make_backend: MakeBackend, ur
     await backend.close()
     assert get_status(url, f"/models/{model_id}") == 200
     with pytest.raises(BackendError, match="closed"):
-        await backend.forward(tree_samples())
+        await backend.forward(make_tree_samples())
 
 
 async def test_weaver_restart_deletes_previous_model(make_backend: MakeBackend, url: str) -> None:
@@ -269,7 +271,7 @@ async def test_weaver_restarted_server_raises_backend_lost(
         expected = await train_step(backend, 1)
         await asyncio.to_thread(servers.close)
         port = int(address.rpartition(":")[2])
-        calls = [asyncio.ensure_future(backend.forward_backward(tree_samples(2), LossConfig()))]
+        calls = [asyncio.ensure_future(backend.forward_backward(make_tree_samples(2), LossConfig()))]
         calls.append(asyncio.ensure_future(backend.optim_step(ADAM)))
         await asyncio.sleep(0.2)
         await asyncio.to_thread(servers.enter_context, serve_in_thread("weaver", model, port=port, **options))
@@ -290,9 +292,9 @@ async def test_weaver_unreachable_server_times_out(
         await backend.start()
         await asyncio.to_thread(servers.close)
         results = await asyncio.gather(
-            backend.forward_backward(tree_samples(), LossConfig()),
+            backend.forward_backward(make_tree_samples(), LossConfig()),
             backend.optim_step(ADAM),
-            backend.reference_logprobs(tree_samples()),
+            backend.reference_logprobs(make_tree_samples()),
             return_exceptions=True,
         )
     assert [type(result) for result in results] == [BackendUnavailable, BackendLost, BackendUnavailable]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from instar.backends.base import Backend
 from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
-from tests.unit.backends.conformance import tree_samples
+from tests.unit.backends.conformance import make_tree_samples
 
 
 def make_backend(folder: Path, lora: LoraConfig | None, dtype: str = "fp32") -> LocalBackend:
@@ -23,7 +23,7 @@ def make_backend(folder: Path, lora: LoraConfig | None, dtype: str = "fp32") -> 
 
 async def train_and_export(backend: Backend) -> dict[str, Tensor]:
     for _ in range(2):
-        await backend.forward_backward(tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LossConfig())
         await backend.optim_step(AdamConfig(lr=1e-2))
     return {name: tensor.clone() async for name, tensor in backend.tensors()}
 
@@ -36,7 +36,7 @@ def compute_logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
 
 async def test_exported_tensors_merge_adapter_under_file_names(model_folder: Path) -> None:
     backend = make_backend(model_folder, LoraConfig(rank=4))
-    assert backend.capabilities.live
+    assert backend.capabilities.can_sync_live
     tensors = await train_and_export(backend)
     files = load_file(model_folder / "model.safetensors")
     assert tensors.keys() == files.keys()
@@ -44,7 +44,7 @@ async def test_exported_tensors_merge_adapter_under_file_names(model_folder: Pat
     merged = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     merged.load_state_dict(tensors, strict=False)
-    sample = tree_samples()[0]
+    sample = make_tree_samples()[0]
     ids = torch.from_numpy(sample.token_ids).long()
     (expected,) = await backend.forward([sample])
     expected_logprobs = torch.from_numpy(expected[1:])
@@ -81,5 +81,5 @@ async def test_adapter_on_tied_output_layer_is_not_live(
     model_folder: Path, targets: list[str], live: bool
 ) -> None:
     backend = make_backend(model_folder, LoraConfig(rank=4, targets=targets))
-    assert backend.capabilities.live is live
+    assert backend.capabilities.can_sync_live is live
     await backend.close()

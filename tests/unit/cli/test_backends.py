@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from instar.backends.factory import known_capabilities
+from instar.backends.factory import get_known_capabilities
 from instar.config import RunConfig
 from tests.unit.cli.conftest import Instar, SmallRun
 
@@ -119,10 +119,10 @@ def test_backends_page_lists_the_actual_capabilities() -> None:
         r"^\| (`.+?) \| (`.+?) \| (yes|no|with an adapter) \| (yes|no) \|$", page, re.M
     ):
         for name in re.findall(r"`(\w+)`", names):
-            capabilities = known_capabilities(RunConfig.model_validate({"backend": name}).backend)
+            capabilities = get_known_capabilities(RunConfig.model_validate({"backend": name}).backend)
             assert capabilities is not None
             assert set(re.findall(r"`(\w+)`", losses)) == capabilities.losses
             assert (reference != "no", full == "yes") == (
-                capabilities.reference,
-                capabilities.full_finetuning,
+                capabilities.has_reference,
+                capabilities.supports_full_finetuning,
             )

@@ -13,7 +13,7 @@ import pytest
 
 from instar.backends.tinker import TinkerBackend
 from instar.config import AdamConfig, CloudEngineConfig, LossConfig, ModelConfig, TinkerBackendConfig
-from instar.conformance.batches import make_sample, tree_samples
+from instar.conformance.batches import make_sample, make_tree_samples
 from instar.engines.base import Engine
 from instar.engines.cloud.tinker import TinkerSampler
 from instar.errors import EngineError, EngineUnavailable
@@ -55,7 +55,7 @@ async def engine(model: ModelConfig, url: str) -> AsyncGenerator[Engine]:
 async def trained(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerBackend, Artifact]:
     backend = TinkerBackend(model, section(url), seed=1)
     await backend.start()
-    await backend.forward_backward(tree_samples(), LossConfig())
+    await backend.forward_backward(make_tree_samples(), LossConfig())
     await backend.optim_step(AdamConfig(lr=0.05))
     return backend, await backend.publish(tmp_path / "v000001")
 

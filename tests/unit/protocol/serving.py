@@ -24,7 +24,7 @@ def serve_in_thread(protocol: str, model: ModelConfig, **options: Any) -> Genera
     def run() -> None:
         try:
             loop.run_until_complete(
-                serve_protocol(protocol, model, threads=1, ready=address.set_result, stop=stop, **options)
+                serve_protocol(protocol, model, threads=1, on_ready=address.set_result, stop=stop, **options)
             )
         except BaseException as error:
             if not address.done():

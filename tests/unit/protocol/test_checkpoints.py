@@ -56,7 +56,7 @@ async def test_checkpoint_store_finds_checkpoints_after_restart(
     with closing(CheckpointStore(tmp_path / "data")) as reopened:
         assert reopened.find(info.path, "me") == info
         assert reopened.find("weaver://model-1/weights/step-1", "me") == info
-        assert (reopened.folder(info) / "adapter" / "file").read_text() == "weights"
+        assert (reopened.get_folder(info) / "adapter" / "file").read_text() == "weights"
         assert reopened.list_checkpoints("me") == [info]
         assert reopened.list_checkpoints("me", "model-2") == []
 
@@ -69,14 +69,14 @@ async def test_state_and_sampler_may_share_a_name(checkpoints: CheckpointStore) 
     state = await write(checkpoints, "one")
     assert sampler.path == "tinker://model-1/sampler_weights/one"
     assert [info.kind for info in checkpoints.list_checkpoints("me")] == ["sampler", "state"]
-    assert checkpoints.folder(sampler) != checkpoints.folder(state)
+    assert checkpoints.get_folder(sampler) != checkpoints.get_folder(state)
 
 
 async def test_checkpoint_with_the_same_name_is_replaced(checkpoints: CheckpointStore) -> None:
     first = await write(checkpoints, "latest", "old")
     second = await write(checkpoints, "latest", "new")
     assert second.created_at > first.created_at
-    assert (checkpoints.folder(second) / "adapter" / "file").read_text() == "new"
+    assert (checkpoints.get_folder(second) / "adapter" / "file").read_text() == "new"
     assert checkpoints.list_checkpoints("me") == [second]
 
 
@@ -99,14 +99,14 @@ async def test_expired_checkpoints_are_not_found(checkpoints: CheckpointStore) -
         checkpoints.find(info.path, "me")
     assert checkpoints.list_checkpoints("me") == [kept]
     checkpoints.remove_expired()
-    assert not checkpoints.folder(info).exists()
-    assert checkpoints.folder(kept).exists()
+    assert not checkpoints.get_folder(info).exists()
+    assert checkpoints.get_folder(kept).exists()
 
 
 async def test_deleted_checkpoint_is_removed_from_disk(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     info = await write(checkpoints, "gone")
     checkpoints.delete(info.path, "me")
-    assert not checkpoints.folder(info).exists()
+    assert not checkpoints.get_folder(info).exists()
     checkpoints.close()
     with closing(CheckpointStore(tmp_path / "data")) as reopened:
         assert reopened.list_checkpoints("me") == []
@@ -129,7 +129,7 @@ async def test_interrupted_write_keeps_the_previous_checkpoint(
 
     with closing(CheckpointStore(tmp_path / "data")) as reopened:
         assert reopened.list_checkpoints("me") == [info]
-        assert (reopened.folder(info) / "adapter" / "file").read_text() == "old"
+        assert (reopened.get_folder(info) / "adapter" / "file").read_text() == "old"
         assert not leftover.exists()
 
 

@@ -65,7 +65,7 @@ async def test_queue_runs_operations_in_the_order_of_sequence_ids() -> None:
     random.Random(7).shuffle(order)
     ids = {}
     for seq in order:
-        ids[seq] = operations.submit("step", "me", work(seq), queue="model", seq=seq)
+        ids[seq] = operations.submit("step", "me", work(seq), queue_name="model", seq=seq)
         await asyncio.sleep(0)
     assert [await get_value(operations, ids[seq]) for seq in range(1, 101)] == list(range(1, 101))
     assert completed == list(range(1, 101))
@@ -74,11 +74,12 @@ async def test_queue_runs_operations_in_the_order_of_sequence_ids() -> None:
 
 async def test_queues_run_independently(operations: OperationScheduler) -> None:
     gate = asyncio.Event()
-    slow = operations.submit("step", "me", gate.wait, queue="a", seq=1)
+    slow = operations.submit("step", "me", gate.wait, queue_name="a", seq=1)
     assert (
-        await get_value(operations, operations.submit("step", "me", return_value(2), queue="b", seq=1)) == 2
+        await get_value(operations, operations.submit("step", "me", return_value(2), queue_name="b", seq=1))
+        == 2
     )
-    assert await get_value(operations, operations.submit("ask", "me", return_value(3), queue="a")) == 3
+    assert await get_value(operations, operations.submit("ask", "me", return_value(3), queue_name="a")) == 3
     assert await operations.wait(slow, "me", 0.01) is None
     gate.set()
     assert await get_value(operations, slow) is True
@@ -105,12 +106,12 @@ async def test_repeated_key_or_sequence_id_returns_the_same_operation(
         runs.append(1)
         return len(runs)
 
-    first = operations.submit("step", "me", work, queue="m", seq=1, key="k")
-    assert operations.submit("step", "me", work, queue="m", seq=1, key="k") == first
-    assert operations.submit("step", "me", work, queue="m", seq=1, key="another try") == first
+    first = operations.submit("step", "me", work, queue_name="m", seq=1, key="k")
+    assert operations.submit("step", "me", work, queue_name="m", seq=1, key="k") == first
+    assert operations.submit("step", "me", work, queue_name="m", seq=1, key="another try") == first
     assert operations.submit("step", "me", work, key="k") == first
     assert await get_value(operations, first) == 1
-    assert operations.submit("step", "me", work, queue="m", seq=1) == first
+    assert operations.submit("step", "me", work, queue_name="m", seq=1) == first
     assert await get_value(operations, first) == 1
     # Keys belong to their owner, so another owner may use the same key.
     other = operations.submit("step", "you", work, key="k")
@@ -118,14 +119,14 @@ async def test_repeated_key_or_sequence_id_returns_the_same_operation(
 
 
 async def test_sequence_id_or_key_of_another_kind_is_rejected(operations: OperationScheduler) -> None:
-    operations.submit("step", "me", return_value(1), queue="m", seq=1, key="k")
+    operations.submit("step", "me", return_value(1), queue_name="m", seq=1, key="k")
     with pytest.raises(ProtocolError, match="sequence id 1 of m") as caught:
-        operations.submit("save", "me", return_value(1), queue="m", seq=1)
+        operations.submit("save", "me", return_value(1), queue_name="m", seq=1)
     assert caught.value.status == 409
     with pytest.raises(ProtocolError, match="idempotency key"):
-        operations.submit("save", "me", return_value(1), queue="m", seq=2, key="k")
+        operations.submit("save", "me", return_value(1), queue_name="m", seq=2, key="k")
     with pytest.raises(ProtocolError, match="begin with 1"):
-        operations.submit("save", "me", return_value(1), queue="m", seq=0)
+        operations.submit("save", "me", return_value(1), queue_name="m", seq=0)
 
 
 async def test_failed_operation_is_reported_and_the_next_one_runs(
@@ -146,35 +147,37 @@ async def test_failed_operation_is_reported_and_the_next_one_runs(
     ]
     for seq, (error, status, category, text) in enumerate(errors, 1):
         caught = await get_error(
-            operations, operations.submit("step", "me", raise_error(error), queue="m", seq=seq)
+            operations, operations.submit("step", "me", raise_error(error), queue_name="m", seq=seq)
         )
         assert (caught.status, caught.category, str(caught)) == (status, category, text)
     assert (
-        await get_value(operations, operations.submit("step", "me", return_value(6), queue="m", seq=6)) == 6
+        await get_value(operations, operations.submit("step", "me", return_value(6), queue_name="m", seq=6))
+        == 6
     )
 
 
 async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: OperationScheduler) -> None:
-    waiting = [operations.submit("step", "me", return_value(seq), queue="m", seq=seq) for seq in (3, 2)]
+    waiting = [operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq) for seq in (3, 2)]
     for operation in waiting:
         error = await get_error(operations, operation)
         assert "sequence id 1 of m" in str(error)
     # The queue continues: failed operations stay failed, and later operations run.
-    fourth = operations.submit("step", "me", return_value(4), queue="m", seq=4)
+    fourth = operations.submit("step", "me", return_value(4), queue_name="m", seq=4)
     assert (
-        await get_value(operations, operations.submit("step", "me", return_value(1), queue="m", seq=1)) == 1
+        await get_value(operations, operations.submit("step", "me", return_value(1), queue_name="m", seq=1))
+        == 1
     )
     assert await get_value(operations, fourth) == 4
-    assert operations.submit("step", "me", return_value(2), queue="m", seq=2) == waiting[1]
+    assert operations.submit("step", "me", return_value(2), queue_name="m", seq=2) == waiting[1]
 
 
 async def test_sequence_gap_that_closes_in_time_fails_nothing(operations: OperationScheduler) -> None:
-    third = operations.submit("step", "me", return_value(3), queue="m", seq=3)
+    third = operations.submit("step", "me", return_value(3), queue_name="m", seq=3)
     await asyncio.sleep(LIMITS.sequence_gap_timeout / 2)
-    operations.submit("step", "me", return_value(1), queue="m", seq=1)
+    operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
     await asyncio.sleep(LIMITS.sequence_gap_timeout * 0.75)
     # The wait for 2 began when 1 was done.
-    operations.submit("step", "me", return_value(2), queue="m", seq=2)
+    operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
     assert await get_value(operations, third) == 3
 
 
@@ -193,17 +196,18 @@ async def test_operations_over_the_limit_are_rejected_until_one_is_done(
 
 
 async def test_expired_results_are_not_computed_again(operations: OperationScheduler) -> None:
-    operation = operations.submit("step", "me", return_value(1), queue="m", seq=1, key="k")
+    operation = operations.submit("step", "me", return_value(1), queue_name="m", seq=1, key="k")
     assert await get_value(operations, operation) == 1
     await asyncio.sleep(2.2 * LIMITS.result_ttl)
     with pytest.raises(ProtocolError, match="expired") as expired:
         await operations.wait(operation, "me", 1)
     assert expired.value.status == 404
     with pytest.raises(ProtocolError, match="was run already") as caught:
-        operations.submit("step", "me", return_value(1), queue="m", seq=1)
+        operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
     assert caught.value.status == 409
     assert (
-        await get_value(operations, operations.submit("step", "me", return_value(2), queue="m", seq=2)) == 2
+        await get_value(operations, operations.submit("step", "me", return_value(2), queue_name="m", seq=2))
+        == 2
     )
 
 
@@ -217,8 +221,8 @@ async def test_operations_of_another_owner_are_not_found(operations: OperationSc
 
 async def test_closing_a_queue_fails_its_waiting_operations(operations: OperationScheduler) -> None:
     gate = asyncio.Event()
-    running = operations.submit("step", "me", gate.wait, queue="m", seq=1)
-    waiting = operations.submit("step", "me", return_value(2), queue="m", seq=2)
+    running = operations.submit("step", "me", gate.wait, queue_name="m", seq=1)
+    waiting = operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
     await asyncio.sleep(0)
     operations.close_queue("m")
     assert "ended before" in str(await get_error(operations, waiting))
@@ -228,8 +232,8 @@ async def test_closing_a_queue_fails_its_waiting_operations(operations: Operatio
 
 async def test_closing_the_scheduler_wakes_all_waiters() -> None:
     operations = OperationScheduler(LIMITS)
-    running = operations.submit("step", "me", asyncio.Event().wait, queue="m", seq=1)
-    waiting = operations.submit("step", "me", return_value(2), queue="m", seq=2)
+    running = operations.submit("step", "me", asyncio.Event().wait, queue_name="m", seq=1)
+    waiting = operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
     waits = [asyncio.create_task(operations.wait(op, "me", 30)) for op in (running, waiting)]
     await asyncio.sleep(0.01)
     await operations.close()

@@ -21,7 +21,7 @@ from instar.protocol.models import TrainingModel, create_backend
 from instar.protocol.service import TrainingService
 from instar.types import Floats, SamplingParams
 from tests.tiny import make_tiny_model
-from tests.unit.backends.conformance import make_sample, tree_samples
+from tests.unit.backends.conformance import make_sample, make_tree_samples
 
 ADAM = AdamConfig(lr=0.01, weight_decay=0.1)
 LOSS = LossConfig(name="importance_sampling")
@@ -72,7 +72,7 @@ async def train(model: TrainingModel | LocalBackend, steps: int = 3, seed: int =
     """Train with pipelined calls, as clients do."""
     calls = []
     for step in range(steps):
-        calls.append(asyncio.ensure_future(model.forward_backward(tree_samples(seed + step), LOSS)))
+        calls.append(asyncio.ensure_future(model.forward_backward(make_tree_samples(seed + step), LOSS)))
         calls.append(asyncio.ensure_future(model.optim_step(ADAM)))
     results = await asyncio.gather(*calls)
     return [result.loss for result in results[::2]]  # pyright: ignore[reportAttributeAccessIssue]
@@ -151,10 +151,10 @@ async def test_requested_layers_are_trained_and_sampled(
     after = await score_tokens(trained, PROMPT + reply.token_ids)
     assert np.abs(after[1 : len(PROMPT)] - before[1:]).max() > 1e-2
     np.testing.assert_allclose(reply.logprobs, after[len(PROMPT) :], atol=1e-5)
-    reported = await service.logprobs(info.path, "me", PROMPT + reply.token_ids)
+    reported = await service.compute_logprobs(info.path, "me", PROMPT + reply.token_ids)
     np.testing.assert_allclose(reported, after, atol=1e-5)
     # The base model and its tied output layer are unchanged.
-    np.testing.assert_allclose(await service.logprobs(None, "me", PROMPT), before, atol=1e-5)
+    np.testing.assert_allclose(await service.compute_logprobs(None, "me", PROMPT), before, atol=1e-5)
 
 
 async def test_step_without_gradient_equals_step_with_zero_gradient(
@@ -255,7 +255,7 @@ async def test_logprobs_use_the_full_softmax_for_any_sampling_params(
 ) -> None:
     params = SamplingParams(max_tokens=6, temperature=0.3, top_k=5, seed=1)
     (reply,) = await service.sample(None, "me", PROMPT, params, 1)
-    reported = await service.logprobs(None, "me", PROMPT + reply.token_ids)
+    reported = await service.compute_logprobs(None, "me", PROMPT + reply.token_ids)
     np.testing.assert_allclose(reply.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
@@ -268,7 +268,7 @@ async def test_policies_take_turns_with_fewer_engines(open_service: OpenService)
             info = await (model.export if step else lambda name: model.save(name, optimizer=True))(f"v{step}")
             expected[info.path] = await score_tokens(model, PROMPT)
         paths = [*expected, *reversed(expected)] * 2
-        reported = await asyncio.gather(*(service.logprobs(path, "me", PROMPT) for path in paths))
+        reported = await asyncio.gather(*(service.compute_logprobs(path, "me", PROMPT) for path in paths))
         for path, logprobs in zip(paths, reported, strict=True):
             np.testing.assert_allclose(logprobs, expected[path], atol=1e-5)
 
@@ -286,9 +286,9 @@ async def test_policy_in_use_keeps_its_engine(open_service: OpenService) -> None
         await asyncio.sleep(0)
         while not reply.done():
             for other in versions[1:]:
-                await service.logprobs(other, "me", PROMPT)
+                await service.compute_logprobs(other, "me", PROMPT)
         (sampled,) = await reply
-        reported = await service.logprobs(versions[0], "me", PROMPT + sampled.token_ids)
+        reported = await service.compute_logprobs(versions[0], "me", PROMPT + sampled.token_ids)
         np.testing.assert_allclose(sampled.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
@@ -320,14 +320,14 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 async def test_replaced_sampler_is_another_policy(service: TrainingService) -> None:
     model = await create_model(service)
     info = await model.export("latest")
-    before = await service.logprobs(info.path, "me", PROMPT)
+    before = await service.compute_logprobs(info.path, "me", PROMPT)
     await train(model)
     await model.export("latest")
-    after = await service.logprobs(info.path, "me", PROMPT)
+    after = await service.compute_logprobs(info.path, "me", PROMPT)
     assert np.abs(after - before)[1:].max() > 1e-2
     service.checkpoints.delete(info.path, "me")
     with pytest.raises(ProtocolError, match="there is no checkpoint"):
-        await service.logprobs(info.path, "me", PROMPT)
+        await service.compute_logprobs(info.path, "me", PROMPT)
 
 
 async def test_invalid_sampling_requests_are_rejected(

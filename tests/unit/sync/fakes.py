@@ -110,7 +110,7 @@ class WeightSendingBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return BackendCapabilities(frozenset(), frozenset({"weights"}), live=True)
+        return BackendCapabilities(frozenset(), frozenset({"weights"}), can_sync_live=True)
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         for index, (name, shape) in enumerate(SHAPES.items()):

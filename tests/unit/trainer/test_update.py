@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from instar.backends.local.losses import TrainedTokens, token_loss
+from instar.backends.local.losses import TrainedTokens, compute_token_loss
 from instar.config import LossConfig
 from instar.data.advantages import Normalization, compute_divisor, normalize
 from instar.trainer.update import scale_loss
@@ -33,7 +33,7 @@ def test_dro_gradient_does_not_depend_on_batch_size(normalization: Normalization
         count = len(advantages)
         new_logprob = torch.tensor(-0.5, requires_grad=True)  # one parameter for all logprobs
         tokens = TrainedTokens(torch.ones(count), torch.from_numpy(advantages), torch.full((count,), -1.0))
-        token_loss(loss, new_logprob.expand(count), tokens)[0].backward()
+        compute_token_loss(loss, new_logprob.expand(count), tokens)[0].backward()
         assert new_logprob.grad is not None
         gradients.append(new_logprob.grad.item())
     assert gradients[0] == pytest.approx(gradients[1])

@@ -48,7 +48,7 @@ def run_server(
             base_model=BASE,
             limits=limits,
             threads=1,
-            ready=address.set_result,
+            on_ready=address.set_result,
             stop=stopping,
         )
 

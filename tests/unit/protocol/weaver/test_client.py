@@ -16,7 +16,7 @@ from weaver.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingPara
 from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, LossName, ModelConfig
 from instar.config import LoraConfig as OurLoraConfig
-from instar.conformance.batches import tree_samples
+from instar.conformance.batches import make_tree_samples
 from instar.protocol.base import ServiceLimits
 from instar.types import Sample
 from tests.unit.protocol.weaver.conftest import BASE, KEY, OTHER_KEY, Connect, run_server
@@ -126,7 +126,7 @@ def test_sampling_stops_and_returns_prompt_logprobs(connect: Connect) -> None:
 async def test_service_matches_the_local_backend(
     trainer: TrainingClient, model_folder: Path, name: LossName
 ) -> None:
-    samples, loss = tree_samples(), LossConfig(name=name)
+    samples, loss = make_tree_samples(), LossConfig(name=name)
     local = LocalBackend(
         ModelConfig(name=str(model_folder), dtype="fp32"),
         LocalBackendConfig(lora=OurLoraConfig(rank=8, alpha=32.0), threads=1),

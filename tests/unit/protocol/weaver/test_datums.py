@@ -21,7 +21,7 @@ def make_datum(tokens: list[int], targets: list[int], **tensors: list[float]) ->
 
 def parse_data(loss: str, *data: dict[str, Any], backward: bool = True, **config: Any) -> WeaverBatch:
     body = msgspec.json.encode({"loss_fn": loss, "data": data, "loss_fn_config": config})
-    return parse_batch(parse_json(body, WeaverPassInput), vocab_size=100, backward=backward)
+    return parse_batch(parse_json(body, WeaverPassInput), vocab_size=100, is_backward=backward)
 
 
 def ratio_tensors(count: int) -> dict[str, list[float]]:

@@ -157,7 +157,7 @@ def parse_body(layout: MultipartLayout, body: bytes) -> WeaverBatch:
     pass_input = parse_json(
         call.parse(WeaverSequencedRequest).payload.forward_backward_input, WeaverPassInput
     )
-    return parse_batch(pass_input, pack, vocab_size=100, backward=True)
+    return parse_batch(pass_input, pack, vocab_size=100, is_backward=True)
 
 
 def advantages_tensor(manifest: TensorManifest) -> dict[str, Any]:
