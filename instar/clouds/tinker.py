@@ -73,8 +73,8 @@ def _import_mint(module: str) -> tuple[Any, str]:
 def _describe_conflict(service: CloudService, installed: str) -> str:
     return (
         f"backend.type: {service.name} cannot run in this environment, which has {installed}; create another "
-        f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install_command}) and "
-        "set backend.python to its interpreter"
+        f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install_command}) "
+        "and set backend.python to its interpreter"
     )
 
 
