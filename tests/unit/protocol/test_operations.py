@@ -202,7 +202,7 @@ async def test_expired_results_are_not_computed_again(operations: OperationSched
     with pytest.raises(ProtocolError, match="expired") as expired:
         await operations.wait(operation, "me", 1)
     assert expired.value.status == 404
-    with pytest.raises(ProtocolError, match="was run already") as caught:
+    with pytest.raises(ProtocolError, match="has already run") as caught:
         operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
     assert caught.value.status == 409
     assert (

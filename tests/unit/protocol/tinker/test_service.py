@@ -65,7 +65,7 @@ def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingC
     assert rest.list_checkpoints(run).result().checkpoints == []
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(state).result()
-    with pytest.raises(tinker.APIStatusError, match="does not offer POST"):
+    with pytest.raises(tinker.APIStatusError, match="does not support POST"):
         rest.publish_checkpoint_from_tinker_path(state).result()
 
 

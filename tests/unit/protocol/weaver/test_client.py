@@ -213,7 +213,7 @@ def test_unsupported_options_are_rejected_by_name(connect: Connect) -> None:
         client.create_model(base_model="other")
     with pytest.raises(WeaverAPIError, match="base_model: received 'other'"):
         client.create_sampling_client(base_model="other")
-    with pytest.raises(WeaverAPIError, match="does not offer GET /api/v1/organizations"):
+    with pytest.raises(WeaverAPIError, match="does not support GET /api/v1/organizations"):
         client.list_organizations()
     sampler = client.create_sampling_client(base_model=BASE)
     with pytest.raises(WeaverAPIError, match="does not support topk_prompt_logprobs"):
