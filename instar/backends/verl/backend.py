@@ -121,7 +121,7 @@ class VerlBackend(ThreadedBackend):
             self._has_gradient = True
             for i, logprobs in zip(indices, new_logprobs, strict=True):
                 results[i] = np.where(samples[i].mask > 0, logprobs, np.float32(np.nan))
-            micro_batches = parts[0].micro_batches
+            micro_batches = parts[0].micro_batch_count
         value, metrics = compute_loss(loss, samples, results)
         return ForwardBackwardResult(value, results, metrics | {"micro_batches": float(micro_batches)})
 

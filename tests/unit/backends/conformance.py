@@ -146,7 +146,7 @@ class BackendConformance:
         self, make_trained_backend: Callable[[], Any], model_folder: Path
     ) -> None:
         backend = await make_trained_backend()
-        if not backend.capabilities.reference:
+        if not backend.capabilities.has_reference:
             with pytest.raises(BackendError, match="base model's logprobs"):
                 await backend.reference_logprobs(make_tree_samples())
             await backend.close()
