@@ -328,7 +328,8 @@ class MessageGraph:
             else:
                 tools = self._hasher.hash_tools(part.tools)
                 digests = [self._hasher.hash_message(message) for message in (*part.messages, part.reply)]
-            base_chain = chains[part.base_id] if part.base_id else self._hasher.empty_chain()
+            # A base call without a chain is a prompt without messages, which shares only its tokens.
+            base_chain = chains.get(part.base_id or "") or self._hasher.empty_chain()
             shared = base_chain.prefix(part.base_messages)
             chains[part.call_id] = chain = shared.with_tools(tools).extend(digests)
             self._add_chain(node, chain)

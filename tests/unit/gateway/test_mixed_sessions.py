@@ -1,0 +1,63 @@
+"""Sessions that mix messages, text prompts and token ids, over a socket."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from instar.config import GatewayConfig, ModelConfig
+from instar.gateway.base import OpenedSession
+from instar.record.base import Renderer
+from instar.types import Link
+from tests.unit.gateway.conftest import Serve, Served
+from tests.unit.gateway.wire import build_request, post, run_scripted_gateway
+
+KINDS = ("chat", "completions", "tokens")
+
+
+async def call(
+    gateway: Served, session: OpenedSession, kind: str, renderer: Renderer, *texts: str, **fields: Any
+) -> httpx.Response:
+    """Send a conversation as messages, as text or as token ids."""
+    if kind != "tokens":
+        return await post(gateway, build_request(kind, *texts, **fields), kind, session.api_key)
+    turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    body = {"prompt_ids": renderer.render(turns), **fields}  # type: ignore[arg-type]  # plain dicts
+    return await gateway.http.post("/v1/generate", json=body, headers=headers)
+
+
+@pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS)))
+async def test_session_of_mixed_prompts_continues_after_a_restart(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, kinds: tuple[str, ...]
+) -> None:
+    at = (tmp_path / "store.db", model, renderer)
+    texts = ("hi", "You said: hi", "more")
+    async with run_scripted_gateway(*at) as gateway:
+        session = await gateway.open()
+        for kind in kinds * 2:
+            answer = await call(gateway, session, kind, renderer, "hi", n=2)
+            assert answer.status_code == 200, (kind, answer.text)
+    async with run_scripted_gateway(*at) as gateway:
+        for kind in kinds:
+            answer = await call(gateway, session, kind, renderer, *texts)
+            assert answer.status_code == 200, (kind, answer.text)
+        calls = await gateway.calls(session)
+    assert [c.link for c in calls[12:]] == [Link.EXTENDS] * 3
+    for later in calls[12:]:
+        parent = next(c for c in calls if c.call_id == later.parent_id)
+        assert later.prompt_ids[: len(parent.sequence)].tolist() == parent.sequence.tolist()
+
+
+async def test_session_of_mixed_prompts_continues_after_eviction(serving: Serve, renderer: Renderer) -> None:
+    gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
+    sessions = [await gateway.open() for _ in range(2)]
+    for kind in KINDS[::-1] * 2:
+        for session in sessions:
+            answer = await call(gateway, session, kind, renderer, "hi")
+            assert answer.status_code == 200, (kind, answer.text)
+    assert [len(await gateway.calls(session)) for session in sessions] == [6, 6]
