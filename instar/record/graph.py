@@ -16,8 +16,8 @@ import numpy as np
 
 from instar.record import hashing, nodes
 from instar.record.base import Placement, Renderer
-from instar.record.hashing import DIGEST_SIZE, HashChain, MessageHasher, normalize_call_id
-from instar.record.nodes import EMPTY_IDS, CallNode, common_prefix_length, tool_call_ids
+from instar.record.hashing import DIGEST_SIZE, HashChain, MessageHasher, normalize_call_id, tool_call_ids
+from instar.record.nodes import EMPTY_IDS, CallNode, common_prefix_length
 from instar.record.redact import parse_redaction_reason
 from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
@@ -202,6 +202,16 @@ class MessageGraph:
 
     def _newest_nodes(self, count: int) -> Iterator[CallNode]:
         return islice(reversed(self._nodes.values()), count)
+
+    def match_strength(self, chain: HashChain, messages: Sequence[Message]) -> tuple[bool, int]:
+        """Return how well a request continues this session: True if the session made the request's latest
+        tool call, and the number of messages that are equal in every byte."""
+        ids = map(normalize_call_id, hashing.latest_tool_call_ids(messages))
+        has_tool_call = any(call_id in self._by_tool_call for call_id in ids)
+        for prefix in reversed(chain.canonical[1:]):
+            if same := self._by_conversation.get(prefix):
+                return has_tool_call, max(node.shared_messages(chain.exact) for node in same)
+        return has_tool_call, 0
 
     def find_recorded(self, key: bytes) -> list[str]:
         """Return the call ids of the newest finished request with this key, ordered by choice."""

@@ -149,3 +149,12 @@ def _combine(prefix_hash: bytes, digest: bytes) -> bytes:
 def normalize_call_id(call_id: str) -> str:
     """Return only the letters and digits of an id, because some agents drop all other characters."""
     return "".join(filter(str.isalnum, call_id))
+
+
+def tool_call_ids(message: Message) -> tuple[str, ...]:
+    return tuple(call["id"] for call in message.get("tool_calls", ()))
+
+
+def latest_tool_call_ids(messages: Sequence[Message]) -> tuple[str, ...]:
+    """Return the ids in the last message that has tool calls."""
+    return next((tool_call_ids(message) for message in reversed(messages) if message.get("tool_calls")), ())

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from instar.record.base import Placement, Renderer
-from instar.record.hashing import normalize_call_id, parse_arguments
+from instar.record.hashing import normalize_call_id, parse_arguments, tool_call_ids
 from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
@@ -116,10 +116,6 @@ def _matches_call(received: ToolCall, sent: ToolCall) -> bool:
         return arguments == generated
     members = cast(Json, arguments)
     return all(name in members and members[name] == value for name, value in cast(Json, generated).items())
-
-
-def tool_call_ids(message: Message) -> tuple[str, ...]:
-    return tuple(call["id"] for call in message.get("tool_calls", ()))
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:

@@ -136,7 +136,7 @@ class Store:
     session = _read_statement(session_queries.get_session)
     session_by_key = _read_statement(session_queries.get_session_by_key)
     session_by_external_id = _read_statement(session_queries.get_session_by_external_id)
-    session_by_tail = _read_statement(call_queries.get_session_by_tail)
+    sessions_by_tail = _read_statement(call_queries.get_sessions_by_tail)
     idle_sessions = _read_statement(session_queries.get_idle_sessions)
     last_ended_seq = _read(annotations.get_last_ended_seq)
     sessions = _read(listing.get_sessions)
@@ -165,7 +165,7 @@ class Store:
 
         ``opening`` is a session to open first, in the same transaction, with ``key_hash`` as its key. Raises
         ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to the keys of
-        `session_by_tail`.
+        `sessions_by_tail`.
         """
         await self.write(
             call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}, self.base_call_cache)

@@ -36,9 +36,13 @@ _CHAIN = """
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
 
 TAIL_KEY_BYTES = 16
+MAX_SESSIONS_PER_TAIL = 8
+_MAX_CALLS_PER_TAIL = 64
 
 # The keys are passed as one value, so that the statement is the same for any number of them. The newest call
 # of a key has the highest row number, and the index of tail keys is in that order.
+_OPEN_LIVE = """s.session_id = calls.session_id AND s.run_id = :run_id AND s.agent_id = :agent_id
+        AND s.channel = :live AND s.status = :open"""
 _BY_TAIL = f"""
     WITH RECURSIVE requested (place, tail_key) AS (
       SELECT 0, substr(:keys, 1, {TAIL_KEY_BYTES})
@@ -47,13 +51,14 @@ _BY_TAIL = f"""
       WHERE {TAIL_KEY_BYTES} * (place + 1) < length(:keys)
     )
     SELECT session_id FROM (
-      SELECT place, (
-        SELECT s.session_id FROM calls CROSS JOIN sessions s
-        WHERE calls.tail_key = requested.tail_key AND s.session_id = calls.session_id
-          AND s.run_id = :run_id AND s.agent_id = :agent_id AND s.channel = :live AND s.status = :open
-        ORDER BY calls.seq DESC LIMIT 1) AS session_id
-      FROM requested) AS matches
-    WHERE session_id IS NOT NULL ORDER BY place LIMIT 1"""
+      SELECT s.session_id, calls.seq FROM calls CROSS JOIN sessions s
+      WHERE calls.tail_key = (
+        SELECT tail_key FROM requested WHERE EXISTS (
+          SELECT 1 FROM calls CROSS JOIN sessions s
+          WHERE calls.tail_key = requested.tail_key AND {_OPEN_LIVE})
+        ORDER BY place LIMIT 1) AND {_OPEN_LIVE}
+      ORDER BY calls.seq DESC LIMIT {_MAX_CALLS_PER_TAIL}) AS newest
+    GROUP BY session_id ORDER BY max(seq) DESC LIMIT {MAX_SESSIONS_PER_TAIL}"""
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -262,11 +267,11 @@ def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
     return {digest: db.execute(sql, (digest,)).fetchone()["body"] for digest in hashes}
 
 
-def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> str | None:
-    """Return the id of an open live session, or None. It is the session with the newest call that has one of
-    the tail keys. Earlier keys take precedence over later ones."""
+def get_sessions_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> list[str]:
+    """Return the ids of the open live sessions that have a call with the first tail key for which there is
+    such a session. The session with the newest call comes first."""
     if not keys:
-        return None
+        return []
     if lengths := {len(key) for key in keys} - {TAIL_KEY_BYTES}:
         raise StoreError(f"A tail key has {min(lengths)} bytes; it must have {TAIL_KEY_BYTES}.")
     values = {
@@ -276,5 +281,4 @@ def get_session_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence
         "live": Channel.LIVE.value,
         "open": SessionStatus.OPEN.value,
     }
-    row = db.execute(_BY_TAIL, values).fetchone()
-    return None if row is None else row["session_id"]
+    return [row["session_id"] for row in db.execute(_BY_TAIL, values).fetchall()]

@@ -6,8 +6,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain as chain_iterables
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from instar.gateway.auth import Action, Caller, is_allowed
 from instar.gateway.base import ApiError
@@ -15,7 +14,13 @@ from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.pipeline.parse import RetryEvidence
 from instar.gateway.session_states import SessionState, SessionStates
-from instar.record.hashing import HashChain, MessageHasher, normalize_call_id
+from instar.record.hashing import (
+    HashChain,
+    MessageHasher,
+    latest_tool_call_ids,
+    normalize_call_id,
+    tool_call_ids,
+)
 from instar.types import Call, Channel, Message
 
 _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
@@ -26,9 +31,13 @@ _MAX_TEXT_LENGTHS = 64
 """A prompt is compared with an agent's recorded texts of at most this many different lengths."""
 _MAX_STORE_LOOKUPS = 64
 """At most this many message prefixes are looked up in the store, longest first."""
+_MAX_SESSIONS_PER_KEY = 8
+"""A request is compared with at most this many of the newest sessions with equal content."""
 
 K = TypeVar("K")
 V = TypeVar("V")
+SessionTable: TypeAlias = OrderedDict[K, tuple[str, ...]]
+"""The ids of the newest sessions with equal content, the newest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,30 +184,53 @@ class SessionResolver:
     async def _find_by_content(
         self, agent_id: str, chain: HashChain | None, messages: Sequence[Message], prompt: str | None
     ) -> SessionState | None:
-        """Return a live session that this request continues, or None.
+        """Return the live session that this request continues, or None.
 
-        A session matches if the request starts with the messages (or the prompt) and the reply of one of its
-        calls, or if the messages mention one of its tool calls. The second rule finds the session after one
-        agent hands over to another agent with different instructions and tools.
+        The evidence is, from strongest to weakest: the request's latest tool call is one that only this
+        session made; the request starts with the messages (or the prompt) and the reply of a call; the
+        messages mention a tool call, as after one agent hands over to another agent with different
+        instructions and tools; a message starts with a reply.
         """
-        index = self._index
-        tails = list(reversed(chain.canonical[2:-1])) if chain is not None else []
-        by_text = index.find_by_text(agent_id, prompt) if prompt is not None else ()
-        if state := await self._find_first_open(index.find_by_tails(agent_id, tails), by_text):
-            return state
-        if tails:
+        index, ids = self._index, latest_tool_call_ids(messages)
+        states = await self._find_open([index.find_by_call_ids(agent_id, ids)]) if ids else []
+        if len(states) == 1:
+            return states[0]
+        if chain is None:
+            states = await self._find_open(index.find_by_text(agent_id, prompt)) if prompt is not None else []
+            return await self._choose(states, chain, messages)
+        tails = list(reversed(chain.canonical[2:-1]))
+        states = await self._find_open(index.find_by_tails(agent_id, tails))
+        if tails and (ids or not states):
+            # The index does not have the sessions of before a restart. Without tool calls, they are only
+            # searched if the index has no match, because that is almost every call.
             run_id = self._identity.run_id
-            session_id = await self._store.session_by_tail(run_id, agent_id, tails[:_MAX_STORE_LOOKUPS])
-            if session_id is not None and (state := await self._states.find_open(session_id)):
-                return state
-        by_reply = index.find_by_replies(agent_id, chain, messages) if chain is not None else ()
-        return await self._find_first_open(index.find_by_tool_calls(agent_id, messages), by_reply)
+            stored = await self._store.sessions_by_tail(run_id, agent_id, tails[:_MAX_STORE_LOOKUPS])
+            states = await self._find_open([stored]) or states
+        if not states and prompt is not None:
+            states = await self._find_open(index.find_by_text(agent_id, prompt))
+        states = states or await self._find_open(index.find_by_tool_calls(agent_id, messages))
+        states = states or await self._find_open(index.find_by_replies(agent_id, chain, messages))
+        return await self._choose(states, chain, messages)
 
-    async def _find_first_open(self, *session_ids: Iterable[str]) -> SessionState | None:
-        for session_id in chain_iterables(*session_ids):
-            if state := await self._states.find_open(session_id):
-                return state
-        return None
+    async def _find_open(self, matches: Iterable[Sequence[str]]) -> list[SessionState]:
+        """Return the open sessions of the first match that has any."""
+        for session_ids in matches:
+            states = [await self._states.find_open(session_id) for session_id in session_ids]
+            if open_states := [state for state in states if state is not None]:
+                return open_states
+        return []
+
+    async def _choose(
+        self, states: Sequence[SessionState], chain: HashChain | None, messages: Sequence[Message]
+    ) -> SessionState | None:
+        """Return the session that the request continues best. Return None if several sessions match equally:
+        a new session loses less than one that mixes two conversations."""
+        if len(states) < 2 or chain is None:
+            return states[0] if len(states) == 1 else None
+        graphs = [await self._states.load_graph(state) for state in states]
+        strengths = [graph.match_strength(chain, messages) for graph in graphs]
+        best = max(strengths)
+        return states[strengths.index(best)] if strengths.count(best) == 1 else None
 
 
 class SessionIndex:
@@ -208,66 +240,78 @@ class SessionIndex:
         """Create an index with at most ``limit`` entries in each table."""
         self._hasher = hasher
         self._limit = limit
-        self._tails: OrderedDict[tuple[str, bytes], str] = OrderedDict()
-        self._tool_calls: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._replies: OrderedDict[tuple[str, bytes], tuple[str, int, bytes]] = OrderedDict()
-        self._texts: OrderedDict[tuple[str, int, bytes], str] = OrderedDict()
+        self._tails: SessionTable[tuple[str, bytes]] = OrderedDict()
+        self._tool_calls: SessionTable[tuple[str, str]] = OrderedDict()
+        self._replies: SessionTable[tuple[str, bytes, int, bytes]] = OrderedDict()
+        self._reply_lengths: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._texts: SessionTable[tuple[str, int, bytes]] = OrderedDict()
         self._text_lengths: OrderedDict[str, OrderedDict[int, None]] = OrderedDict()
 
     def add_tail(self, agent_id: str, key: bytes, session_id: str) -> None:
         """Add a recorded call by the hash of its messages and reply."""
-        put_bounded(self._tails, (agent_id, key), session_id, self._limit)
+        self._add(self._tails, (agent_id, key), session_id)
 
-    def find_by_tails(self, agent_id: str, keys: Sequence[bytes]) -> Iterator[str]:
-        return (session_id for key in keys if (session_id := self._tails.get((agent_id, key))))
+    def find_by_tails(self, agent_id: str, keys: Sequence[bytes]) -> Iterator[tuple[str, ...]]:
+        return (self._tails[agent_id, key] for key in keys if (agent_id, key) in self._tails)
 
     def add_tool_calls(self, agent_id: str, reply: Message, session_id: str) -> None:
-        for call in reply.get("tool_calls", ()):
-            put_bounded(self._tool_calls, (agent_id, normalize_call_id(call["id"])), session_id, self._limit)
+        for call_id in map(normalize_call_id, tool_call_ids(reply)):
+            self._add(self._tool_calls, (agent_id, call_id), session_id)
 
-    def find_by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[str]:
+    def find_by_call_ids(self, agent_id: str, ids: Iterable[str]) -> tuple[str, ...]:
+        """Return the sessions that made a tool call with the first known id. Return none if there may be more
+        of them than the table holds, because some providers number the calls of every session alike."""
+        matches = (self._tool_calls.get((agent_id, normalize_call_id(call_id))) for call_id in ids)
+        session_ids = next(filter(None, matches), ())
+        return session_ids if len(session_ids) < _MAX_SESSIONS_PER_KEY else ()
+
+    def find_by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[tuple[str, ...]]:
         """Yield the sessions whose tool calls the messages mention, the latest call first. Some agents write
         the ids of tool calls into the text."""
         for message in reversed(messages):
-            ids = [call["id"] for call in message.get("tool_calls", ())]
+            ids = [*tool_call_ids(message)]
             if message["role"] != "system":
                 ids += _CALL_ID.findall(message["content"][:_MAX_SEARCHED_CHARACTERS])
             for call_id in map(normalize_call_id, ids):
-                if session_id := self._tool_calls.get((agent_id, call_id)):
-                    yield session_id
+                if session_ids := self._tool_calls.get((agent_id, call_id)):
+                    yield session_ids
 
     def add_reply(self, agent_id: str, key: bytes, reply: Message, session_id: str) -> None:
         """Add a reply by the hash of the messages that precede it."""
         if text := reply["content"].strip():
-            entry = (session_id, len(text), self._hasher.hash_text(text))
-            put_bounded(self._replies, (agent_id, key), entry, self._limit)
+            put_bounded(self._reply_lengths, (agent_id, key), len(text), self._limit)
+            self._add(self._replies, (agent_id, key, len(text), self._hasher.hash_text(text)), session_id)
 
-    def find_by_replies(self, agent_id: str, chain: HashChain, messages: Sequence[Message]) -> Iterator[str]:
+    def find_by_replies(
+        self, agent_id: str, chain: HashChain, messages: Sequence[Message]
+    ) -> Iterator[tuple[str, ...]]:
         """Yield sessions that have a reply to the same messages, if one of the messages starts with that
         reply. Some agents append text to a reply before they send it back."""
         for count in range(len(messages) - 1, 0, -1):
-            entry = self._replies.get((agent_id, chain.canonical[count]))
-            if entry is None or messages[count]["role"] != "assistant":
+            key = chain.canonical[count]
+            length = self._reply_lengths.get((agent_id, key))
+            if length is None or messages[count]["role"] != "assistant":
                 continue
-            session_id, length, digest = entry
-            text = messages[count]["content"].strip()
-            if len(text) >= length and self._hasher.hash_text(text[:length]) == digest:
-                yield session_id
+            text = messages[count]["content"].strip()[:length]
+            yield self._replies.get((agent_id, key, length, self._hasher.hash_text(text)), ())
 
     def add_text(self, agent_id: str, text: str, session_id: str) -> None:
         """Add a text prompt together with its reply."""
-        put_bounded(self._texts, (agent_id, len(text), self._hasher.hash_text(text)), session_id, self._limit)
+        self._add(self._texts, (agent_id, len(text), self._hasher.hash_text(text)), session_id)
         lengths = self._text_lengths.setdefault(agent_id, OrderedDict())
         put_bounded(self._text_lengths, agent_id, lengths, self._limit)
         put_bounded(lengths, len(text), None, _MAX_TEXT_LENGTHS)
 
-    def find_by_text(self, agent_id: str, prompt: str) -> Iterator[str]:
+    def find_by_text(self, agent_id: str, prompt: str) -> Iterator[tuple[str, ...]]:
         """Yield sessions whose recorded prompt and reply are a prefix of ``prompt``, the longest first."""
         for length in sorted(self._text_lengths.get(agent_id, ()), reverse=True):
             if length <= len(prompt):
                 key = (agent_id, length, self._hasher.hash_text(prompt[:length]))
-                if session_id := self._texts.get(key):
-                    yield session_id
+                yield self._texts.get(key, ())
+
+    def _add(self, table: SessionTable[K], key: K, session_id: str) -> None:
+        others = (other for other in table.get(key, ()) if other != session_id)
+        put_bounded(table, key, (*others, session_id)[-_MAX_SESSIONS_PER_KEY:], self._limit)
 
 
 def put_bounded(table: OrderedDict[K, V], key: K, value: V, limit: int) -> None:

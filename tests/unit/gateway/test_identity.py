@@ -24,6 +24,7 @@ from tests.unit.gateway.wire import (
 )
 
 MESSAGE_DIALECTS = ("chat", "responses", "messages")
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 UUID = "5c9e7a1c-90f0-4a8f-8bf1-000000000001"
 
 
@@ -242,6 +243,91 @@ async def test_session_is_found_by_content_after_a_restart(
             root, continued = await gateway.store.calls(session)
             assert (continued.link, continued.parent_id) == (Link.EXTENDS, root.call_id)
             assert continued.prompt_ids[: len(root.sequence)].tolist() == root.sequence.tolist()
+
+
+async def start_tool_call(gateway: RunningGateway, **sent: Any) -> tuple[str, dict[str, Any]]:
+    """Ask for a tool call. Return the session and the request that continues it with the tool's result."""
+    messages = [{"role": "user", "content": "24 * 310"}]
+    response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS}, **sent)
+    reply = response.json()["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "7440"}
+    continuation = {"model": "m", "messages": [*messages, reply, result], "tools": TOOLS}
+    return get_session_id(response), continuation
+
+
+async def test_sessions_with_equal_text_differ_by_their_tool_call_ids(gateway: RunningGateway) -> None:
+    sessions = [await start_tool_call(gateway) for _ in range(3)]
+    assert len({session for session, _ in sessions}) == 3
+    for session, continuation in sessions:
+        response = await post(gateway, continuation)
+        assert get_session_id(response) == session
+        messages = [*continuation["messages"], response.json()["choices"][0]["message"]]
+        continuation["messages"] = [*messages, {"role": "user", "content": "Thanks."}]
+    for session, continuation in reversed(sessions):
+        assert get_session_id(await post(gateway, continuation)) == session
+        calls = await gateway.store.calls(session)
+        assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+async def test_sessions_with_equal_text_differ_by_their_tool_call_ids_after_a_restart(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, is_changed: bool
+) -> None:
+    gateway_args = (tmp_path / "store.db", model, renderer)
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        sessions = [await start_tool_call(gateway) for _ in range(2)]
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        sessions.append(await start_tool_call(gateway))
+        for session, continuation in sessions:
+            if is_changed:  # Some agents change the white space of a reply.
+                continuation["messages"][1]["content"] += "\n"
+            assert get_session_id(await post(gateway, continuation)) == session
+
+
+async def test_sessions_with_equal_text_differ_by_the_ids_of_earlier_tool_calls(
+    gateway: RunningGateway,
+) -> None:
+    """The tool calls were made elsewhere, so that the gateway did not choose their ids."""
+    sessions: list[tuple[str, list[Any]]] = []
+    for i in range(2):
+        call = {"id": f"own-{i}", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
+        messages: list[Any] = [
+            {"role": "user", "content": "24 * 310"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"own-{i}", "content": "7440"},
+        ]
+        response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS})
+        messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "Thanks."}]
+        sessions.append((get_session_id(response), messages))
+    for session, messages in sessions:
+        response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS})
+        assert get_session_id(response) == session
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+async def test_call_that_continues_two_sessions_equally_opens_a_new_session(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
+) -> None:
+    gateway_args = (tmp_path / "store.db", model, renderer)
+    opening, continuation = build_request(dialect, "hi"), build_request(dialect, "hi", "You said: hi", "more")
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        sessions = [get_session_id(await post(gateway, opening, dialect)) for _ in range(2)]
+        third = get_session_id(await post(gateway, continuation, dialect))
+        assert third not in sessions
+        await gateway.control(f"/sessions/{sessions[1]}/complete", {})
+        await gateway.control(f"/sessions/{third}/complete", {})
+        assert get_session_id(await post(gateway, continuation, dialect)) == sessions[0]
+
+
+async def test_call_that_continues_two_stored_sessions_equally_opens_a_new_session(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> None:
+    gateway_args = (tmp_path / "store.db", model, renderer)
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        sessions = [get_session_id(await post(gateway, build_request("chat", "hi"))) for _ in range(2)]
+    async with run_scripted_gateway(*gateway_args) as gateway:
+        continuation = build_request("chat", "hi", "You said: hi", "more")
+        assert get_session_id(await post(gateway, continuation)) not in sessions
 
 
 # --- isolation ----------------------------------------------------------------------------------

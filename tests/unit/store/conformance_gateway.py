@@ -83,7 +83,7 @@ class SessionLookupTests:
         await store.end_session("a", SessionStatus.COMPLETED)
         assert await find_session("x") is None
 
-    async def test_session_by_tail_returns_the_newest_open_live_session(self, store: Store) -> None:
+    async def test_sessions_by_tail_returns_the_open_live_sessions_newest_first(self, store: Store) -> None:
         for name in ("a", "b", "mine"):
             agent = "other" if name == "mine" else AGENT
             await store.open_session(make_session(name, channel=Channel.LIVE, agent_id=agent))
@@ -97,34 +97,29 @@ class SessionLookupTests:
         await store.add_calls([make_call("5", "train")], tail_keys={"5": make_tail_key(5)})
         await store.add_calls([make_call("6", "a")])
 
-        async def find_session(*numbers: int, agent: str = AGENT) -> str | None:
-            return await store.session_by_tail(RUN, agent, [make_tail_key(number) for number in numbers])
+        async def find_sessions(*numbers: int, agent: str = AGENT) -> list[str]:
+            return await store.sessions_by_tail(RUN, agent, [make_tail_key(number) for number in numbers])
 
-        assert await find_session(1) == "b"
-        assert await find_session(1, agent="other") == "mine"
-        assert await find_session(9, 2, 1) == "b"
-        assert await find_session(5) is None
-        assert await find_session() is None
-        assert await store.session_by_tail("other", AGENT, [make_tail_key(1)]) is None
+        assert await find_sessions(1) == ["b", "a"]
+        assert await find_sessions(1, agent="other") == ["mine"]
+        assert await find_sessions(9, 2, 1) == ["b"]
+        assert await find_sessions(5) == []
+        assert await find_sessions() == []
+        assert await store.sessions_by_tail("other", AGENT, [make_tail_key(1)]) == []
         await store.end_session("b", SessionStatus.COMPLETED)
-        assert await find_session(2, 1) == "a"
-        assert await find_session(2) is None
-        assert await find_session(*range(100, 1000), 1) == "a"
+        assert await find_sessions(2, 1) == ["a"]
+        assert await find_sessions(2) == []
+        assert await find_sessions(*range(100, 1000), 1) == ["a"]
 
-    async def test_session_by_tail_with_several_keys_uses_the_first_match(self, store: Store) -> None:
+    async def test_sessions_by_tail_with_several_keys_uses_the_first_match(self, store: Store) -> None:
         for number, name in enumerate(("a", "b", "c")):
             session = make_session(name, channel=Channel.LIVE)
             await store.add_calls(
                 [make_call(name, name)], opening=session, tail_keys={name: make_tail_key(number)}
             )
-        assert (
-            await store.session_by_tail(RUN, AGENT, [make_tail_key(0), make_tail_key(1), make_tail_key(2)])
-            == "a"
-        )
-        assert (
-            await store.session_by_tail(RUN, AGENT, [make_tail_key(2), make_tail_key(1), make_tail_key(0)])
-            == "c"
-        )
+        keys = [make_tail_key(number) for number in range(3)]
+        assert await store.sessions_by_tail(RUN, AGENT, keys) == ["a"]
+        assert await store.sessions_by_tail(RUN, AGENT, keys[::-1]) == ["c"]
 
     async def test_idle_sessions_returns_open_live_sessions_without_recent_calls(self, store: Store) -> None:
         live = {"channel": Channel.LIVE, "created_at": 10.0}

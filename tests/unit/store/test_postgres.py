@@ -75,7 +75,7 @@ async def test_write_on_a_full_disk_fails_separately(
     assert [call.call_id for call in await store.calls("s")] == ["10", "20", "30", "40"]
 
 
-async def test_session_by_tail_query_uses_its_index(
+async def test_sessions_by_tail_query_uses_its_index(
     postgres: PostgresTestServer, server: PostgresServer, store: PostgresStore
 ) -> None:
     """The gateway runs this query for each call, so it must not scan the table."""
