@@ -2,6 +2,9 @@
 
 Uvicorn limits neither the size nor the time of the headers. The app gets the connection from its scope
 (`get_connection`), because a callback on disconnect is faster than a task that waits for the disconnect.
+
+A client may send more requests before it gets a response. They are parsed as they arrive and handled one
+after the other, so ``cycle``, the request that was parsed last, may be a later one than ``_active``.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-_REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+_MAX_PIPELINED = 16
+"""The number of waiting requests of a connection from which on no more data is read."""
 _EXTENSION = "instar.connection"
 
 
@@ -33,18 +38,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_size = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._active: RequestResponseCycle | None = None
+        self._refusal: bytes | None = None
+        """The response that is sent after those of all earlier requests, before the connection closes."""
         self.on_disconnect: Callable[[], None] | None = None
         """Called when the client disconnects. Set only while a request is handled."""
 
     @property
     def has_body(self) -> bool:
         """True if the complete body of the request has arrived."""
-        return not self.cycle.more_body
+        return self._active is not None and not self._active.more_body
 
     def send_response(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """Write a complete response with status 200 in one system call."""
-        cycle = self.cycle
-        if cycle.disconnected or cycle.response_started:
+        cycle = self._active
+        if cycle is None or cycle.disconnected or cycle.response_started:
             return
         cycle.response_started = cycle.response_complete = True
         lines = [b"HTTP/1.1 200 OK"]
@@ -68,15 +76,23 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reset_head()
+        self.pipeline.clear()
+        if self._active is not None:
+            self._active.disconnected = True
+            self._active.message_event.set()
         if self.on_disconnect is not None:
             self.on_disconnect()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if not self._in_head:
+        if self._refusal is not None:
             return
-        self._head_size += len(data)
+        was_in_head = self._in_head
+        super().data_received(data)
+        if not self._in_head or self._refusal is not None:
+            return
+        if was_in_head:  # Otherwise the data starts with an earlier request.
+            self._head_size += len(data)
         if self._head_size > self.max_head:
             self._refuse(b"431 Request Header Fields Too Large")
         elif self._head_timer is None:
@@ -91,9 +107,36 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._reset_head()
         super().on_headers_complete()
+        if len(self.pipeline) < _MAX_PIPELINED:
+            self.flow.resume_reading()  # Otherwise a disconnect would not be noticed.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._send_refusal()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.pipeline and self.pipeline[0][0].more_body:
+            self.pipeline.popleft()  # The rest of its body is malformed.
+        self._refuse(b"400 Bad Request", msg.encode())
+
+    @property
+    def _is_busy(self) -> bool:
+        """True if a request is handled whose body has arrived."""
+        active = self._active
+        return active is not None and not active.response_complete and not active.more_body
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_timeout, self._refuse, b"408 Request Timeout")
+        self._head_timer = self.loop.call_later(self.head_timeout, self._on_head_timeout)
+
+    def _on_head_timeout(self) -> None:
+        if self._is_busy:
+            self._start_head_timer()  # The next request is not read while too many are waiting.
+        else:
+            self._refuse(b"408 Request Timeout")
 
     def _reset_head(self) -> None:
         self._head_size = 0
@@ -101,8 +144,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, status: bytes) -> None:
+    def _refuse(self, status: bytes, message: bytes = b"") -> None:
         self._reset_head()
-        if not self.transport.is_closing():
-            self.transport.write(_REFUSAL % status)
+        self._refusal = _REFUSAL % (status, len(message), message)
+        self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        if self._refusal is not None and not self._is_busy and not self.transport.is_closing():
+            self.transport.write(self._refusal)
             self.transport.close()

@@ -206,7 +206,8 @@ class DisconnectWatcher:
         return self._is_disconnected and self._task.uncancel() == 0
 
     async def close(self) -> None:
-        if self._connection is not None:
+        # The next request of the connection may have set its own callback already.
+        if self._connection is not None and self._connection.on_disconnect == self._cancel:
             self._connection.on_disconnect = None
         if self._receive_task is not None:
             self._receive_task.cancel()

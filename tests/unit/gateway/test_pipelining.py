@@ -1,0 +1,126 @@
+"""Requests that a client sends on one connection without waiting for the responses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from instar.gateway.serve import bind, serve
+from instar.types import CallStatus
+from tests.unit.gateway.conftest import ADMIN, Serve, Served
+from tests.unit.gateway.test_limits import connect, head
+from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, post, wait_for_in_flight
+
+
+def encode(path: str, body: Any, *headers: str) -> bytes:
+    content = json.dumps(body).encode()
+    return head(path, len(content), *headers) + content
+
+
+async def read_response(reader: asyncio.StreamReader) -> tuple[int, str]:
+    async with asyncio.timeout(30):
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+        status = int(lines[0].split()[1])
+        if "content-length" in headers:
+            return status, (await reader.readexactly(int(headers["content-length"]))).decode()
+        text = ""
+        while size := int(await reader.readline(), 16):
+            text += (await reader.readexactly(size)).decode()
+            await reader.readline()
+        await reader.readline()
+        return status, text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", PATHS)
+async def test_pipelined_calls_get_their_responses_in_order(
+    gateway: Served, dialect: str, stream: bool
+) -> None:
+    reader, writer = await connect(gateway)
+    texts = [f"text-{i}" for i in range(5)]
+    bodies = [build_request(dialect, text, stream=stream and i % 2 == 0) for i, text in enumerate(texts)]
+    writer.write(b"".join(encode(PATHS[dialect], body) for body in bodies))
+    for text in texts:
+        status, content = await read_response(reader)
+        number = text.removeprefix("text-")
+        assert (status, number in content) == (200, True), content
+    writer.close()
+    assert len(await list_all_calls(gateway)) == 5
+
+
+async def test_pipelined_requests_of_all_kinds_get_their_responses_in_order(gateway: Served) -> None:
+    reader, writer = await connect(gateway)
+    long_text = build_request("chat", "x" * 300_000)
+    requests = [
+        (200, encode(PATHS["chat"], build_request("chat", "one"))),
+        (200, b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"),
+        (400, encode(PATHS["chat"], {"model": "m"})),
+        (400, encode(PATHS["chat"], long_text)),
+        (404, encode("/none", {})),
+        (201, encode("/sessions", {})),
+        (200, encode(PATHS["chat"], build_request("chat", "two"), "Connection: close")),
+    ]
+    writer.write(b"".join(request for _, request in requests))
+    assert [(await read_response(reader))[0] for _ in requests] == [status for status, _ in requests]
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_pipelined_request_that_is_malformed_is_refused_after_the_earlier_response(
+    serving: Serve,
+) -> None:
+    gateway = await serving(delay=0.01)
+    reader, writer = await connect(gateway)
+    writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 2 + b"no request\r\n\r\n")
+    assert [(await read_response(reader))[0] for _ in range(3)] == [200, 200, 400]
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_disconnect_cancels_pipelined_calls(serving: Serve) -> None:
+    gateway = await serving(delay=60)
+    _, writer = await connect(gateway)
+    writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 3)
+    await wait_for_in_flight(gateway, 1)
+    writer.close()
+    await wait_for_in_flight(gateway, 0)
+    assert all(call.status is CallStatus.ABORTED for call in await list_all_calls(gateway))
+
+
+async def test_pipelined_headers_that_do_not_arrive_time_out_after_the_earlier_response() -> None:
+    started, finish = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            started.set()
+            await finish.wait()
+            await send({"type": "http.response.body", "body": b"ok"})
+
+    listener, stop = bind("127.0.0.1", 0), asyncio.Event()
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1, head_timeout=0.3))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: gateway\r\n\r\nGET / HTTP/1.1\r\nHost: ga")
+    await started.wait()
+    await asyncio.sleep(0.6)  # Longer than the timeout of the second request's headers.
+    finish.set()
+    assert await read_response(reader) == (200, "ok")
+    assert (await read_response(reader))[0] == 408
+    assert await reader.read() == b""
+    writer.close()
+    stop.set()
+    await server
+
+
+async def test_connection_with_an_earlier_refusal_accepts_no_more_requests(gateway: Served) -> None:
+    reader, writer = await connect(gateway)
+    writer.write(encode(PATHS["chat"], build_request("chat", "one"), "Connection: close") * 2)
+    assert (await read_response(reader))[0] == 200
+    assert await reader.read() == b""
+    writer.close()
+    answer = await post(gateway, build_request("chat", "two"), key=ADMIN)
+    assert answer.status_code == 200
