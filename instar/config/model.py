@@ -87,6 +87,9 @@ class GatewayConfig(Section):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0 picks a free port."""
+    public_url: str | None = None
+    """URL at which agents reach the gateway, for example behind a proxy; part of the `base_url` of opened
+    sessions. Default: the address at which the gateway received the request."""
     request_timeout: Seconds = 600.0
     """Timeout of one model call, in seconds."""
     max_body: Positive = 16 * 1024 * 1024
@@ -109,6 +112,13 @@ class GatewayConfig(Section):
     """Lowest and highest reward that agents may return or send, and score that people may send. The admin key
     and the rules under `reward` may exceed it."""
     redact: RedactConfig = RedactConfig()
+
+    @field_validator("public_url")
+    @classmethod
+    def _check_public_url(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"https?://[^/?#\s@]+(/[^?#\s]*)?", url):
+            raise ValueError(f"{url!r} must be like 'https://host:port/path', without a query or a password")
+        return url and url.rstrip("/")
 
     @field_validator("reward_range")
     @classmethod

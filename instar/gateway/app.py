@@ -147,6 +147,7 @@ class GatewayApp(Starlette):
         error_types = (ApiError, StoreError, HTTPException, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
         super().__init__(routes=control.routes(), lifespan=lifespan, exception_handlers=handlers)
+        self.router.redirect_slashes = False  # A redirect would lead to the host of the Host header.
         self._pipeline = pipeline
         dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
         self._dialects = {f"/v1{path}": d for d in dialects for path in (d.path, d.count_path) if path}

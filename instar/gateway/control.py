@@ -77,6 +77,7 @@ class ControlApi:
     ) -> None:
         self._store = context.store
         self._policy_id = context.identity.policy_id
+        self._public_url = context.config.public_url
         self._reader = reader
         self._router = router
         self._states = states
@@ -131,7 +132,10 @@ class ControlApi:
     async def open_session(self, http: HttpRequest) -> Response:
         caller, body = await self._read(http, OpenSession, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
-        base_url = f"{http.url.scheme}://{http.url.netloc}/s/{session.session_id}/v1"
+        # The Host header is not used, because anyone who sends the request chooses it.
+        host, port = http.scope["server"]
+        root = self._public_url or f"{http.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        base_url = f"{root}/s/{session.session_id}/v1"
         opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _to_response(opened, 201)
 
@@ -146,7 +150,7 @@ class ControlApi:
     async def submit_calls(self, http: HttpRequest) -> Response:
         caller = await self._authenticate(http, Action.SUBMIT_CALLS)
         engine = self._router.require_engine().engine
-        body = await self._reader.read_http(http)
+        body = await self._reader.read_http(caller, http)
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
         latest = (await self._store.latest_policy(state.session.policy_id)).version
         calls = parse_submission(body, engine.info.vocab_size, latest)
@@ -182,7 +186,7 @@ class ControlApi:
 
     async def _read(self, http: HttpRequest, body_class: type[T], action: Action) -> tuple[Caller, T]:
         caller = await self._authenticate(http, action)
-        body = await self._reader.read_http(http)
+        body = await self._reader.read_http(caller, http)
         return caller, decode_body(msgspec.json.Decoder(body_class), body or b"{}")
 
 

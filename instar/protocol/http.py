@@ -69,7 +69,9 @@ class ProtocolRouter(Generic[T]):
 
     def create_app(self, *public_routes: Route) -> Starlette:
         routes = [*public_routes, *self._routes]
-        return Starlette(routes=routes, exception_handlers={HTTPException: self._respond_unknown_route})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self._respond_unknown_route})
+        app.router.redirect_slashes = False  # A redirect would lead to the host of the Host header.
+        return app
 
     async def _respond_unknown_route(self, http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500

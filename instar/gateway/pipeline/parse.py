@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -42,14 +43,20 @@ class RequestReader:
     def __init__(self, authenticator: Authenticator, config: GatewayConfig) -> None:
         self._authenticator = authenticator
         self._config = config
+        self._incomplete_bodies: Counter[Caller] = Counter()
         self.in_flight = 0
 
-    def admit(self) -> None:
-        """Count a request as in flight until `release`. Raise ApiError (429) if there are too many."""
-        limit = self._config.max_in_flight
-        if self.in_flight >= limit:
+    def check_capacity(self) -> None:
+        """Raise ApiError (429) if too many requests are in flight."""
+        if self.in_flight >= self._config.max_in_flight:
+            limit = self._config.max_in_flight
             message = f"More than {limit} requests are in flight (gateway.max_in_flight); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
+
+    def admit(self) -> None:
+        """Count a request, whose body has arrived, as in flight until `release`. Raise ApiError (429) if
+        there are too many."""
+        self.check_capacity()
         self.in_flight += 1
 
     def release(self) -> None:
@@ -66,22 +73,35 @@ class RequestReader:
         authorize(caller, action)
         return caller
 
-    async def read_body(self, headers: Mapping[str, str], scope: Scope, receive: Receive) -> bytes:
+    async def read_body(
+        self, caller: Caller, headers: Mapping[str, str], scope: Scope, receive: Receive
+    ) -> bytes:
+        """Return the body. Raise ApiError (429) if the caller sends too many bodies at the same time, so that
+        a caller that never completes them does not block other callers."""
         if headers.get("content-encoding", "identity") != "identity":
             message = "Compressed request bodies are not supported; send the body without Content-Encoding."
             raise ApiError(415, message, code="unsupported_encoding")
         limit = self._config.max_body
         if (connection := get_connection(scope)) is not None and connection.has_body:
             return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
+        if self._incomplete_bodies[caller] >= self._config.max_in_flight:
+            count = self._config.max_in_flight
+            message = f"The bodies of {count} requests of this key are incomplete (gateway.max_in_flight)."
+            raise ApiError(429, message, code="too_many_requests", retry_after=1)
+        self._incomplete_bodies[caller] += 1
         try:
             async with asyncio.timeout(self._config.read_timeout):
                 return await _receive_body(receive, limit)
         except TimeoutError as error:
             message = f"The request body did not arrive within {self._config.read_timeout:g} seconds."
             raise ApiError(408, message, code="timeout") from error
+        finally:
+            self._incomplete_bodies[caller] -= 1
+            if not self._incomplete_bodies[caller]:
+                del self._incomplete_bodies[caller]
 
-    async def read_http(self, http: HttpRequest) -> bytes:
-        return await self.read_body(http.headers, http.scope, http.receive)
+    async def read_http(self, caller: Caller, http: HttpRequest) -> bytes:
+        return await self.read_body(caller, http.headers, http.scope, http.receive)
 
 
 async def _receive_body(receive: Receive, limit: int) -> bytes:

@@ -63,34 +63,34 @@ class CallPipeline:
 
     async def handle(self, route: RouteMatch, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            if scope["method"] != "POST":
+                message = f"The method {scope['method']} is not allowed on this path; use POST."
+                raise ApiError(405, message, code="method_not_allowed")
+            self._reader.check_capacity()
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            caller = await self._reader.authenticate(headers, Action.CALL_MODEL)
+            body = await self._reader.read_body(caller, headers, scope, receive)
             self._reader.admit()
-        except ApiError as error:
+        except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
             await error_response(route.dialect, error)(scope, receive, send)
             return
         try:
-            await self._handle(route, scope, receive, send)
+            try:
+                call = await self._prepare(route, caller, headers, body)
+            except Exception as error:  # noqa: BLE001 - as above
+                call = error_response(route.dialect, error)
+            if isinstance(call, Response):
+                await call(scope, receive, send)
+                return
+            responder = Responder(call, scope, receive, send, read_timeout=self._context.config.read_timeout)
+            await responder.run(self._execute)
         finally:
             self._reader.release()
 
-    async def _handle(self, route: RouteMatch, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            call = await self._prepare(route, scope, receive)
-        except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
-            call = error_response(route.dialect, error)
-        if isinstance(call, Response):
-            await call(scope, receive, send)
-            return
-        responder = Responder(call, scope, receive, send, read_timeout=self._context.config.read_timeout)
-        await responder.run(self._execute)
-
-    async def _prepare(self, route: RouteMatch, scope: Scope, receive: Receive) -> ModelCall | Response:
+    async def _prepare(
+        self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
+    ) -> ModelCall | Response:
         """Return the call, or the complete response if nothing has to be sampled."""
-        if scope["method"] != "POST":
-            message = f"The method {scope['method']} is not allowed on this path; use POST."
-            raise ApiError(405, message, code="method_not_allowed")
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        caller = await self._reader.authenticate(headers, Action.CALL_MODEL)
-        body = await self._reader.read_body(headers, scope, receive)
         if route.counts_tokens:
             await self._check_named_sessions(route, caller, headers)
             request = route.dialect.parse_count_request(body)

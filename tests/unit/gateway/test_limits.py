@@ -12,6 +12,7 @@ import pytest
 
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
+from instar.gateway.auth import create_key
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
 from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
@@ -177,18 +178,33 @@ async def test_requests_beyond_max_in_flight_are_refused(start_gateway: StartGat
     assert (await post(gateway, build_request(dialect, "hi"), dialect)).status_code == 200
 
 
-async def test_requests_with_incomplete_bodies_count_as_in_flight(start_gateway: StartGateway) -> None:
+async def test_incomplete_bodies_of_one_key_do_not_block_others(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_in_flight=2))
-    writers = []
-    for _ in range(2):
-        _, writer = await connect(gateway)
-        writer.write(build_head(PATHS["chat"], 1000) + b"{")
-        writers.append(writer)
-    await wait_for_in_flight(gateway, 2)
-    assert (await post(gateway, build_request("chat", "hi"))).status_code == 429
-    for writer in writers:
+    key = await create_key(gateway.store, "agent", "ann")
+    incomplete = build_head(PATHS["chat"], 1000, "Expect: 100-continue").replace(ADMIN.encode(), key.encode())
+    connections = [await connect(gateway) for _ in range(3)]
+    statuses: list[int] = []
+    for reader, writer in connections:
+        writer.write(incomplete)
+        statuses.append(await read_status(reader))  # 100 is sent when the gateway waits for the body.
+    assert statuses == [100, 100, 429]
+    assert (await post(gateway, build_request("chat", "hi"))).status_code == 200
+    assert await count_in_flight(gateway) == 0
+    for _, writer in connections:
         writer.close()
-    await assert_nothing_recorded(gateway)
+
+
+async def test_request_that_exceeds_max_in_flight_is_refused_without_its_body(
+    start_gateway: StartGateway,
+) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_in_flight=1), delay=60)
+    first = asyncio.create_task(post(gateway, build_request("chat", "hi")))
+    await wait_for_in_flight(gateway, 1)
+    reader, writer = await connect(gateway)
+    writer.write(build_head(PATHS["chat"], 1000))
+    assert await read_status(reader) == 429
+    writer.close()
+    first.cancel()
 
 
 # --- timeouts -----------------------------------------------------------------------------------

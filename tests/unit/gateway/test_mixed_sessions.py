@@ -13,14 +13,14 @@ from instar.config import GatewayConfig, ModelConfig
 from instar.gateway.base import OpenedSession
 from instar.record.base import Renderer
 from instar.types import Link
-from tests.unit.gateway.conftest import Serve, Served
+from tests.unit.gateway.conftest import RunningGateway, StartGateway
 from tests.unit.gateway.wire import build_request, post, run_scripted_gateway
 
 KINDS = ("chat", "completions", "tokens")
 
 
 async def call(
-    gateway: Served, session: OpenedSession, kind: str, renderer: Renderer, *texts: str, **fields: Any
+    gateway: RunningGateway, session: OpenedSession, kind: str, renderer: Renderer, *texts: str, **fields: Any
 ) -> httpx.Response:
     """Send a conversation as messages, as text or as token ids."""
     if kind != "tokens":
@@ -35,17 +35,17 @@ async def call(
 async def test_session_of_mixed_prompts_continues_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, kinds: tuple[str, ...]
 ) -> None:
-    at = (tmp_path / "store.db", model, renderer)
+    gateway_args = (tmp_path / "store.db", model, renderer)
     texts = ("hi", "You said: hi", "more")
-    async with run_scripted_gateway(*at) as gateway:
+    async with run_scripted_gateway(*gateway_args) as gateway:
         session = await gateway.open()
         for kind in kinds * 2:
-            answer = await call(gateway, session, kind, renderer, "hi", n=2)
-            assert answer.status_code == 200, (kind, answer.text)
-    async with run_scripted_gateway(*at) as gateway:
+            response = await call(gateway, session, kind, renderer, "hi", n=2)
+            assert response.status_code == 200, (kind, response.text)
+    async with run_scripted_gateway(*gateway_args) as gateway:
         for kind in kinds:
-            answer = await call(gateway, session, kind, renderer, *texts)
-            assert answer.status_code == 200, (kind, answer.text)
+            response = await call(gateway, session, kind, renderer, *texts)
+            assert response.status_code == 200, (kind, response.text)
         calls = await gateway.calls(session)
     assert [c.link for c in calls[12:]] == [Link.EXTENDS] * 3
     for later in calls[12:]:
@@ -53,11 +53,13 @@ async def test_session_of_mixed_prompts_continues_after_a_restart(
         assert later.prompt_ids[: len(parent.sequence)].tolist() == parent.sequence.tolist()
 
 
-async def test_session_of_mixed_prompts_continues_after_eviction(serving: Serve, renderer: Renderer) -> None:
-    gateway = await serving(config=GatewayConfig(max_sessions_in_memory=1))
+async def test_session_of_mixed_prompts_continues_after_eviction(
+    start_gateway: StartGateway, renderer: Renderer
+) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=1))
     sessions = [await gateway.open() for _ in range(2)]
     for kind in KINDS[::-1] * 2:
         for session in sessions:
-            answer = await call(gateway, session, kind, renderer, "hi")
-            assert answer.status_code == 200, (kind, answer.text)
+            response = await call(gateway, session, kind, renderer, "hi")
+            assert response.status_code == 200, (kind, response.text)
     assert [len(await gateway.calls(session)) for session in sessions] == [6, 6]

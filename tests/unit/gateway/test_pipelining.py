@@ -10,14 +10,14 @@ import pytest
 
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
-from tests.unit.gateway.conftest import ADMIN, Serve, Served
-from tests.unit.gateway.test_limits import connect, head
+from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.test_limits import build_head, connect
 from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, post, wait_for_in_flight
 
 
 def encode(path: str, body: Any, *headers: str) -> bytes:
     content = json.dumps(body).encode()
-    return head(path, len(content), *headers) + content
+    return build_head(path, len(content), *headers) + content
 
 
 async def read_response(reader: asyncio.StreamReader) -> tuple[int, str]:
@@ -38,7 +38,7 @@ async def read_response(reader: asyncio.StreamReader) -> tuple[int, str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
 async def test_pipelined_calls_get_their_responses_in_order(
-    gateway: Served, dialect: str, stream: bool
+    gateway: RunningGateway, dialect: str, stream: bool
 ) -> None:
     reader, writer = await connect(gateway)
     texts = [f"text-{i}" for i in range(5)]
@@ -52,7 +52,7 @@ async def test_pipelined_calls_get_their_responses_in_order(
     assert len(await list_all_calls(gateway)) == 5
 
 
-async def test_pipelined_requests_of_all_kinds_get_their_responses_in_order(gateway: Served) -> None:
+async def test_pipelined_requests_of_all_kinds_get_their_responses_in_order(gateway: RunningGateway) -> None:
     reader, writer = await connect(gateway)
     long_text = build_request("chat", "x" * 300_000)
     requests = [
@@ -71,9 +71,9 @@ async def test_pipelined_requests_of_all_kinds_get_their_responses_in_order(gate
 
 
 async def test_pipelined_request_that_is_malformed_is_refused_after_the_earlier_response(
-    serving: Serve,
+    start_gateway: StartGateway,
 ) -> None:
-    gateway = await serving(delay=0.01)
+    gateway = await start_gateway(delay=0.01)
     reader, writer = await connect(gateway)
     writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 2 + b"no request\r\n\r\n")
     assert [(await read_response(reader))[0] for _ in range(3)] == [200, 200, 400]
@@ -81,8 +81,8 @@ async def test_pipelined_request_that_is_malformed_is_refused_after_the_earlier_
     writer.close()
 
 
-async def test_disconnect_cancels_pipelined_calls(serving: Serve) -> None:
-    gateway = await serving(delay=60)
+async def test_disconnect_cancels_pipelined_calls(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(delay=60)
     _, writer = await connect(gateway)
     writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 3)
     await wait_for_in_flight(gateway, 1)
@@ -116,11 +116,11 @@ async def test_pipelined_headers_that_do_not_arrive_time_out_after_the_earlier_r
     await server
 
 
-async def test_connection_with_an_earlier_refusal_accepts_no_more_requests(gateway: Served) -> None:
+async def test_connection_with_an_earlier_refusal_accepts_no_more_requests(gateway: RunningGateway) -> None:
     reader, writer = await connect(gateway)
     writer.write(encode(PATHS["chat"], build_request("chat", "one"), "Connection: close") * 2)
     assert (await read_response(reader))[0] == 200
     assert await reader.read() == b""
     writer.close()
-    answer = await post(gateway, build_request("chat", "two"), key=ADMIN)
-    assert answer.status_code == 200
+    response = await post(gateway, build_request("chat", "two"), key=ADMIN)
+    assert response.status_code == 200

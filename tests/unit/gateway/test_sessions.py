@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from instar.config import GatewayConfig
 from instar.http.auth import hash_key
@@ -203,3 +204,33 @@ async def test_invalid_open_request_is_refused(gateway: RunningGateway, body: An
     response = await gateway.control("/sessions", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+async def test_base_url_of_a_session_ignores_the_host_header(gateway: RunningGateway) -> None:
+    headers = {
+        "Authorization": f"Bearer {ADMIN}",
+        "Host": "attacker.example",
+        "X-Forwarded-Host": "b.example",
+    }
+    response = await gateway.http.post("/sessions", json={}, headers=headers)
+    assert response.json()["base_url"].startswith(f"{gateway.url}/s/sess")
+
+
+async def test_base_url_of_a_session_is_the_configured_address(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(public_url="https://models.example/instar/"))
+    session = await gateway.open()
+    assert session.base_url == f"https://models.example/instar/s/{session.session_id}/v1"
+
+
+@pytest.mark.parametrize("url", ["models.example", "ftp://a.example", "https://", "https://a.example/?key=1"])
+def test_public_url_that_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError, match="public_url"):
+        GatewayConfig(public_url=url)
+
+
+@pytest.mark.parametrize("path", ["/sessions/", "/healthz/", "/v1/models/", "//attacker.example/.."])
+async def test_paths_are_not_redirected_to_the_host_header(gateway: RunningGateway, path: str) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN}", "Host": "attacker.example"}
+    response = await gateway.http.get(f"{gateway.url}{path}", headers=headers)
+    assert response.status_code == 404
+    assert "location" not in response.headers
