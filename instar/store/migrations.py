@@ -103,9 +103,10 @@ def require_not_newer(name: str, current: int, version: int, setting: str) -> No
 def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
     """Return the file's schema version, or 0 if the file is empty. Raise StoreError if the file is not a
     store, or was written by a newer version of Instar."""
+    # This is read first, because another process may create the store at the same time.
+    is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
     current = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application_id = int(connection.execute("PRAGMA application_id").fetchone()[0])
-    is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
     if application_id == 0 and current == 0 and is_empty:
         return 0
     if application_id != APPLICATION_ID:
