@@ -12,7 +12,7 @@ import msgspec
 
 from instar.config import RunConfig
 from instar.errors import EngineUnavailable, InstarError, LeaseLost
-from instar.gateway.auth import Caller
+from instar.gateway.auth import Action, Caller
 from instar.gateway.base import ApiError, CompleteSession, FailSession, OpenedSession, OpenSession
 from instar.gateway.context import GatewayContext, RunIdentity
 from instar.gateway.pipeline.record import Recorder
@@ -144,7 +144,9 @@ class TrainerRole:
 class RewardsRole:
     def __init__(self, setup: RunSetup, world: World) -> None:
         scorers = [SimulatedScorer(background=True)] if setup.scores_in_background else []
-        self._runner = setup.components.scoring(setup.open_store(world), RUN, scorers, setup.config.scoring)
+        self._runner = setup.components.scoring(
+            setup.open_store(world), RUN, scorers, setup.config.scoring, agent_id=setup.config.agent_id
+        )
 
     async def run(self) -> None:
         await self._runner.run()
@@ -251,7 +253,7 @@ class GatewayRole:
 
     async def _chat(self, session_id: str, caller: Caller, body: ChatBody) -> ChatReply:
         """Sample a reply and record it. A retry gets the reply that was recorded."""
-        state = await self._states.get_open(session_id, caller)
+        state = await self._states.get_open(session_id, caller, Action.CALL_MODEL)
         prompt = [0]
         for message in body.messages:
             is_reply = message["role"] == "assistant"
