@@ -24,7 +24,7 @@ LiveRoute = Literal["ipc", "nccl", "ray"]
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
-    """A message that contains some of a policy's weights, or that says how the weights will arrive."""
+    """A message that contains some of a policy's weights, or that describes how the weights will arrive."""
 
     policy: Policy
     route: LiveRoute
@@ -40,7 +40,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     max_context: int
     artifacts: tuple[ArtifactKind, ...]
-    """The kinds of policy that ``load`` accepts."""
+    """The kinds of policy artifacts that ``load`` accepts."""
     streams: bool = True
     """False if a reply arrives as one chunk."""
     versions_per_token: bool = True
@@ -60,7 +60,7 @@ class EngineStatus(msgspec.Struct):
     """The number of tokens generated since the engine started."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """The number of prompt tokens with reused keys and values."""
+    """The number of prompt tokens whose keys and values were in the KV cache."""
     draining: bool = False
     """True if the engine finishes its current replies but rejects new requests."""
 
@@ -93,13 +93,13 @@ class Engine(ABC):
         return self
 
     async def refresh(self) -> EngineInfo:
-        """Fetch and return ``info`` again. A different engine may have started at the same address."""
+        """Fetch ``info`` again and return it. A different engine may have started at the same address."""
         return self.info
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:
         """Serve this policy, starting with the next token. Requests in flight continue under the new policy.
-        Later requests never reuse keys and values that were computed under the old weights."""
+        Later requests never reuse cached keys and values that were computed under the old weights."""
 
     async def upload_files(self, policy: Policy) -> Policy:
         """Upload the policy's files if the engine cannot read the local folder. Return the policy with the

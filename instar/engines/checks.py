@@ -34,7 +34,7 @@ def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> 
     if params.max_tokens < 1:
         raise EngineError(f"max_tokens is {params.max_tokens}; it must be at least 1.")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise EngineError(f"temperature is {params.temperature}; it must be 0 or greater.")
+        raise EngineError(f"temperature is {params.temperature}; it must be finite and at least 0.")
     if not 0 < params.top_p <= 1:
         raise EngineError(f"top_p is {params.top_p}; it must be above 0 and at most 1.")
     if params.top_k < 0:

@@ -1,4 +1,4 @@
-"""Creates the engine of a run, and clients of engines in other processes."""
+"""Creates the engine of a run, and clients for engines in other processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """Fill in the settings that depend on the rest of the run's config, and return the section."""
+    """Return the section with its unset settings filled in from the rest of the run's config."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -33,8 +33,8 @@ def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEng
     if section.lora_rank is None and lora is not None:
         changes["lora_rank"] = lora.rank
     if section.gpu_memory is None:
-        trains_here = isinstance(config.cluster, LocalClusterConfig) and config.trains
-        changes["gpu_memory"] = 0.4 if trains_here else 0.9
+        is_trainer_local = isinstance(config.cluster, LocalClusterConfig) and config.trains
+        changes["gpu_memory"] = 0.4 if is_trainer_local else 0.9
     return section.model_copy(update=changes)
 
 
@@ -45,7 +45,8 @@ async def connect_engines(
     timeout: float = 60.0,
     newest_policy: PolicySource | None = None,
 ) -> Engine:
-    """Return one engine that uses all engines at these addresses. Waits until one of them responds."""
+    """Return one engine that distributes requests over the engines at these addresses, once one of them has
+    responded. Raises EngineUnavailable after ``timeout`` seconds."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)

@@ -52,6 +52,7 @@ class PoolMember:
     check_requested: asyncio.Event = field(default_factory=asyncio.Event)
     """Set after a failed request, so that the next health check starts immediately."""
     first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
+    """The timeouts of the requests that wait for their first token."""
 
     @property
     def load(self) -> int:
@@ -85,10 +86,10 @@ class PoolMember:
 
 
 class EnginePool(Engine):
-    """Distributes requests over several engines and closes them at the end. Call ``start`` first.
+    """Distributes requests over several engines. ``close`` closes the engines too. Call ``start`` first.
 
     If other processes load policies, ``newest_policy`` returns the policy that an unreachable engine must
-    load when it responds again. ``check_timeout`` is the deadline for each health check.
+    load when it responds again. A health check fails if it takes longer than ``check_timeout`` seconds.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class EnginePool(Engine):
             await member.engine.close()
 
     async def status(self) -> EngineStatus:
-        """Return the totals over all engines that respond, and the lowest version."""
+        """Return the sums over all engines that respond, and the lowest version among them."""
         healthy = [member for member in self.members if member.healthy]
         outcomes = await asyncio.gather(*map(self._status, healthy), return_exceptions=True)
         statuses = [status for status in outcomes if isinstance(status, EngineStatus)]
@@ -292,7 +293,7 @@ class EnginePool(Engine):
             async with asyncio.timeout(self._check_timeout):
                 return await member.engine.status()
         except TimeoutError as error:
-            raise EngineUnavailable(f"The engine did not respond in {self._check_timeout:g} s.") from error
+            raise EngineUnavailable(f"The engine did not answer within {self._check_timeout:g} s.") from error
 
     async def _admit(self, member: PoolMember) -> None:
         info = await member.engine.refresh()
@@ -309,7 +310,7 @@ class EnginePool(Engine):
             if policy is None or status.version == policy.version:
                 break
             if policy.artifact.kind == "live":
-                raise EngineUnavailable(f"The trainer has not sent it version {policy.version} yet.")
+                raise EngineUnavailable(f"The trainer has not sent version {policy.version} to it yet.")
             await self._load(member, policy)
         member.healthy = True
 

@@ -28,7 +28,7 @@ IDLE_SECONDS = 30.0
 
 
 class RemoteEngine(Engine):
-    """An engine in another process. Create it with ``connect``, or call ``refresh`` before ``info``."""
+    """An engine in another process. Create it with ``connect``, or call ``refresh`` before using ``info``."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._connection = EngineConnection(url, token, "engine", idle_seconds=IDLE_SECONDS)
@@ -137,7 +137,7 @@ class RemoteEngine(Engine):
             raise self._malformed(error) from error
 
     def _malformed(self, error: msgspec.DecodeError) -> EngineUnavailable:
-        # A proxy may have sent the response.
+        # Not a plain EngineError, because a proxy may have sent the response while the engine was down.
         return EngineUnavailable(f"The server at {self._url} did not respond like an engine: {error}")
 
 

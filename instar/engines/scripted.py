@@ -25,8 +25,9 @@ from instar.registry import load_object
 from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
+"""A function that returns the reply to a prompt. Its arguments are the prompt's text and the seed."""
 MAX_BURST_TOKENS = 64
-"""The number of tokens to send before other tasks run, if there is no delay."""
+"""Without a delay, this many tokens are sent before other tasks can run."""
 MAX_CACHED_REPLIES = 256
 
 
@@ -112,8 +113,8 @@ class ScriptedEngine(Engine):
             raise EngineUnavailable("The engine is closed.")
 
     def _reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
-        """Return the reply for this turn. The turn number is the number of scripted replies in the prompt.
-        After the last scripted reply, the list starts again."""
+        """Return the tokens of the reply. Without a script function, the number of scripted replies in the
+        prompt is the index of the next reply. After the last reply, the list starts again."""
         if self._script is not None:
             text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
             return self._encoded(self._script(text, seed))
@@ -125,7 +126,7 @@ class ScriptedEngine(Engine):
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """Return the number of replies that the prompt contains in order. A token id has 4 bytes."""
+    """Return how many of the replies the prompt contains, in their order. Token ids have 4 bytes."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]

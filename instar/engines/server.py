@@ -253,7 +253,7 @@ async def _read_body(receive: Receive) -> bytes | bytearray:
         body += message.get("body", b"")
         has_more = message.get("more_body", False)
         if len(body) > MAX_BODY_BYTES:
-            raise _BadRequest(f"The body has more than {MAX_BODY_BYTES} bytes.")
+            raise _BadRequest(f"The body has more than {MAX_BODY_BYTES} bytes, which is the maximum.")
     return body
 
 

@@ -14,7 +14,8 @@ class TokenDecoder(Protocol):
 
 class StopStrings:
     """Finds stop strings in a growing reply. Text is searched only up to the last complete character.
-    Decoding starts a few tokens earlier, because some tokenizers decode the first token differently."""
+    Decoding starts a few tokens before the new text, because some tokenizers decode the first token
+    differently."""
 
     def __init__(self, tokenizer: TokenDecoder, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -57,8 +58,8 @@ class StopRule:
         self._strings = StopStrings(tokenizer, params.stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[FinishReason | None, str | None]:
-        """Add a token. Return the finish reason if the reply ends with this token, and the stop string that
-        the token completes."""
+        """Add a token. Return the finish reason, or None if the reply continues, and the stop string that
+        ended the reply, or None."""
         self._tokens_left -= 1
         if token_id in self._ids:
             return "stop", None

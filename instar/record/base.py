@@ -74,8 +74,8 @@ class Renderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        """Return ``prompt_ids`` and ``sampled_ids``, the tokens that close a truncated reply, and the new
-        messages. Return None if the model's format has no exact continuation."""
+        """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the tokens that close a truncated reply,
+        and the tokens of the new messages. Return None if the model's format has no exact continuation."""
 
     @abstractmethod
     def stream(
@@ -117,15 +117,16 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph. The prompt is empty if a provider renders it."""
+    """The place of a request in its session's graph. If a provider renders the prompt, it is empty here."""
 
     prompt_ids: Ids
     link: Link
     parent_id: str | None = None
     base_id: str | None = None
+    """The recorded call with which the request shares its first ``base_tokens`` and ``base_messages``."""
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
-    """The index of the first redacted message, if the base call shares it."""
+    """The index of the first redacted message if the base call shares it, or else None."""

@@ -73,15 +73,15 @@ class TemplateBridge:
         return [*prompt_ids, *sampled_ids, *(continuation[1:] if is_closed else continuation)]
 
     def _render_continuation(
-        self, history_index: int, new: Sequence[Message], tools: Sequence[Tool]
+        self, history_index: int, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
         """Return the tokens after a placeholder reply, starting with its end-of-turn token. Return an empty
         list if the end-of-turn token is not found, or None if the template rejects the conversation."""
-        history = self._build_history(history_index, new)
+        history = self._build_history(history_index, new_messages)
         try:
             prompt_length = len(self._render(history[:-1], tools, generation=False))
             with_reply = self._render(history, tools, generation=False)
-            conversation = self._render([*history, *new], tools, generation=True)
+            conversation = self._render([*history, *new_messages], tools, generation=True)
         except RenderError:
             return None
         reply = range(prompt_length, len(with_reply))
@@ -90,7 +90,7 @@ class TemplateBridge:
             return []
         return conversation[end:]
 
-    def _build_history(self, history_index: int, new: Sequence[Message]) -> list[Message]:
+    def _build_history(self, history_index: int, new_messages: Sequence[Message]) -> list[Message]:
         """Return a placeholder conversation that ends with a reply and can be continued with ``new``."""
         question = Message(role="user", content="Hi")
         reply = Message(
@@ -105,7 +105,7 @@ class TemplateBridge:
                 Message(role="assistant", content=f"Answer {turn}."),
             ]
         call_ids: list[str] = []
-        for message in new:
+        for message in new_messages:
             if message["role"] != "tool":
                 break
             call_ids.append(message.get("tool_call_id") or "call-0")
@@ -124,21 +124,21 @@ class TemplateBridge:
             return False
         return role == "tool" or self._matches_full_render(probes[0], tools)
 
-    def _is_history_independent(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
-        """Return True if the continuation is the same after every history that the template accepts, or None
-        if the template accepts no history."""
-        attempts = [self._render_continuation(i, new, tools) for i in range(_HISTORY_COUNT)]
+    def _is_history_independent(self, new_messages: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
+        """Return True if the continuation is the same after every history that the template accepts, False if
+        it differs, or None if the template accepts no history."""
+        attempts = [self._render_continuation(i, new_messages, tools) for i in range(_HISTORY_COUNT)]
         accepted = [tokens for tokens in attempts if tokens is not None]
         return all(tokens and tokens == accepted[0] for tokens in accepted) if accepted else None
 
-    def _matches_full_render(self, new: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    def _matches_full_render(self, new_messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
         """Return True if prompt + reply + continuation equals the rendered conversation."""
         for i in range(_HISTORY_COUNT):
-            if (continuation := self._render_continuation(i, new, tools)) is None:
+            if (continuation := self._render_continuation(i, new_messages, tools)) is None:
                 continue
-            history = self._build_history(i, new)
+            history = self._build_history(i, new_messages)
             prompt = self._render(history[:-1], tools, generation=True)
-            conversation = self._render([*history, *new], tools, generation=True)
+            conversation = self._render([*history, *new_messages], tools, generation=True)
             if [*prompt, *self._encode(history[-1]["content"]), *continuation] != conversation:
                 return False
         return True

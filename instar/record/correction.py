@@ -14,7 +14,7 @@ _REASONING_END = "\n</think>\n\n"
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
     """Encode ``text`` as a reply to the call's prompt, including the end-of-reply token. Raise RenderError if
-    the model's format does not parse the tokens as ``text``."""
+    the model's format would parse the tokens as a different text."""
     prompt, end = call.prompt_ids.tolist(), _find_end_token(renderer, call)
     # If the prompt opens the reasoning, the text follows the end of the reasoning.
     for prefix in ("", _REASONING_END):

@@ -192,7 +192,7 @@ class FamilyStreamParser(StreamParser):
         return [ReplyDelta(text=text) if channel is self._content else ReplyDelta(reasoning=text)]
 
     def _process_boundary(self, text: str = "") -> list[ReplyDelta]:
-        """Return the deltas that are certain at a boundary. ``text`` follows it in the same token."""
+        """Return the deltas that are certain at a boundary. ``text`` follows the boundary."""
         deltas = self._close_call()
         self._begin_run(text)
         if self._ended:

@@ -53,8 +53,8 @@ class MessageGraph:
         return len(self._finished)
 
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Return the chain with the recorded digest for each of our replies to which the agent added default
-        arguments."""
+        """Return the chain with the recorded digest of each reply to which the agent added arguments, so that
+        the request still matches the recorded calls."""
         known = len(chain)
         while known and chain.canonical[known] not in self._by_prefix:
             known -= 1
@@ -245,7 +245,7 @@ class MessageGraph:
         return key in self._undelivered
 
     def take_undelivered(self, key: bytes) -> bool:
-        """Return True once after the reply to a request with this key was not delivered."""
+        """Return True if ``mark_undelivered`` was called with this key, and forget the key."""
         is_undelivered = key in self._undelivered
         self._undelivered.discard(key)
         return is_undelivered

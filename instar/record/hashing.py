@@ -67,7 +67,8 @@ class HashChain:
 def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
     """Return the tools' digest, and the digests of the messages and the reply."""
     size = _MESSAGE_DIGESTS_SIZE
-    return packed[:DIGEST_SIZE], [packed[at : at + size] for at in range(DIGEST_SIZE, len(packed), size)]
+    starts = range(DIGEST_SIZE, len(packed), size)
+    return packed[:DIGEST_SIZE], [packed[start : start + size] for start in starts]
 
 
 def is_prompt_digest(packed: bytes) -> bool:

@@ -36,8 +36,8 @@ class CallNode:
     """The part of the prompt after the first ``base_tokens`` tokens of the base call."""
     sampled: Ids
     reply: Message | None
-    """The reply if it has tool calls, else None. Agents may change the arguments of tool calls, so the reply
-    is compared."""
+    """The reply if it has tool calls, else None. It is compared with the agent's messages, because agents may
+    change the arguments of tool calls."""
     message_count: int
     first_redacted_message: int | None
     """The index of the first redacted message. The index of the reply is ``message_count``."""
@@ -88,7 +88,7 @@ class CallNode:
 
 
 def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
-    """Return the best candidate: prefer these tool call ids, then success, then the newest."""
+    """Return the best candidate: prefer a reply with these tool call ids, then success, then the newest."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         node = candidates[index]
@@ -98,7 +98,7 @@ def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallN
 
 
 def matches_reply(message: Message, reply: Message) -> bool:
-    """Return True if an agent's message is the reply, possibly with additional arguments."""
+    """Return True if an agent's message is the reply, possibly with more arguments in its tool calls."""
     received, sent = message.get("tool_calls", ()), reply.get("tool_calls", ())
     return (
         message["content"].strip() == reply["content"].strip()
@@ -132,7 +132,8 @@ def extend_prompt(
     tools: Sequence[Tool],
     renderer: Renderer,
 ) -> Placement | None:
-    """Return the placement with the prompt, or None if the parent cannot be continued exactly."""
+    """Return the placement with a prompt that continues the parent, or None if there is no exact
+    continuation. ``messages[count:]`` follow the parent's reply."""
     if not parent.has_tokens:
         return None
     tokens = parent.sequence()

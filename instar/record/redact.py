@@ -38,11 +38,11 @@ class SecretPattern:
     markers: tuple[str, ...]
     """Every secret of this kind contains at least one of these texts."""
     rare_character: str
-    """A character that every secret of this kind contains, or an empty string. It is looked up first."""
+    """A character that every secret of this kind contains, or an empty string. It is searched for first."""
     pattern: re.Pattern[str]
 
     def replacement(self, match: re.Match[str]) -> str:
-        """Return the text that replaces a match. The text of the group ``before`` is not redacted."""
+        """Return the text that replaces a match. It keeps the text of the group ``before``."""
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
@@ -100,7 +100,7 @@ class Redactor:
         return Redactor(SECRET_PATTERNS if config.secrets else (), patterns)
 
     def redact_text(self, text: str) -> str:
-        """Return the text without secrets. Text without secrets is returned as the same object."""
+        """Return the text with its secrets redacted, or the same object if it contains none."""
         if self._has_marker(text):
             for secret in self.secrets:
                 if any(marker in text for marker in secret.markers):
@@ -119,7 +119,7 @@ class Redactor:
         return False
 
     def redact_message(self, message: Message) -> Message:
-        """Return the message without secrets. A message without secrets is returned as the same object."""
+        """Return the message with its secrets redacted, or the same object if it contains none."""
         clean = message
         for name in ("content", "reasoning", "name", "tool_call_id"):
             if (text := message.get(name)) and (redacted := self.redact_text(text)) != text:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _MAX_CACHED_CHARS = 8 * 1024 * 1024
+_PROBE_TEXT = "7440-mark"
+"""A text that occurs in no chat template, so that the template must have rendered it."""
 _ENCODING_PROBES = (
     "{0}user\nHello there.{1}\n{0}assistant\n",
     " {0}  system\n\n\tA  B{1}{1}\n {0}\n",
@@ -177,8 +179,8 @@ class TemplateRenderer(TokenizerRenderer):
         has_tools = self._supports_tool_calls()
         if tool_format == "template" and not has_tools:
             raise ConfigError(
-                "model.tool_format: 'template' is set, but the model's chat template does not list tools and "
-                f"write calls as {CALL_OPEN}JSON{CALL_CLOSE}; use 'auto' or 'generic'"
+                "model.tool_format: 'template' is set, but the model's chat template does not list tools, or "
+                f"does not write calls as {CALL_OPEN}JSON{CALL_CLOSE}; use 'auto' or 'generic'"
             )
         self.uses_generic_tools = tool_format == "generic" or not has_tools
         question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
@@ -257,14 +259,13 @@ class TemplateRenderer(TokenizerRenderer):
     def _supports_tool_role(self) -> bool:
         question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
         try:
-            return "7440-mark" in self._render_text(
-                [question, reply, Message(role="tool", content="7440-mark")]
-            )
+            result = Message(role="tool", content=_PROBE_TEXT)
+            return _PROBE_TEXT in self._render_text([question, reply, result])
         except RenderError:
             return False
 
     def _supports_tool_calls(self) -> bool:
-        """Return True if the template renders tools, and formats calls in the format that we parse."""
+        """Return True if the template renders tools, and renders calls as `parse_call` expects them."""
         question = Message(role="user", content="Hi")
         call = ToolCall(id="call-0", name=PROBE_TOOL["name"], arguments='{"q": "x"}')
         try:

@@ -63,9 +63,9 @@ class StopStringFilter:
         if len(before_stop) < len(text):
             self._is_stopped, self._held = True, ""
             return before_stop
-        keep = max(overlap_length(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        held_length = max(overlap_length(text, stop) for stop in self._stop)
+        self._held = text[len(text) - held_length :]
+        return text[: len(text) - held_length]
 
     def finish(self) -> str:
         held, self._held = self._held, ""
@@ -73,7 +73,7 @@ class StopStringFilter:
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    positions = [at for at in map(text.find, stop) if at >= 0]
+    positions = [position for position in map(text.find, stop) if position >= 0]
     return text[: min(positions)] if positions else text
 
 
@@ -99,7 +99,8 @@ def complete_call_delta(index: int, call: ToolCall) -> ReplyDelta:
 
 
 class ReplyScanner:
-    """Splits text into reasoning, content and tool calls. White space next to a call is dropped."""
+    """Splits text into reasoning, content and tool calls. White space next to a call is dropped. The text
+    begins inside reasoning if ``is_in_reasoning`` is True, and is not split if ``is_plain_text`` is True."""
 
     def __init__(
         self, *, calls: bool = False, reasoning: bool = False, eager: bool = False, plain_text: bool = False
@@ -170,9 +171,9 @@ class ReplyScanner:
             self._emit_reasoning(before)
             self._state, self._buffer, self._trim_next = "content", after, True
             return True
-        keep = overlap_length(self._buffer, THINK_CLOSE)
-        self._emit_reasoning(self._buffer[: len(self._buffer) - keep])
-        self._buffer = self._buffer[len(self._buffer) - keep :]
+        held_length = overlap_length(self._buffer, THINK_CLOSE)
+        self._emit_reasoning(self._buffer[: len(self._buffer) - held_length])
+        self._buffer = self._buffer[len(self._buffer) - held_length :]
         return False
 
     def _scan_content(self) -> bool:
@@ -182,9 +183,9 @@ class ReplyScanner:
             return False
         before, opened, rest = self._buffer.partition(CALL_OPEN)
         if not opened:
-            keep = overlap_length(before, CALL_OPEN)
-            self._add_content(before[: len(before) - keep])
-            self._buffer = before[len(before) - keep :]
+            held_length = overlap_length(before, CALL_OPEN)
+            self._add_content(before[: len(before) - held_length])
+            self._buffer = before[len(before) - held_length :]
             return False
         self._add_content(before)
         self._buffer = CALL_OPEN + rest
@@ -205,19 +206,19 @@ class ReplyScanner:
         return True
 
     def _begin_call(self, rest: str) -> bool:
-        decided = len(rest) - overlap_length(rest, CALL_CLOSE)
-        if started := PartialToolCall.try_start(rest[:decided], len(self.tool_calls)):
+        emittable_length = len(rest) - overlap_length(rest, CALL_CLOSE)
+        if started := PartialToolCall.try_start(rest[:emittable_length], len(self.tool_calls)):
             self._open, deltas = started
             self._out += deltas
             self._add_call(self._open.call)
-            self._buffer = rest[decided:]
+            self._buffer = rest[emittable_length:]
         return False
 
     def _scan_open_call(self, call: PartialToolCall) -> bool:
         body, closed, after = self._buffer.partition(CALL_CLOSE)
-        decided = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
-        self._out += call.feed(body[:decided])
-        self._buffer = after if closed else body[decided:]
+        emittable_length = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
+        self._out += call.feed(body[:emittable_length])
+        self._buffer = after if closed else body[emittable_length:]
         if closed:
             self._close_call(call)
         return bool(closed)

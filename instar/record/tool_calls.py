@@ -1,4 +1,4 @@
-"""Tool calls in text: the generic tool format, for models whose chat template has no tools.
+"""Tool calls in text: the generic tool format, for models whose chat template does not support tools.
 
 The tools are listed at the end of the system message, one per line, with a `?` after an optional parameter::
 
@@ -111,7 +111,8 @@ def can_encode(text: str) -> bool:
 def to_generic_messages(
     messages: Sequence[Message], tools: Sequence[Tool], *, tool_role: bool
 ) -> list[Message]:
-    """Return the messages with the list of tools, the tool calls and the tool results as plain text."""
+    """Return the messages with the list of tools, the tool calls and the tool results as plain text. If
+    ``has_tool_role`` is True, tool results keep the role `tool`."""
     plain = [_to_plain(message, tool_role) for message in messages]
     if not tools:
         return plain
@@ -136,18 +137,18 @@ def _split_members(text: str) -> dict[str, str]:
     if not text.startswith("{"):
         raise ValueError("the text does not begin with an object")
     members: dict[str, str] = {}
-    at = _skip_whitespace(text, 1)
-    while text[at : at + 1] != "}":
+    position = _skip_whitespace(text, 1)
+    while text[position : position + 1] != "}":
         if members:
-            at = _skip_whitespace(text, _expect_char(text, at, ","))
-        key, at = _decoder.raw_decode(text, at)
+            position = _skip_whitespace(text, _expect_char(text, position, ","))
+        key, position = _decoder.raw_decode(text, position)
         if not isinstance(key, str):
             raise ValueError("a key is not a string")
-        at = _skip_whitespace(text, _expect_char(text, _skip_whitespace(text, at), ":"))
-        _, end = _decoder.raw_decode(text, at)
-        members[key] = text[at:end]
-        at = _skip_whitespace(text, end)
-    if at != len(text) - 1:
+        position = _skip_whitespace(text, _expect_char(text, _skip_whitespace(text, position), ":"))
+        _, end = _decoder.raw_decode(text, position)
+        members[key] = text[position:end]
+        position = _skip_whitespace(text, end)
+    if position != len(text) - 1:
         raise ValueError("there is text after the object")
     return members
 
@@ -158,10 +159,10 @@ def _skip_whitespace(text: str, position: int) -> int:
     return position
 
 
-def _expect_char(text: str, at: int, char: str) -> int:
-    if text[at : at + 1] != char:
+def _expect_char(text: str, position: int, char: str) -> int:
+    if text[position : position + 1] != char:
         raise ValueError(f"expected {char!r}")
-    return at + 1
+    return position + 1
 
 
 _HEAD = re.compile(
@@ -185,53 +186,55 @@ class JsonObjectTracker:
         self.is_broken = False
         """True if the text is not JSON, so that the end of the object is unknown."""
         self.is_flawed = False
-        """True if a string is invalid but has a clear end, for example if it contains a control character."""
+        """True if a string is invalid but its end is known, for example if it contains a line break."""
         self._closers: list[str] = []
         self._expected = "value"
         self._in_string = False
         self._is_key = False
-        self._escaped = 0
+        self._is_after_backslash = False
+        self._hex_digits_left = 0
 
     def feed(self, text: str) -> int:
-        """Return the number of processed characters. The caller passes the rest again, with more text."""
-        at = 0
-        while at < len(text) and not (self.is_complete or self.is_broken):
-            length = self._read_string(text, at) if self._in_string else self._read_token(text, at)
+        """Process the text and return the number of processed characters. The caller passes the rest again,
+        with more text."""
+        position = 0
+        while position < len(text) and not (self.is_complete or self.is_broken):
+            read = self._read_string if self._in_string else self._read_token
+            length = read(text, position)
             if not length:
                 break
-            at += length
-        return at
+            position += length
+        return position
 
-    def _read_string(self, text: str, at: int) -> int:
-        char = text[at]
-        if self._escaped:
+    def _read_string(self, text: str, position: int) -> int:
+        char = text[position]
+        if self._is_after_backslash or self._hex_digits_left:
             return self._read_escape(char)
         if char == '"':
             self._in_string = False
             return self._expect("colon") if self._is_key else self._end_value()
         self.has_value = self.has_value or not self._is_key
         if char == "\\":
-            self._escaped = 5
+            self._is_after_backslash = True
             return 1
-        match = _PLAIN.match(text, at)
+        match = _PLAIN.match(text, position)
         assert match
         self.is_flawed = self.is_flawed or _CONTROL.search(match[0]) is not None
         return len(match[0])
 
     def _read_escape(self, char: str) -> int:
-        # self._escaped is 5 after the backslash, and 4 to 1 while that many hex digits are missing.
-        if self._escaped == 5:
+        if self._is_after_backslash:
             self.is_flawed = self.is_flawed or char not in '"\\/bfnrtu'
-            self._escaped = 4 if char == "u" else 0
+            self._is_after_backslash, self._hex_digits_left = False, 4 if char == "u" else 0
             return 1
         if char not in "0123456789abcdefABCDEF":
-            self.is_flawed, self._escaped = True, 0
+            self.is_flawed, self._hex_digits_left = True, 0
             return self._read_string(char, 0)
-        self._escaped -= 1
+        self._hex_digits_left -= 1
         return 1
 
-    def _read_token(self, text: str, at: int) -> int:
-        char, expected = text[at], self._expected
+    def _read_token(self, text: str, position: int) -> int:
+        char, expected = text[position], self._expected
         if char in " \t\r\n":
             return 1
         if expected == "colon" and char == ":":
@@ -245,26 +248,26 @@ class JsonObjectTracker:
             self._in_string = self._is_key = True
             return 1
         if expected in ("value", "value or end"):
-            return self._read_value(text, at)
+            return self._read_value(text, position)
         self.is_broken = True
         return 0
 
-    def _read_value(self, text: str, at: int) -> int:
-        char = text[at]
+    def _read_value(self, text: str, position: int) -> int:
+        char = text[position]
         if char == '"':
             self._in_string, self._is_key = True, False
             return 1
         if char in "{[":
             self._closers.append("}" if char == "{" else "]")
             return self._expect("key or end" if char == "{" else "value or end")
-        end = _SCALAR_END.search(text, at)
+        end = _SCALAR_END.search(text, position)
         if end is None:
             return 0
-        if not _SCALAR.fullmatch(text, at, end.start()):
+        if not _SCALAR.fullmatch(text, position, end.start()):
             self.is_broken = True
             return 0
         self._end_value()
-        return end.start() - at
+        return end.start() - position
 
     def _end_value(self) -> int:
         self.is_complete = not self._closers
@@ -289,8 +292,8 @@ class PartialToolCall:
 
     @staticmethod
     def try_start(text: str, index: int) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
-        """Return the call that begins with ``text`` and the first deltas. Return None if the first value of
-        the arguments has not begun or is not JSON."""
+        """Return the call that begins with ``text`` and the first deltas. Return None if ``text`` is not a
+        valid call, contains all arguments, or ends before the first value in the arguments."""
         head = _HEAD.match(text)
         if head is None:
             return None

@@ -1,4 +1,4 @@
-"""The interface of routes: methods of weight transfer that load a published policy into the engines."""
+"""The interface of sync routes, which transfer a published policy to the engines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Sync(ABC):
 
     @abstractmethod
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
-        """Load the policy into every engine and return the outcome for each engine, in order. The failure of
-        one engine does not affect the others."""
+        """Load the policy into every engine. Return one entry per engine, in order: the error, or None on
+        success. The failure of one engine does not affect the others."""
 
     async def close(self) -> None:  # noqa: B027 - most routes have no resources
         """Release the resources of the route."""

@@ -1,5 +1,5 @@
-"""Choose the route from the backend to the engines: the configured route, or the best one that is
-possible."""
+"""Chooses the sync route from the backend to the engines: the configured route, or the first route in
+`ROUTES` that the backend and the engines support."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Eng
         except ConfigError as error:
             others = [other for other in ROUTES if other != name and _find_obstacle(other, endpoints) is None]
             raise ConfigError(
-                f"sync.route: given {name!r}; {error}. Supported here: {', '.join(others) or 'none'}"
+                f"sync.route: {name!r} is not possible: {error}. Possible: {', '.join(others) or 'none'}"
             ) from error
     for route in ROUTES:
         if _is_automatic(route, endpoints):
@@ -62,21 +62,20 @@ async def _create(route: RouteName, endpoints: RouteEndpoints) -> Sync:
 def _is_automatic(route: RouteName, endpoints: RouteEndpoints) -> bool:
     """Return True if `sync.route: auto` tries the route."""
     if route == "ray":
-        # The files of an adapter are small, so that they are sent without Ray.
+        # The files of an adapter are small, so they are sent without Ray.
         return endpoints.is_on_ray and "weights" in endpoints.backend.capabilities.artifacts
     return route == "files" or endpoints.has_weights_on_gpu
 
 
 def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
-    """Return why the endpoints, according to their configuration, do not support the route, or None if they
-    do."""
+    """Return why the route is impossible according to the capabilities of the endpoints, or None."""
     capabilities = endpoints.backend.capabilities
     if route != "files" and not capabilities.can_sync_live:
         return f"the {endpoints.config.backend.type} backend does not provide its weights"
     for engine in endpoints.engines:
         if route == "files" and not capabilities.artifacts.intersection(engine.info.artifacts):
             published, loaded = ", ".join(sorted(capabilities.artifacts)), ", ".join(engine.info.artifacts)
-            return f"no route from backend to engine: the backend publishes {published}, not {loaded}"
+            return f"the backend publishes {published}, but the {engine.info.kind} engine loads {loaded}"
         if route != "files" and route not in engine.info.routes:
             return f"the {engine.info.kind} engine does not accept weights over {route}"
     if route == "nccl" and not endpoints.has_weights_on_gpu:

@@ -27,11 +27,12 @@ class PushTargets:
 
     @property
     def engines(self) -> list[Engine]:
-        """Return the engines that have not failed."""
-        return [engine for engine, failed in zip(self._engines, self.outcomes, strict=True) if not failed]
+        """The engines that have not failed."""
+        return [engine for engine, error in zip(self._engines, self.outcomes, strict=True) if not error]
 
     async def run(self, action: str, function: Callable[[Engine], Awaitable[object]]) -> None:
-        """Call a function for each engine. ``action`` is a participle for the error message."""
+        """Call a function for each engine that has not failed. Error messages contain ``action``, for example
+        `sent`."""
 
         async def run_one(index: int) -> None:
             try:
@@ -39,7 +40,7 @@ class PushTargets:
             except (InstarError, OSError) as error:
                 self._fail(index, action, error)
 
-        await asyncio.gather(*(run_one(i) for i, failed in enumerate(self.outcomes) if failed is None))
+        await asyncio.gather(*(run_one(i) for i, error in enumerate(self.outcomes) if error is None))
 
     async def commit(self, function: Callable[[Engine], Awaitable[object]]) -> None:
         """Run the last step for each engine. An engine that completes the step serves the policy, even if
@@ -54,8 +55,8 @@ class PushTargets:
 
     def fail_remaining(self, action: str, error: Exception) -> None:
         """Make the error the outcome of all engines that have neither failed nor committed."""
-        for index, failed in enumerate(self.outcomes):
-            if failed is None and index not in self._committed:
+        for index, outcome in enumerate(self.outcomes):
+            if outcome is None and index not in self._committed:
                 self._fail(index, action, error)
 
     def _fail(self, index: int, action: str, error: Exception) -> None:

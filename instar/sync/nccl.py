@@ -4,7 +4,7 @@ vLLM's weight-transfer API.
 The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight once. vLLM loads
 the weights while it receives them, so there is no separate staging. An engine that fails during the broadcast
 reports the failure and serves nothing until it loads a policy. A new group is formed when an engine is
-replaced. A broadcast without all members never ends, and is aborted by leaving the group.
+replaced. A broadcast never ends if a member is missing, so the trainer aborts it by leaving the group.
 
 The route was tested with vLLM 0.26 on one GPU that trainer and engine share, but not with several GPUs.
 """
@@ -48,7 +48,7 @@ class NcclSync(LiveSync):
         if targets.engines != self._members:
             # The broadcast would wait for the missing member, so the next push forms a group without it.
             await self._leave_group()
-            targets.fail_remaining("broadcast", SyncError("another engine of its group failed"))
+            targets.fail_remaining("broadcast", SyncError("another engine in its group failed"))
 
     async def _commit(self, policy: Policy, targets: PushTargets) -> None:
         group_failed = asyncio.Event()
@@ -78,7 +78,7 @@ class NcclSync(LiveSync):
             await asyncio.gather(*tasks, return_exceptions=True)
             if group_failed.is_set():
                 await self._leave_group()
-        targets.fail_remaining("served", SyncError("another engine of its group failed"))
+        targets.fail_remaining("served", SyncError("another engine in its group failed"))
 
     async def _send(self) -> None:
         async with contextlib.aclosing(self._backend.tensors()) as tensors:

@@ -141,7 +141,7 @@ class RaySync(LiveSync):
             "mailbox": name,
             "namespace": NAMESPACE,
             "address": ray.get_runtime_context().gcs_address,
-            # This mode says if the cluster requires a token, which every worker must already have.
+            # Whether the cluster requires a token. Every worker must already have the token.
             "auth": os.environ.get("RAY_AUTH_MODE"),
         }
         self.description = f"ray: the object store of the cluster at {self._mailbox_address['address']}"

@@ -2,7 +2,7 @@
 
 The buffer is in the memory of the GPU, or in main memory if the trainer computes on a CPU. It is created at
 the first push, and each engine opens it once. A push writes the weights to the buffer and notifies each
-engine, which copies the weights. An engine that does not respond may copy late, so that the trainer never
+engine, which copies the weights. An engine that does not respond may still be copying, so the trainer never
 writes to its buffer again and uses a new buffer for later pushes.
 """
 
@@ -97,12 +97,12 @@ class SharedSync(LiveSync):
             target = missing.pop(name, None)
             if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
                 raise SyncError(
-                    f"the backend's weight {name} is new or has another shape or dtype than at the first push"
+                    f"the backend's weight {name} is new, or its shape or dtype differs from the first push"
                 )
             with route_errors():
                 target.copy_(tensor)
         if missing:
-            raise SyncError(f"the backend provided {len(missing)} weights fewer than at the first push")
+            raise SyncError(f"the backend provided {len(missing)} fewer weights than at the first push")
         with route_errors():
             buffer.synchronize()
 
@@ -164,8 +164,8 @@ class SharedBuffer:
 
 
 async def probe_shared_memory(engine: Engine) -> Json:
-    """Return ``shared``, which is true if the engine can map this process's memory, and ``gpus``, the GPUs
-    that the engine uses."""
+    """Return a dict. ``shared`` is true if the engine can map this process's memory. ``gpus`` contains the
+    UUIDs of the GPUs that the engine uses."""
     secret = secrets.token_bytes(16)
     descriptor = os.memfd_create("instar-probe")
     try:

@@ -66,7 +66,7 @@ class CloudEngine(Engine):
         self._policy_lock = asyncio.Lock()
         self._served: ServedPolicy | None = None
         self._path: str | None = None
-        """The path of the policy to serve. Its version is in ``_status``."""
+        """The path of the policy to serve, or None for the base model. Its version is in ``_status``."""
         self._status = EngineStatus(version=0)
         self._closed = False
 
@@ -132,7 +132,8 @@ class CloudEngine(Engine):
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Return the ids, finish reason and stop string. Services stop at different tokens."""
+        """Cut the reply after the first stop token or stop string, because services stop at different tokens.
+        Return the ids, the finish reason, and the stop string that ended the reply, or None."""
         rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
             reason, stop = rule.push(token)
@@ -144,15 +145,15 @@ class CloudEngine(Engine):
         self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
         """Return the logprobs under the full softmax and under the modified distribution. The service's own
-        logprobs are not used, because they could be either. A greedy reply is scored in a second request; the
-        logprobs of other replies are NaN."""
+        logprobs are not used, because it does not say which of the two they are. A greedy reply is scored in
+        a second request; the logprobs of other replies are NaN."""
         if params.temperature > 0 or not ids or not params.score:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
     async def _with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
-        """Call ``call(client)`` and return its result and the served policy. Reconnects once if necessary."""
+        """Return the result of ``call(client)`` and the policy that served it. Reconnect once if needed."""
         served = await self._current()
         try:
             return await call(served.client), served

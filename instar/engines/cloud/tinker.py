@@ -50,8 +50,9 @@ class TinkerSampler(CloudEngine):
         return CloudReply(ids, logprobs, reason)
 
     def _stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """Return the stop strings or the stop ids, because the SDK does not accept both. They replace the
-        SDK's default, so they include the end-of-sequence ids."""
+        """Return the stop sequences as strings or as ids, because the SDK does not accept a mix. With stop
+        strings, the stop ids are decoded to text. The list replaces the SDK's default, so it includes the
+        end-of-sequence tokens. None keeps the default."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
             texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

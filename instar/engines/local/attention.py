@@ -1,8 +1,8 @@
-"""The attention of the local engine, which is registered in transformers under a name.
+"""The attention function of the local engine. It is registered in transformers as `instar_engine`.
 
 A step runs the model on [1, T] tokens: one token of every decoding row, then pieces of prompts. Each layer
-calls ``attend`` with the plan of the step. The function writes the new keys and values into the rows and
-attends within each row.
+calls ``attend`` with the plan of the step, which writes the new keys and values into the rows and attends
+within each row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PrefillPiece:
     length: int
     """The number of keys in the row, including the keys of this piece."""
     mask: Tensor | None
-    """Boolean [piece, length]. None for the first piece of a row, which uses causal attention."""
+    """Boolean [piece tokens, length]. None for the first piece of a row, which uses causal attention."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """A stand-in for the plan that records the shape of keys and values in each layer."""
+    """A stand-in for the plan. ``shapes`` maps each layer to (kv heads, head dim) of its keys."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -127,7 +127,7 @@ def attend(
 
 
 def can_share_prefixes(device: str) -> bool:
-    """Return True if attention can be split by keys. On GPUs the plain kernels are fast enough."""
+    """Return True if attention can be computed in two parts of the keys. GPU kernels are fast without it."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 

@@ -51,7 +51,8 @@ class LocalEngine(Engine):
         kv_tokens = config.kv_tokens or default_kv_tokens(self._model.kv_shape, config.max_batch * context)
         if kv_tokens < context:
             raise ConfigError(
-                f"engine.kv_tokens: {kv_tokens} is less than the model's context of {context} tokens."
+                f"engine.kv_tokens: {kv_tokens} is less than the model's context of {context} tokens; "
+                "increase it, or decrease model.max_context."
             )
         self._scheduler = Scheduler(
             self._model,
@@ -179,7 +180,7 @@ class LocalEngine(Engine):
             _wake(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the posted commands; without requests, wait for one. Return False if the engine must stop."""
+        """Run the posted commands. If there are no requests, wait for a command. Return False to stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)

@@ -69,13 +69,15 @@ class EngineModel:
         sources = (self._model.generation_config, self._model.config, tokenizer)
         return collect_eos_ids(*(getattr(source, "eos_token_id", None) for source in sources))
 
-    def forward(self, ids: Tensor, positions: Tensor, sampled: Tensor, plan: attention.StepPlan) -> Tensor:
-        """Return the logits [len(sampled), vocabulary] at the token indices ``sampled``."""
+    def forward(
+        self, ids: Tensor, positions: Tensor, logit_indices: Tensor, plan: attention.StepPlan
+    ) -> Tensor:
+        """Return the logits [len(logit_indices), vocabulary] at the tokens with these indices."""
         return self._model(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=sampled,
+            logits_to_keep=logit_indices,
             instar_plan=plan,
         ).logits[0]
 
@@ -115,7 +117,7 @@ class EngineModel:
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
             raise EngineError(
-                "The layers' attention differs; the local engine requires the same full attention in all."
+                "The layers have different attention; the local engine requires full attention in all layers."
             )
         ((kv_heads, head_dim),) = shapes
         return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)

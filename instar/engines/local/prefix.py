@@ -1,4 +1,4 @@
-"""Common prefixes of prompts: a cache of their keys and values, and the search for rows that share one."""
+"""Common prefixes of prompts: a cache of their keys and values, and the search for rows that share them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instar.types import Ids
 
 MIN_SHARED_TOKENS = 64
 MIN_SHARED_ROWS = 4
-"""The minimum average number of rows that share a prefix."""
+"""The minimum average number of rows per shared prefix."""
 
 
 @dataclass(eq=False, slots=True)

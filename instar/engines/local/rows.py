@@ -63,7 +63,7 @@ class KVRows:
         return rows == 1 or new_rows * capacity <= self.max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """Return True if the memory is too large for a first row with ``length`` tokens."""
+        """Return True if the allocated memory is too large to keep for a first row with ``length`` tokens."""
         rows, capacity = self.grown_size(1, length)
         return rows * capacity > self.max_tokens or self.tokens > 4 * self._max_rows * length
 

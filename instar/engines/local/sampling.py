@@ -19,7 +19,8 @@ BLOCK_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The sampled token of each row. ``behavior`` is None if the softmax was not modified."""
+    """The sampled token of each row, its logprob under the full softmax, and its logprob under the modified
+    distribution, or None if temperature, top_k and top_p did not modify the distribution."""
 
     ids: list[int]
     logprobs: list[float]
@@ -43,7 +44,7 @@ class Sampler:
         logits[:, :vocab].copy_(logits_N_V)
         greedy = [i for i, p in enumerate(params) if p.temperature == 0]
         uniform = torch.tensor([[r.random()] for r in rngs], dtype=torch.float32).to(self._device)
-        max_logit, total, ids = _inverse_cdf(logits, weights, uniform, skip=len(greedy) == rows)
+        max_logit, total, ids = _inverse_cdf(logits, weights, uniform, skip_sampling=len(greedy) == rows)
         behavior = torch.full_like(total, torch.nan)
         if greedy:
             index = slice(None) if len(greedy) == rows else torch.tensor(greedy, device=self._device)
@@ -71,7 +72,7 @@ class Sampler:
         ids: Tensor,
         behavior: Tensor,
     ) -> None:
-        """Resample the rows that use a temperature, top_k or top_p, in place."""
+        """Resample, in place, the rows whose temperature, top_k or top_p modifies the distribution."""
         tempered = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
         truncated = [i for i in tempered if params[i].top_p < 1 or params[i].top_k > 0]
         untruncated = [i for i in tempered if i not in set(truncated)]
@@ -111,16 +112,17 @@ def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
 
 
 def _inverse_cdf(
-    logits: Tensor, weights: Tensor, uniform: Tensor, *, skip: bool = False
+    logits: Tensor, weights: Tensor, uniform: Tensor, *, skip_sampling: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest logit, the sum of exp(logit - largest) and the sampled id of each row, all [rows,
-    1]. If ``skip`` is True, all ids are 0. Summing blocks first is faster than one cumulative sum."""
+    1]. If ``skip_sampling`` is True, all ids are 0. Summing blocks first is faster than one cumulative
+    sum."""
     max_logit = logits.amax(-1, keepdim=True)
     torch.sub(logits, max_logit, out=weights).exp_()
     blocks = weights.view(len(weights), -1, BLOCK_SIZE)
     sums = blocks.sum(-1).cumsum(-1)
     total = sums[:, -1:].clone()
-    if skip:
+    if skip_sampling:
         return max_logit, total, torch.zeros_like(total, dtype=torch.long)
     target = _limit_below(uniform * total, total)
     # Clamped because logits may not be finite. The caller then raises an error for a NaN logprob.

@@ -98,7 +98,7 @@ class Scheduler:
         for request in self._running:
             request.has_mixed_versions = request.computed > 0
         for request in self._running[self._decoding :]:
-            # The rest of the prompt is computed under the new weights.
+            # The prompt is computed under two versions, so no other row may share its prefix.
             request.weights_epoch = -request.admission_order
             if request.scores is not None:
                 request.computed = 0
@@ -118,8 +118,8 @@ class Scheduler:
         self._admit()
         if not self._running:
             return []
-        plan, ids, sampled_at, sampling = self._plan()
-        logits = self._model.forward(ids, plan.positions, sampled_at, plan)
+        plan, ids, logit_indices, sampling = self._plan()
+        logits = self._model.forward(ids, plan.positions, logit_indices, plan)
         scored = self._score(plan, logits[len(sampling) :])
         for request in self._running[: self._decoding]:
             request.computed += 1
@@ -178,15 +178,15 @@ class Scheduler:
         self._trim_prefixes()
 
     def _plan(self) -> tuple[attention.StepPlan, torch.Tensor, torch.Tensor, list[SchedulerRequest]]:
-        """Return the plan, the token ids, the indices that need logits, and the requests that sample. The
-        indices of scored prompts come last."""
+        """Return the plan, the token ids, the token indices that need logits, and the requests that sample.
+        The indices for scored prompts come last."""
         decoding = self._running[: self._decoding]
         ids = [r.sampled[-1] for r in decoding]
         rows = list(range(self._decoding))
         positions = [r.computed for r in decoding]
-        sampled_at, sampling = list(range(self._decoding)), list(decoding)
+        logit_indices, sampling = list(range(self._decoding)), list(decoding)
         spans: list[tuple[int, int, int, int]] = []
-        scored_at: list[int] = []
+        scored_indices: list[int] = []
         budget = self._prefill_tokens
         # The order of the rows is not the order of admission, because rows are moved.
         for request in sorted(self._running[self._decoding :], key=lambda r: r.admission_order):
@@ -202,14 +202,15 @@ class Scheduler:
             if request.scores is not None:
                 # The last token of the prompt has no next token to score.
                 scored_end = len(ids) - (end == len(request.prompt))
-                scored_at.extend(range(len(ids) - count, scored_end))
+                scored_indices.extend(range(len(ids) - count, scored_end))
             elif end == len(request.prompt):
-                sampled_at.append(len(ids) - 1)
+                logit_indices.append(len(ids) - 1)
                 sampling.append(request)
-        sampled_at += scored_at
+        logit_indices += scored_indices
         # One transfer to the device for all values.
-        packed = torch.tensor(ids + rows + positions + sampled_at).to(self._model.device, non_blocking=True)
-        ids_T, rows_T, positions_T, sampled_N = packed.split([len(ids)] * 3 + [len(sampled_at)])
+        values = torch.tensor(ids + rows + positions + logit_indices)
+        packed = values.to(self._model.device, non_blocking=True)
+        ids_T, rows_T, positions_T, logit_indices_N = packed.split([len(ids)] * 3 + [len(logit_indices)])
         plan = attention.StepPlan(self._rows.kv, rows_T, positions_T, self._decoding)
         self._add_shared_prefixes(plan)
         plan.blocks = self._build_blocks(positions_T, positions[: self._decoding])
@@ -218,7 +219,7 @@ class Scheduler:
             if length > stop - start:
                 mask = torch.arange(length, device=positions_T.device) <= positions_T[start:stop, None]
             plan.pieces.append(attention.PrefillPiece(start, stop, row, length, mask))
-        return plan, ids_T, sampled_N, sampling
+        return plan, ids_T, logit_indices_N, sampling
 
     def _add_shared_prefixes(self, plan: attention.StepPlan) -> None:
         decoding = self._running[: self._decoding]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 SWITCH_INTERVAL = 0.0002
-"""The thread must release the interpreter after this many seconds. The default would delay tokens."""
+"""The reading thread yields to other threads after this many seconds. The default would delay tokens."""
 
 
 class AdapterPrefetcher:

@@ -18,7 +18,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-ERROR_BODY = b'{"error": {"message": "A bearer token is required."}}'
+ERROR_BODY = b'{"error": {"message": "The key is missing or wrong; send Authorization: Bearer <key>."}}'
 
 
 class RequireKeyMiddleware:

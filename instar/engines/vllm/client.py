@@ -24,7 +24,7 @@ LORA_METRIC = "vllm:lora_requests_info"
 
 
 class WorkerError(EngineError):
-    """A call to vLLM's workers failed. ``weights_changed`` is False if all have the old weights."""
+    """A call to vLLM's workers failed. ``weights_changed`` is False if all workers have the old weights."""
 
     def __init__(self, message: str, *, weights_changed: bool) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class VllmClient:
         return await self._call("POST", path, body, timeout)
 
     async def rpc(self, method: str, kwargs: Json | None = None) -> Any:
-        """Call a method of every worker and return the results. vLLM converts most types to text."""
+        """Call a method of every worker and return the results. vLLM converts most result types to text."""
         response = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs or {}})
         return response["results"] if response else []
 
@@ -117,7 +117,7 @@ class ServerCapabilities:
     loads_adapters: bool
     replaces_weights: bool
     stores_version: bool
-    """True if the server stores a name for its weights."""
+    """True if the server can store the version of its weights."""
     generates: bool
     base_path: str
     """The path of the base model on the server."""
@@ -147,7 +147,7 @@ class ServerCapabilities:
         if self.max_context < max_context:
             raise ConfigError(
                 f"model.max_context: {max_context} is more than the {self.max_context} tokens for which the "
-                "server at engine.servers was started (--max-model-len)."
+                "server at engine.servers was started; decrease it, or increase the server's --max-model-len."
             )
         if config.policy == "adapter" and not self.loads_adapters:
             raise ConfigError(f"engine.policy: adapter needs a server {FOR_ADAPTERS}.")

@@ -111,10 +111,11 @@ class VllmLaunch:
             arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*arguments, *config.args]
 
-    def environment(self, key: str, package: Path) -> dict[str, str]:
-        """Return the environment variables. ``package`` is a folder that contains only this package."""
+    def environment(self, key: str, package_folder: Path) -> dict[str, str]:
+        """Return the server's environment variables. ``package_folder`` is a folder on the server's import
+        path that contains only the package instar."""
         environment = _base_environment()
-        paths = [str(package), *filter(None, [environment.get("PYTHONPATH")])]
+        paths = [str(package_folder), *filter(None, [environment.get("PYTHONPATH")])]
         environment.update(
             PYTHONPATH=os.pathsep.join(paths),
             VLLM_API_KEY=key,
@@ -130,7 +131,7 @@ class VllmLaunch:
 
 
 def round_up_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM supports for an adapter of this rank."""
+    """Return the smallest rank supported by vLLM that is not less than ``rank``."""
     for supported in LORA_RANKS:
         if rank <= supported:
             return supported

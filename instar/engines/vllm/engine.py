@@ -32,11 +32,12 @@ from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, To
 BASE = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY = 0.5
-"""The seconds before a failed request is sent again. This is long enough to detect that the server exited."""
+"""The seconds before a failed request is sent again. In this time, the exit of the server is detected."""
 
 
 class VllmEngine(Engine):
-    """Samples from one vLLM server. ``check_interval`` applies only to servers that someone else started."""
+    """Samples from one vLLM server. ``check_interval`` is the number of seconds between health checks of a
+    server that someone else started."""
 
     def __init__(
         self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = EXTERNAL_CHECK_INTERVAL
@@ -62,7 +63,7 @@ class VllmEngine(Engine):
         self._has_pending_load = False
         """True if ``_policy`` arrived while the server was down."""
         self._process_start: str | None = None
-        """The start time of the external server's process when the policy was loaded."""
+        """The metric with the start time of the external server's process when the policy was loaded."""
         self._load_lock = asyncio.Lock()
         self._ready = asyncio.Event()
         self._down_reason = "it has not started yet"
@@ -92,7 +93,10 @@ class VllmEngine(Engine):
     def _create_launch(self) -> VllmLaunch:
         vllm = find_vllm(self._config.python)
         if self._model.device == "cuda" and vllm.on_cpu:
-            raise ConfigError(f"model.device: cuda is set, but {vllm.python} has a vLLM for CPUs.")
+            raise ConfigError(
+                f"model.device: cuda is set, but {vllm.python} has a vLLM for CPUs; set cpu, or set "
+                "engine.python to an environment with a vLLM for GPUs."
+            )
         model = self._model.model_copy(update={"device": "cpu"}) if vllm.on_cpu else self._model
         policy = self._config.policy
         return VllmLaunch(
@@ -121,8 +125,8 @@ class VllmEngine(Engine):
 
     async def _sync_external(self, process_start: str | None) -> None:
         """Restore the policy on an external server that responds again. The weights of a new process are
-        unknown, so they are replaced in a pause. The pause separates the versions within replies that
-        continue."""
+        unknown, so they are replaced during a pause, which separates the versions within replies in
+        progress."""
         is_same_process = process_start is not None and process_start == self._process_start
         if not is_same_process and not self._serving.switches_mid_reply:
             self._serving.reset()
@@ -141,7 +145,7 @@ class VllmEngine(Engine):
             if fallback is not None:
                 await self._serving.load(fallback)
             served = self._serving.version
-            self._report(f"version {policy.version} could not be restored, {served} is served: {error}")
+            self._report(f"version {policy.version} could not be restored; {served} is served: {error}")
 
     def _on_down(self, reason: str) -> None:
         self._down_reason = reason
@@ -361,11 +365,12 @@ class _ModelProperties(msgspec.Struct, frozen=True):
     @classmethod
     def read(cls, folder: Path, model: ModelConfig) -> _ModelProperties:
         config = _read_json(folder / "config.json")
-        text = config.get("text_config", config)
+        text_config = config.get("text_config", config)
         generation = _read_json(folder / "generation_config.json")
-        eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in (generation, config, text)))
-        positions = text.get("max_position_embeddings") or model.max_context
-        return cls(text["vocab_size"], min(model.max_context, positions), frozenset(eos_ids))
+        sources = (generation, config, text_config)
+        eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in sources))
+        positions = text_config.get("max_position_embeddings") or model.max_context
+        return cls(text_config["vocab_size"], min(model.max_context, positions), frozenset(eos_ids))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

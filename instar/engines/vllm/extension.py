@@ -1,9 +1,9 @@
 """Receives new weights in vLLM's workers next to the served weights, and then replaces the served weights.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
-are called by name (`/collective_rpc`) with JSON text and return a dict. After a failure, ``error`` is its
-message, and ``weights_changed`` is true if the served weights may have changed. Received data is never
-unpickled.
+are called by name (`/collective_rpc`) with JSON text and return a dict. After a failure, its ``error`` is the
+error message, and its ``weights_changed`` is true if the served weights may have changed. Received data is
+never unpickled.
 """
 
 # vLLM runs in its own environment, with torch and, for the sync route `ray`, Ray.
@@ -173,8 +173,8 @@ class _CopyRecorder(TorchDispatchMode):
 def load_in_place(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None
 ) -> CopyPlan | None:
-    """Load the weights. Return a plan for later loads from the same buffer, or None if copying is not enough.
-    Copying is not enough if a weight is converted, split among workers, or not copied to a parameter."""
+    """Load the weights. Return a plan for later loads from the same buffer, or None if there is no buffer or
+    if copying is not enough: a weight is converted, split among workers, or not copied to a parameter."""
     parameter_names = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), _CopyRecorder() as recorder:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
@@ -281,7 +281,7 @@ def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Copy one chunk, so that the object store can delete the original."""
+    """Return the weights of one chunk. They are copied, so that the object store can delete the chunk."""
     import ray
 
     references = ray.get(_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
@@ -306,7 +306,7 @@ def _mailbox(body: dict[str, Any]) -> Any:
         ray.shutdown()
     if not ray.is_initialized():
         Config.initialize("")  # read the variables again, because vLLM may have imported Ray before
-        # Ray replaces the handler of the signal that stops vLLM.
+        # Ray replaces the SIGTERM handler of vLLM.
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=body["address"], log_to_driver=False, configure_logging=False)
         if threading.current_thread() is threading.main_thread():

@@ -28,9 +28,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @contextmanager
 def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside_adapter: bool = False) -> Generator[Path]:
-    """Yield a temporary folder with the merged full weights. The folder is in shared memory if the weights
-    fit, else on disk, or next to the adapter if requested. Updated weights are stored in ``dtype`` (`bf16` or
-    `fp32`). Other weights are stored as in the base model."""
+    """Yield a temporary folder with the merged full weights. The folder is next to the adapter if
+    ``beside_adapter`` is True, else in shared memory if the weights fit, else on disk. Updated weights are
+    stored in ``dtype`` (`bf16` or `fp32`), other weights as in the base model."""
     paths = list_weight_files(base)
     size = sum(path.stat().st_size for path in paths)
     # Merged weights have at most twice the size of the base model: fp32 instead of bf16.
@@ -94,7 +94,8 @@ def read_shapes(folder: Path) -> Shapes:
 
 
 def check_same_shapes(folder: Path, base: Path) -> None:
-    """Raise EngineError unless both folders have the same weights. Only one of them may have tied weights."""
+    """Raise EngineError unless both folders have weights with the same names and shapes. Tied output weights
+    may be missing in one of the folders."""
     shapes, base_shapes = read_shapes(folder), read_shapes(base)
     tied_in_one = {TIED_WEIGHT} & (shapes.keys() ^ base_shapes.keys())
     for name in sorted((shapes.keys() | base_shapes.keys()) - tied_in_one):

@@ -19,12 +19,12 @@ from instar.types import FinishReason, SamplingParams, TokenChunk
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 USAGE_TIMEOUT = 10.0
-"""The timeout for events after the last token."""
+"""The number of seconds in which the events after the last token must arrive."""
 
 
 class VllmReply:
-    """A reply that is being received from vLLM. ``version`` returns the served version. ``mark_version`` must
-    be called at every version change, when all tokens of the old version have arrived."""
+    """A reply that is being received from vLLM. ``get_version`` returns the served version. ``mark_version``
+    must be called at every version change, when all tokens of the old version have arrived."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class VllmReply:
         self._versions: list[int] = []
         self.usage: Usage | None = None
         self.mislabelled_tokens = 0
-        """The number of tokens with a wrong version. vLLM 0.27 and later report it."""
+        """The number of tokens whose version differs from the version that vLLM (0.27 and later) reports."""
 
     @property
     def received_bytes(self) -> int:
@@ -118,7 +118,7 @@ class VllmReply:
             return None
         behavior = None
         if self._params.modifies_distribution:
-            # vLLM reports only logprobs of the full softmax, so those of a sampled token are unknown.
+            # vLLM reports only logprobs of the full softmax, so the modified logprobs are unknown.
             behavior = [0.0 if self._params.temperature == 0 else math.nan] * len(ids)
         return TokenChunk(ids, logprobs, versions, behavior, finish, stop)
 

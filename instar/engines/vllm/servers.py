@@ -20,7 +20,8 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""The seconds before each restart, while the server has not run for STABLE_SECONDS."""
+"""The seconds before each consecutive restart. After STABLE_SECONDS without a failure, the first delay is
+used again."""
 STABLE_SECONDS = 120.0
 HEALTH_CHECK_INTERVAL = 5.0
 HEALTH_CHECK_TIMEOUT = 20.0
@@ -30,13 +31,13 @@ STOP_TIMEOUT = 20.0
 LOG_TAIL_LINES = 20
 EXTERNAL_CHECK_INTERVAL = 2.0
 START_METRIC = "process_start_time_seconds "
-"""The metric with the process start time, which identifies a server process."""
+"""The metric with the start time of the server's process, which identifies the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCallbacks:
-    """Callbacks of a server. ``on_ready`` is awaited each time the server has started. ``on_down`` is called
-    with the reason when the server has stopped. ``report`` writes a log line."""
+    """Callbacks of a server. ``on_ready`` is awaited each time the server becomes ready. ``on_down`` is
+    called with the reason each time the server exits or stops responding. ``report`` writes a log line."""
 
     on_ready: Callable[[], Awaitable[None]]
     on_down: Callable[[str], None]
@@ -71,10 +72,10 @@ class VllmProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._restart_task: asyncio.Task[None] | None = None
         self.failure: EngineError | None = None
-        """Why the server is no longer restarted, or None if it is."""
+        """The error after which the server is no longer restarted, or None."""
 
     async def start(self) -> None:
-        """Wait until the server is ready. Raises EngineError with the end of the server's log if it exits."""
+        """Wait until the server is ready. If the server exits, raises EngineError with the end of its log."""
         await self._start_server()
         self._restart_task = asyncio.create_task(self._keep_running())
 
@@ -120,7 +121,7 @@ class VllmProcess:
             if time.monotonic() - start_time > STABLE_SECONDS:
                 failures = 0
             if failures >= len(self._restart_delays):
-                self.failure = EngineError(f"{reason}, also after {failures} restarts.\n{self._log_tail()}")
+                self.failure = EngineError(f"{reason}, even after {failures} restarts.\n{self._log_tail()}")
                 return
             self._callbacks.report(f"{reason}; starting it again")
             await asyncio.sleep(self._restart_delays[failures])
@@ -187,15 +188,15 @@ class ExternalVllm:
                 while (error := await self.client.check_health(HEALTH_CHECK_TIMEOUT)) is not None:
                     self._callbacks.report(str(error))
                     await asyncio.sleep(self._check_interval)
-        except TimeoutError as timeout:
+        except TimeoutError as timeout_error:
             raise EngineUnavailable(
                 f"The vLLM server at {self.client.url} did not respond within {seconds:g} s."
-            ) from timeout
+            ) from timeout_error
         await self._callbacks.on_ready()
         self._watcher = asyncio.create_task(self._watch())
 
     async def process_start(self) -> str | None:
-        """Return the start time of the server's process, or None if the server does not report it."""
+        """Return the metric with the start time of the server's process, or None if it is not reported."""
         lines = str(await self.client.get("/metrics", timeout=HEALTH_CHECK_TIMEOUT)).splitlines()
         return next((line for line in lines if line.startswith(START_METRIC)), None)
 
@@ -228,5 +229,6 @@ def _read_key(config: VllmEngineConfig) -> str | None:
     if key := os.environ.get(config.api_key_env):
         return key
     raise ConfigError(
-        f"engine.api_key_env: the environment variable {config.api_key_env} is not set; set it."
+        f"engine.api_key_env: the environment variable {config.api_key_env} is not set; "
+        "set it to the server's API key."
     )

@@ -76,7 +76,7 @@ class _LoadedAdapter:
 
 class AdapterServing(PolicyServing):
     """Serves each version as an adapter with a unique name, which keeps vLLM's caches for the versions
-    separate. A request finishes under its adapter. The adapter is unloaded after its last request.
+    separate. A request finishes under its adapter. A replaced adapter is unloaded after its last request.
     ``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
 
     artifacts = ("adapter", "base")
@@ -115,7 +115,8 @@ class AdapterServing(PolicyServing):
             )
         if len(self._loaded) >= MAX_LOADED_ADAPTERS:
             raise EngineUnavailable(
-                f"{len(self._loaded)} versions of the policy are still in use; another one cannot be loaded."
+                f"{len(self._loaded)} versions of the policy are in use, which is the maximum; load another "
+                "one when their requests have finished."
             )
         # The suffix is random, because a version may be loaded again from different files.
         name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
@@ -172,12 +173,12 @@ class MergedServing(PolicyServing):
     weights: ServerWeights
     base: Path
     served_base: str
-    """The path of the base model on the server."""
+    """The path of the base model on the server's machine."""
     dtype: str
     is_remote: bool
     """True if the server runs on another machine and can read only policy folders."""
     has_extension: bool
-    """True if the server has our worker extension. On CPUs, the extension updates tied output layers."""
+    """True if the server has our worker extension. Without it, tied output layers are not updated on CPUs."""
     on_cpu: bool
 
     switches_mid_reply = True

@@ -1,4 +1,4 @@
-"""Live routes of the vLLM engine. The code that runs inside vLLM's workers is in `extension`."""
+"""Live weight transfer to the vLLM engine. The code that runs inside vLLM's workers is in `extension`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ POLL_INTERVAL = 0.01
 
 
 async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
-    """Return the live weight transfer routes of a server; none without our worker extension."""
+    """Return the live weight transfer routes that a server supports. A server without our worker extension
+    supports none."""
     try:
         workers: list[Json] = await client.rpc("instar_describe")
     except EngineError:
@@ -33,7 +34,7 @@ async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
 
 
 async def prefetch_adapter(client: VllmClient, folder: str) -> None:
-    """Make the workers read an adapter while they sample. Only our worker extension supports this."""
+    """Make the workers read an adapter while they sample. Without our worker extension, nothing happens."""
     try:
         async with asyncio.timeout(PREFETCH_TIMEOUT):
             while True:

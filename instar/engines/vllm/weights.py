@@ -21,9 +21,9 @@ NO_VERSION = -1
 @dataclass(frozen=True, slots=True)
 class PauseTiming:
     quiet_seconds: float = 0.005
-    """If no data arrives for this time, all sampled tokens have arrived."""
+    """If no data arrives for this time, all sampled tokens are assumed to have arrived."""
     settle_timeout: float = 10.0
-    """Replies that still receive data after this time are aborted."""
+    """Replies that still receive data after this many seconds are aborted."""
     resume_delays: tuple[float, ...] = (0.1, 0.5, 2.0)
     """The seconds before each further attempt to resume the server."""
 
@@ -50,7 +50,7 @@ class ServerWeights:
         self.client = client
         self._timing = timing or PauseTiming()
         self.version = 0
-        """The version that samples tokens now."""
+        """The version under which the server samples now, or NO_VERSION."""
         self.replies: set[VllmReply] = set()
         self.stores_version = False
         """True if the server stores the version for other clients."""
@@ -123,7 +123,7 @@ class ServerWeights:
 
     async def store_version(self, version: int) -> None:
         if self.stores_version:
-            with contextlib.suppress(EngineError):  # sampling does not depend on it
+            with contextlib.suppress(EngineError):  # sampling does not depend on the stored version
                 await self.client.post("/update_weight_version", {"new_version": str(version)})
 
     def _invalidate(self) -> None:

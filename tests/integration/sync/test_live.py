@@ -186,6 +186,6 @@ async def test_push_sends_a_model_sharded_over_two_ranks(
 
 async def test_create_sync_rejects_an_unavailable_route(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
-    with pytest.raises(ConfigError, match=r"sync.route: given 'nccl'; .*Supported here: ipc, ray, files"):
+    with pytest.raises(ConfigError, match=r"sync.route: 'nccl' is not possible: .*Possible: ipc, ray, files"):
         await create_sync(config(tiny, "nccl"), training.backend, [engine])
     await training.backend.close()

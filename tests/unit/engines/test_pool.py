@@ -300,7 +300,7 @@ async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreateP
     await wait_until(lambda: not pool.members[0].healthy)
     head = Policy("p", 4, Artifact("live"))
     engines[0].is_reachable = True
-    await wait_until(lambda: "has not sent it version 4" in pool.members[0].reason)
+    await wait_until(lambda: "has not sent version 4" in pool.members[0].reason)
     engines[0]._status.version = 4  # the trainer has sent the weights
     await wait_until(lambda: pool.members[0].healthy)
 

@@ -70,7 +70,7 @@ async def test_create_sync_rejects_an_unsupported_route(
     route: str, backend: WeightSendingBackend, engine: WeightReceivingEngine, message: str
 ) -> None:
     with pytest.raises(
-        ConfigError, match=rf"sync.route: given '{route}'; .*{message}.*Supported here: .*files"
+        ConfigError, match=rf"sync.route: '{route}' is not possible: .*{message}.*Possible: .*files"
     ):
         await create_sync(make_config(route), backend, [engine])
 
@@ -83,7 +83,7 @@ async def test_create_sync_requires_a_route_to_every_engine() -> None:
 
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
-    with pytest.raises(ConfigError, match="no route from backend to engine"):
+    with pytest.raises(ConfigError, match="the backend publishes adapter, but the .* engine loads base, remote"):
         await create_sync(make_config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()])
 
 

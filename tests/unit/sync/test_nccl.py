@@ -135,7 +135,7 @@ async def test_push_aborts_the_broadcast_if_a_member_fails(rendezvous: FakeRende
     async with asyncio.timeout(10):
         outcome, other = await sync.push(make_policy(1), [failing_engine, healthy_engine])
     assert "the GPU is gone" in str(outcome)
-    assert "another engine of its group failed" in str(other)
+    assert "another engine in its group failed" in str(other)
     assert rendezvous.groups[0].destroyed.is_set()
     assert healthy_engine.version == 0
     failing_engine.failing = ""
