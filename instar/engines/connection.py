@@ -25,7 +25,7 @@ class EngineConnection:
     """
 
     def __init__(
-        self, url: str, token: str | None, name: str, *, idle_seconds: float, keep_alive: float = 15.0
+        self, url: str, token: str | None, name: str, *, idle_seconds: float, keep_alive_seconds: float = 15.0
     ) -> None:
         self.url = url.rstrip("/")
         address = urlsplit(self.url)
@@ -39,7 +39,7 @@ class EngineConnection:
             address.hostname, address.port or 80, idle_seconds=idle_seconds, connect_seconds=CONNECT_TIMEOUT
         )
         self._calls = HttpClient(
-            headers=self._headers, connect_timeout=CONNECT_TIMEOUT, keep_alive=keep_alive, secret=token
+            headers=self._headers, connect_timeout=CONNECT_TIMEOUT, keep_alive=keep_alive_seconds, secret=token
         )
 
     async def stream(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> PlainResponse:
@@ -47,7 +47,7 @@ class EngineConnection:
         try:
             return await self._streams.post(self._path + path, {**self._headers, **(headers or {})}, body)
         except STREAM_ERRORS as error:
-            raise self.unavailable(error) from error
+            raise self.unavailable_error(error) from error
 
     async def request(
         self,
@@ -60,9 +60,9 @@ class EngineConnection:
         try:
             return await self._calls.request(method, self.url + path, body, headers=headers, timeout=timeout)
         except NoResponse as error:
-            raise self.unavailable(error) from error
+            raise self.unavailable_error(error) from error
 
-    def unavailable(self, error: Exception) -> EngineUnavailable:
+    def unavailable_error(self, error: Exception) -> EngineUnavailable:
         reason = str(error) or type(error).__name__
         return EngineUnavailable(f"The {self._name} at {self.url} cannot be reached: {reason}")
 

@@ -38,10 +38,10 @@ SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cac
 class PoolMember:
     engine: Engine
     index: int
-    healthy: bool = False
-    reason: str = "it has not responded yet"
+    is_healthy: bool = False
+    unhealthy_reason: str = "it has not responded yet"
     missed_checks: int = 0
-    draining: bool = False
+    is_draining: bool = False
     """True if the engine is healthy but rejects new requests."""
     in_flight: int = 0
     other_requests: int = 0
@@ -59,12 +59,12 @@ class PoolMember:
         return self.in_flight + self.other_requests
 
     @property
-    def accepts_requests(self) -> bool:
-        return self.healthy and not self.draining
+    def can_accept_requests(self) -> bool:
+        return self.is_healthy and not self.is_draining
 
     def mark_unhealthy(self, reason: str) -> None:
-        self.healthy = False
-        self.reason = reason
+        self.is_healthy = False
+        self.unhealthy_reason = reason
         self.check_requested.set()
 
     def release_waiting_requests(self) -> None:
@@ -73,7 +73,7 @@ class PoolMember:
             self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
 
     @contextlib.contextmanager
-    def request(self) -> Generator[None]:
+    def track_request(self) -> Generator[None]:
         """Count a request while the block runs. EngineUnavailable marks the engine as unhealthy."""
         self.in_flight += 1
         try:
@@ -128,8 +128,8 @@ class EnginePool(Engine):
             raise ConfigError(
                 f"The engines serve different models: {names}; all engines must serve the same model."
             )
-        if not any(member.healthy for member in self.members):
-            raise self._none_available()
+        if not any(member.is_healthy for member in self.members):
+            raise self._none_available_error()
 
     def for_session(self, session: str) -> Engine:
         return _SessionEngine(self, session)
@@ -147,9 +147,9 @@ class EnginePool(Engine):
             member.total_requests += 1
             has_begun = False
             try:
-                with member.request():
+                with member.track_request():
                     async with aclosing(member.engine.generate(prompt_ids, params)) as chunks:
-                        first = await self._first_chunk(member, chunks)
+                        first = await self._await_first_chunk(member, chunks)
                         has_begun = True
                         yield first
                         async for chunk in chunks:
@@ -164,7 +164,7 @@ class EnginePool(Engine):
         while True:
             member = self._pick(tried)
             tried.append(member)
-            with contextlib.suppress(EngineUnavailable), member.request():
+            with contextlib.suppress(EngineUnavailable), member.track_request():
                 return await member.engine.logprobs(token_ids)
 
     async def load(self, policy: Policy) -> None:
@@ -172,7 +172,7 @@ class EnginePool(Engine):
         Raises the error of an engine that rejects the policy, and EngineUnavailable if no engine could be
         reached."""
         previous, self._policy = self._policy, policy
-        healthy = [member for member in self.members if member.healthy]
+        healthy = [member for member in self.members if member.is_healthy]
         outcomes = await asyncio.gather(
             *(self._load(member, policy) for member in healthy), return_exceptions=True
         )
@@ -198,17 +198,17 @@ class EnginePool(Engine):
         for member in removed:
             if self._watchers is not None:
                 await _cancel_tasks([self._watchers.pop(member)])
-            member.healthy, member.reason = False, "it was removed from the pool"
+            member.is_healthy, member.unhealthy_reason = False, "it was removed from the pool"
             member.release_waiting_requests()
             await member.engine.close()
 
     async def status(self) -> EngineStatus:
         """Return the sums over all engines that respond, and the lowest version among them."""
-        healthy = [member for member in self.members if member.healthy]
-        outcomes = await asyncio.gather(*map(self._status, healthy), return_exceptions=True)
+        healthy = [member for member in self.members if member.is_healthy]
+        outcomes = await asyncio.gather(*map(self._query_status, healthy), return_exceptions=True)
         statuses = [status for status in outcomes if isinstance(status, EngineStatus)]
         if not statuses:
-            raise self._none_available()
+            raise self._none_available_error()
         sums: Any = {name: sum(getattr(status, name) for status in statuses) for name in SUMMED_FIELDS}
         return EngineStatus(version=min(status.version for status in statuses), **sums)
 
@@ -218,9 +218,9 @@ class EnginePool(Engine):
         await asyncio.gather(*(member.engine.close() for member in self.members))
 
     def _pick(self, tried: Collection[PoolMember], session: str | None = None) -> PoolMember:
-        candidates = [member for member in self.members if member.accepts_requests and member not in tried]
+        candidates = [member for member in self.members if member.can_accept_requests and member not in tried]
         if not candidates:
-            raise self._none_available()
+            raise self._none_available_error()
         least_busy = min(candidates, key=lambda member: (member.load, member.total_requests, member.index))
         if session is None:
             return least_busy
@@ -232,7 +232,7 @@ class EnginePool(Engine):
             self._sessions.popitem(last=False)
         return chosen
 
-    async def _first_chunk(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
+    async def _await_first_chunk(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
         """Return the first chunk of a reply. Raises EngineUnavailable if the engine becomes unhealthy during
         the wait, or if it has restarted and does not serve the policy that the pool loaded."""
         expected = member.loaded_version
@@ -244,7 +244,7 @@ class EnginePool(Engine):
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise EngineUnavailable(member.reason) from None
+            raise EngineUnavailable(member.unhealthy_reason) from None
         except StopAsyncIteration:
             raise EngineUnavailable("The engine finished a reply without any token.") from None
         finally:
@@ -253,11 +253,11 @@ class EnginePool(Engine):
             raise EngineUnavailable(f"The engine serves version {chunk.versions[0]} instead of {expected}.")
         return chunk
 
-    def _none_available(self) -> EngineUnavailable:
+    def _none_available_error(self) -> EngineUnavailable:
         reasons = "; ".join(
-            f"engine {member.index}: {'it is being drained' if member.healthy else member.reason}"
+            f"engine {member.index}: {'it is being drained' if member.is_healthy else member.unhealthy_reason}"
             for member in self.members
-            if not member.accepts_requests
+            if not member.can_accept_requests
         )
         count = len(self.members)
         return EngineUnavailable(f"None of the {count} engines can answer ({reasons or 'all have failed'}).")
@@ -272,23 +272,23 @@ class EnginePool(Engine):
 
     async def _check(self, member: PoolMember) -> None:
         try:
-            status = await self._status(member)
-            member.draining = status.draining
+            status = await self._query_status(member)
+            member.is_draining = status.draining
             if member.loaded_version is not None and status.version < member.loaded_version:
-                member.healthy = False
-            if not member.healthy:
+                member.is_healthy = False
+            if not member.is_healthy:
                 await self._admit(member)
         except InstarError as error:
             member.missed_checks += 1
-            if not member.healthy or member.missed_checks >= MAX_MISSED_CHECKS:
-                member.healthy = False
-                member.reason = str(error)
+            if not member.is_healthy or member.missed_checks >= MAX_MISSED_CHECKS:
+                member.is_healthy = False
+                member.unhealthy_reason = str(error)
                 member.release_waiting_requests()
             return
         member.missed_checks = 0
         member.other_requests = max(0, status.running + status.waiting - member.in_flight)
 
-    async def _status(self, member: PoolMember) -> EngineStatus:
+    async def _query_status(self, member: PoolMember) -> EngineStatus:
         try:
             async with asyncio.timeout(self._check_timeout):
                 return await member.engine.status()
@@ -302,17 +302,17 @@ class EnginePool(Engine):
         elif (model := _describe_model(info)) != (pool_model := _describe_model(self._info)):
             raise EngineError(f"It serves {model}, but the other engines serve {pool_model}.")
         else:
-            self._info = _common_info(info, self._info)
+            self._info = _combine_info(info, self._info)
         while True:
             # Read the status first: the newest policy is published before any engine can serve it.
-            status = await self._status(member)
+            status = await self._query_status(member)
             policy = await self._newest_policy() if self._newest_policy else self._policy
             if policy is None or status.version == policy.version:
                 break
             if policy.artifact.kind == "live":
                 raise EngineUnavailable(f"The trainer has not sent version {policy.version} to it yet.")
             await self._load(member, policy)
-        member.healthy = True
+        member.is_healthy = True
 
     async def _load(self, member: PoolMember, policy: Policy) -> None:
         try:
@@ -359,7 +359,7 @@ def _describe_model(info: EngineInfo) -> str:
     return f"{info.model} (a vocabulary of {info.vocab_size} tokens, a context of {info.max_context})"
 
 
-def _common_info(info: EngineInfo, other: EngineInfo) -> EngineInfo:
+def _combine_info(info: EngineInfo, other: EngineInfo) -> EngineInfo:
     return msgspec.structs.replace(
         info,
         kind=info.kind if info.kind == other.kind else "mixed",

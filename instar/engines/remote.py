@@ -73,9 +73,9 @@ class RemoteEngine(Engine):
                 if error is not None:
                     raise error
         except STREAM_ERRORS as error:
-            raise self._connection.unavailable(error) from error
+            raise self._connection.unavailable_error(error) from error
         except msgspec.DecodeError as error:
-            raise self._malformed(error) from error
+            raise self._malformed_response_error(error) from error
         finally:
             if response is not None:
                 response.close()
@@ -134,9 +134,9 @@ class RemoteEngine(Engine):
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise self._malformed(error) from error
+            raise self._malformed_response_error(error) from error
 
-    def _malformed(self, error: msgspec.DecodeError) -> EngineUnavailable:
+    def _malformed_response_error(self, error: msgspec.DecodeError) -> EngineUnavailable:
         # Not a plain EngineError, because a proxy may have sent the response while the engine was down.
         return EngineUnavailable(f"The server at {self._url} did not respond like an engine: {error}")
 

@@ -41,7 +41,7 @@ class ScriptedEngine(Engine):
         self._config = config
         self._script = cast(Script, load_object(config.function)) if config.function else None
         self._eos: int = self._tokenizer.eos_token_id
-        self._encoded = lru_cache(MAX_CACHED_REPLIES)(self._encode)
+        self._encode_cached = lru_cache(MAX_CACHED_REPLIES)(self._encode)
         self._reply_ids = [self._encode(reply) for reply in config.replies]
         self._reply_bytes = [np.asarray(ids, np.int32).tobytes() for ids in self._reply_ids]
         self._info = EngineInfo(
@@ -53,7 +53,7 @@ class ScriptedEngine(Engine):
             can_score=True,
         )
         self._status = EngineStatus(version=0)
-        self._closed = False
+        self._is_closed = False
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
@@ -61,7 +61,7 @@ class ScriptedEngine(Engine):
         self._check_open()
         stop_rule = StopRule(params, self.info.max_context - len(prompt), [self._eos], self._tokenizer)
         prompt_bytes = prompt.tobytes()
-        reply = self._reply(prompt, prompt_bytes, params.seed)
+        reply = self._choose_reply(prompt, prompt_bytes, params.seed)
         state, delay = _initial_state(prompt_bytes, params.seed), self._config.delay
         self._status.prompt_tokens += len(prompt)
         self._status.running += 1
@@ -73,7 +73,7 @@ class ScriptedEngine(Engine):
                 state = _next_state(state, token)
                 reason, stop_string = stop_rule.push(token)
                 self._status.generated_tokens += 1
-                logprob = _logprob(state)
+                logprob = _to_logprob(state)
                 yield TokenChunk(
                     token_ids=[token],
                     logprobs=[logprob],
@@ -95,7 +95,7 @@ class ScriptedEngine(Engine):
         values = np.full(len(ids), np.nan, np.float32)
         for position, token in enumerate(ids[1:].tolist(), 1):
             state = _next_state(state, token)
-            values[position] = _logprob(state)
+            values[position] = _to_logprob(state)
         return values
 
     async def load(self, policy: Policy) -> None:
@@ -106,18 +106,18 @@ class ScriptedEngine(Engine):
         return copy.copy(self._status)
 
     async def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise EngineUnavailable("The engine is closed.")
 
-    def _reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
+    def _choose_reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
         """Return the tokens of the reply. Without a script function, the number of scripted replies in the
         prompt is the index of the next reply. After the last reply, the list starts again."""
         if self._script is not None:
             text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
-            return self._encoded(self._script(text, seed))
+            return self._encode_cached(self._script(text, seed))
         return self._reply_ids[_count_turns(prompt_bytes, self._reply_bytes) % len(self._reply_ids)]
 
     def _encode(self, text: str) -> list[int]:
@@ -147,6 +147,6 @@ def _next_state(state: int, token: int) -> int:
     return (state * 6364136223846793005 + 2 * token + 1) & (2**64 - 1)
 
 
-def _logprob(state: int) -> float:
+def _to_logprob(state: int) -> float:
     """Return a logprob between -3 and 0, both excluded."""
     return -3.0 * ((state >> 16) + 1) / (2**48 + 1)

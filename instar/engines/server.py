@@ -55,27 +55,27 @@ class DrainGate:
     closed and the last request has finished."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.is_closed = False
         self.drained = asyncio.Event()
-        self._active = 0
+        self._active_requests = 0
 
     def close(self) -> None:
-        self.closed = True
-        self._leave(0)
+        self.is_closed = True
+        self._finish_requests(0)
 
     @contextmanager
     def admit(self) -> Generator[None]:
-        if self.closed:
+        if self.is_closed:
             raise EngineUnavailable("The engine is being drained and accepts no new requests.")
-        self._active += 1
+        self._active_requests += 1
         try:
             yield
         finally:
-            self._leave(1)
+            self._finish_requests(1)
 
-    def _leave(self, count: int) -> None:
-        self._active -= count
-        if self.closed and not self._active:
+    def _finish_requests(self, count: int) -> None:
+        self._active_requests -= count
+        if self.is_closed and not self._active_requests:
             self.drained.set()
 
 
@@ -118,7 +118,7 @@ class _GenerateEndpoint:
         except ClientDisconnect:
             return
         except EngineError as error:
-            await _error(400, error)(scope, receive, send)
+            await _error_response(400, error)(scope, receive, send)
             return
         try:
             with self.gate.admit():
@@ -126,7 +126,7 @@ class _GenerateEndpoint:
         except EngineUnavailable as error:
             failure = error
         if failure is not None:
-            await _error(_status_of(failure), failure)(scope, receive, send)
+            await _error_response(_http_status(failure), failure)(scope, receive, send)
 
 
 class _ReplyStream:
@@ -137,13 +137,13 @@ class _ReplyStream:
         self._chunks = chunks
         self._receive = receive
         self._send = send
-        self._ready: list[TokenChunk] = []
+        self._ready_chunks: list[TokenChunk] = []
         self._changed = asyncio.Event()
 
     async def run(self) -> InstarError | None:
         """Send the reply, or return the error that occurred before the first token."""
-        sampling = self._start(self._sample())
-        disconnect = self._start(_wait_for_disconnect(self._receive))
+        sampling = self._start_task(self._sample())
+        disconnect = self._start_task(_wait_for_disconnect(self._receive))
         has_begun = False
         try:
             while True:
@@ -153,7 +153,7 @@ class _ReplyStream:
                     return None
                 is_finished = sampling.done()
                 error = sampling.result() if is_finished else None
-                if error is not None and not has_begun and not self._ready:
+                if error is not None and not has_begun and not self._ready_chunks:
                     return error
                 if not has_begun:
                     has_begun = True
@@ -167,7 +167,7 @@ class _ReplyStream:
             disconnect.cancel()
             await asyncio.gather(sampling, disconnect, return_exceptions=True)
 
-    def _start(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
+    def _start_task(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)
         task.add_done_callback(lambda _: self._changed.set())
         return task
@@ -176,15 +176,15 @@ class _ReplyStream:
         try:
             async with aclosing(self._chunks) as chunks:
                 async for chunk in chunks:
-                    self._ready.append(chunk)
+                    self._ready_chunks.append(chunk)
                     self._changed.set()
         except InstarError as error:
             return error
         return None
 
     def _encode_ready(self, error: InstarError | None) -> bytes:
-        lines = encode_line(join_chunks(self._ready)) if self._ready else b""
-        self._ready.clear()
+        lines = encode_line(join_chunks(self._ready_chunks)) if self._ready_chunks else b""
+        self._ready_chunks.clear()
         return lines if error is None else lines + msgspec.json.encode(_error_body(error)) + b"\n"
 
 
@@ -204,43 +204,43 @@ class _Handlers:
         try:
             check_artifact(self.engine.info, policy)
         except EngineError as error:
-            return _error(400, error)
+            return _error_response(400, error)
         await self.engine.load(policy)
         self.uploads.loaded_path = policy.artifact.path
-        return _json({})
+        return _json_response({})
 
     async def stage(self, request: Request) -> Response:
-        return _json(await self.engine.stage(await _decode_body(request, WeightTransfer)))
+        return _json_response(await self.engine.stage(await _decode_body(request, WeightTransfer)))
 
     async def commit(self, request: Request) -> Response:
         await self.engine.commit((await _decode_body(request, LoadRequest)).policy)
-        return _json({})
+        return _json_response({})
 
     async def seen(self, request: Request) -> Response:
-        return _json(await self.uploads.check_folder(await _decode_body(request, FolderCheck)))
+        return _json_response(await self.uploads.check_folder(await _decode_body(request, FolderCheck)))
 
     async def upload(self, request: Request) -> Response:
-        return _json(await self.uploads.receive_folder(request))
+        return _json_response(await self.uploads.receive_folder(request))
 
     async def logprobs(self, request: Request) -> Response:
         try:
             ids = unpack_ids(await _read_body(request.receive))
             check_score_request(self.engine.info, ids)
         except EngineError as error:
-            return _error(400, error)
+            return _error_response(400, error)
         with self.gate.admit():
             values = await self.engine.logprobs(ids)
         return Response(pack_floats(values), media_type="application/octet-stream")
 
     async def info(self, request: Request) -> Response:
-        return _json(self.engine.info)
+        return _json_response(self.engine.info)
 
     async def status(self, request: Request) -> Response:
-        return _json(msgspec.structs.replace(await self.engine.status(), draining=self.gate.closed))
+        return _json_response(msgspec.structs.replace(await self.engine.status(), draining=self.gate.is_closed))
 
     async def healthz(self, request: Request) -> Response:
         await self.engine.status()
-        return _json({"ok": True})
+        return _json_response({"ok": True})
 
 
 async def _read_body(receive: Receive) -> bytes | bytearray:
@@ -270,16 +270,16 @@ class _BadRequest(EngineError):
 
 async def _handle_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, InstarError)
-    return _error(_status_of(error), error)
+    return _error_response(_http_status(error), error)
 
 
-def _status_of(error: InstarError) -> int:
+def _http_status(error: InstarError) -> int:
     if isinstance(error, _BadRequest | PromptTooLong):
         return 400
     return 503 if isinstance(error, EngineUnavailable) else 500
 
 
-def _json(value: object, status: int = 200) -> Response:
+def _json_response(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
@@ -288,8 +288,8 @@ def _error_body(error: InstarError) -> dict[str, Any]:
     return {"error": {"type": kind.__name__, "message": str(error)}}
 
 
-def _error(status: int, error: InstarError) -> Response:
-    return _json(_error_body(error), status)
+def _error_response(status: int, error: InstarError) -> Response:
+    return _json_response(_error_body(error), status)
 
 
 class _RequireToken:
@@ -301,6 +301,6 @@ class _RequireToken:
         needs_token = scope["type"] == "http" and scope["path"] != "/healthz"
         if needs_token and not has_bearer_token(scope["headers"], self._token):
             error = EngineError("The bearer token is missing or wrong; send Authorization: Bearer <token>.")
-            await _error(401, error)(scope, receive, send)
+            await _error_response(401, error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -20,23 +20,23 @@ class StopStrings:
     def __init__(self, tokenizer: TokenDecoder, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
-        self._overlap = max(map(len, stop)) - 1
+        self._overlap_chars = max(map(len, stop)) - 1
         self._ids: list[int] = []
-        self._start = 0
-        self._searched = 0
+        self._window_start = 0
+        self._searched_tokens = 0
         self._tail = ""
 
     def push(self, token_id: int) -> str | None:
         """Add a token and return the leftmost stop string that the token completes, or None."""
         self._ids.append(token_id)
-        known_text = self._decode(self._ids[self._start : self._searched])
-        text = self._decode(self._ids[self._start :])
+        known_text = self._decode(self._ids[self._window_start : self._searched_tokens])
+        text = self._decode(self._ids[self._window_start :])
         if len(text) <= len(known_text) or text.endswith("\ufffd"):
             return None
-        self._start, self._searched = self._searched, len(self._ids)
+        self._window_start, self._searched_tokens = self._searched_tokens, len(self._ids)
         self._tail += text[len(known_text) :]
         stop = find_stop_string(self._tail, self._stop)
-        self._tail = self._tail[-self._overlap :] if self._overlap else ""
+        self._tail = self._tail[-self._overlap_chars :] if self._overlap_chars else ""
         return stop
 
     def _decode(self, ids: list[int]) -> str:
@@ -54,16 +54,16 @@ class StopRule:
         self, params: SamplingParams, context_left: int, eos_ids: Collection[int], tokenizer: TokenDecoder
     ) -> None:
         self._tokens_left = min(params.max_tokens, context_left)
-        self._ids = {*eos_ids, *params.stop_token_ids}
-        self._strings = StopStrings(tokenizer, params.stop) if params.stop else None
+        self._stop_ids = {*eos_ids, *params.stop_token_ids}
+        self._stop_strings = StopStrings(tokenizer, params.stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[FinishReason | None, str | None]:
         """Add a token. Return the finish reason, or None if the reply continues, and the stop string that
         ended the reply, or None."""
         self._tokens_left -= 1
-        if token_id in self._ids:
+        if token_id in self._stop_ids:
             return "stop", None
-        if self._strings is not None and (stop := self._strings.push(token_id)) is not None:
+        if self._stop_strings is not None and (stop := self._stop_strings.push(token_id)) is not None:
             return "stop", stop
         return ("length", None) if self._tokens_left <= 0 else (None, None)
 

@@ -40,7 +40,7 @@ MEAN_GAP = 0.06
 
 def has_vllm() -> bool:
     try:
-        return not find_vllm(PYTHON).on_cpu
+        return not find_vllm(PYTHON).is_for_cpu
     except ConfigError:
         return False
 

@@ -68,7 +68,7 @@ class CloudEngine(Engine):
         self._path: str | None = None
         """The path of the policy to serve, or None for the base model. Its version is in ``_status``."""
         self._status = EngineStatus(version=0)
-        self._closed = False
+        self._is_closed = False
 
     @abstractmethod
     async def open_sampler(self, path: str | None) -> Any:
@@ -89,8 +89,8 @@ class CloudEngine(Engine):
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         prompt = to_ids(prompt_ids)
         check_request(self.info, prompt, params)
-        async with self._slot():
-            chunk = await self._reply(prompt, params)
+        async with self._acquire_slot():
+            chunk = await self._sample_reply(prompt, params)
             self._status.prompt_tokens += len(prompt)
             self._status.generated_tokens += len(chunk.token_ids)
             yield chunk
@@ -100,11 +100,11 @@ class CloudEngine(Engine):
         check_score_request(self.info, ids)
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
-        async with self._slot():
-            return (await self._with_reconnect(lambda client: self.score(client, ids)))[0]
+        async with self._acquire_slot():
+            return (await self._call_with_reconnect(lambda client: self.score(client, ids)))[0]
 
     @asynccontextmanager
-    async def _slot(self) -> AsyncGenerator[None]:
+    async def _acquire_slot(self) -> AsyncGenerator[None]:
         """Limit concurrent requests to ``max_in_flight``, and raise each CloudError as an EngineError."""
         self._status.waiting += 1
         try:
@@ -120,13 +120,13 @@ class CloudEngine(Engine):
             self._status.running -= 1
             self._slots.release()
 
-    async def _reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
-        reply, served = await self._with_reconnect(lambda client: self.sample(client, prompt, params))
+    async def _sample_reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
+        reply, served = await self._call_with_reconnect(lambda client: self.sample(client, prompt, params))
         ids, reason, stop = self._truncate(reply, params, self.info.max_context - len(prompt))
         logprobs = reply.logprobs[: len(ids)]
         behavior = None
         if params.modifies_distribution:
-            logprobs, behavior = await self._modified_logprobs(served, prompt, ids, params)
+            logprobs, behavior = await self._score_modified(served, prompt, ids, params)
         return TokenChunk(ids, logprobs, [served.version] * len(ids), behavior, reason, stop)
 
     def _truncate(
@@ -141,7 +141,7 @@ class CloudEngine(Engine):
                 return reply.token_ids[: position + 1], reason, stop
         return reply.token_ids, reply.finish_reason, None
 
-    async def _modified_logprobs(
+    async def _score_modified(
         self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
         """Return the logprobs under the full softmax and under the modified distribution. The service's own
@@ -152,20 +152,20 @@ class CloudEngine(Engine):
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
-    async def _with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
+    async def _call_with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
         """Return the result of ``call(client)`` and the policy that served it. Reconnect once if needed."""
-        served = await self._current()
+        served = await self._get_served_policy()
         try:
             return await call(served.client), served
         except CloudError as failure:
             if failure.kind != "lost":
                 raise
-        served = await self._current(instead_of=served)
+        served = await self._get_served_policy(instead_of=served)
         return await call(served.client), served
 
-    async def _current(self, instead_of: ServedPolicy | None = None) -> ServedPolicy:
+    async def _get_served_policy(self, instead_of: ServedPolicy | None = None) -> ServedPolicy:
         async with self._policy_lock:
-            if self._closed:
+            if self._is_closed:
                 raise EngineUnavailable("The engine is closed.")
             if self._served is not None and self._served is not instead_of:
                 return self._served
@@ -180,16 +180,16 @@ class CloudEngine(Engine):
         check_artifact(self.info, policy)
         path = None if policy.artifact.kind == "base" else policy.artifact.path
         async with self._policy_lock:
-            if self._closed:
+            if self._is_closed:
                 raise EngineUnavailable("The engine is closed.")
             try:
-                client = await self._reopen_sampler(path)
+                client = await self._open_with_reconnect(path)
             except CloudError as failure:
                 raise failure.to_engine_error() from None
             self._status.version, self._path = policy.version, path
             self._served = ServedPolicy(policy.version, client)
 
-    async def _reopen_sampler(self, path: str | None) -> Any:
+    async def _open_with_reconnect(self, path: str | None) -> Any:
         try:
             return await self.open_sampler(path)
         except CloudError as failure:
@@ -203,7 +203,7 @@ class CloudEngine(Engine):
 
     async def close(self) -> None:
         async with self._policy_lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_closed:
+                self._is_closed = True
                 self._served = None
                 await self.disconnect()

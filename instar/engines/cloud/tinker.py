@@ -32,7 +32,7 @@ class TinkerSampler(CloudEngine):
         sdk_params = cloud.sdk.types.SamplingParams(
             max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
             seed=params.seed,
-            stop=self._stop_list(params),
+            stop=self._build_stop_list(params),
             temperature=params.temperature,
             top_k=params.top_k or -1,
             top_p=params.top_p,
@@ -49,7 +49,7 @@ class TinkerSampler(CloudEngine):
         reason: FinishReason = "length" if sequence.stop_reason == "length" else "stop"
         return CloudReply(ids, logprobs, reason)
 
-    def _stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
+    def _build_stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
         """Return the stop sequences as strings or as ids, because the SDK does not accept a mix. With stop
         strings, the stop ids are decoded to text. The list replaces the SDK's default, so it includes the
         end-of-sequence tokens. None keeps the default."""

@@ -61,7 +61,7 @@ class StepPlan:
     """[T] the row of every token."""
     positions: Tensor
     """[T] the position of every token in its row."""
-    decoding: int
+    decoding_rows: int
     """The number of decoding rows. The step begins with one token from each."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
@@ -135,7 +135,7 @@ def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, 
     """Return the attention output of the decoding rows [rows, heads, head dim] for query [kv heads, heads per
     kv head, T, head dim]. Attention to a shared prefix is one matrix product for all of its rows. The result
     is combined with the attention to later keys by the two log-sum-exps."""
-    rows, kv_heads, head_dim = plan.decoding, query.shape[0], query.shape[3]
+    rows, kv_heads, head_dim = plan.decoding_rows, query.shape[0], query.shape[3]
     query_R = query[:, :, :rows].permute(2, 0, 1, 3)
     output_R = torch.empty(query_R.shape, dtype=torch.float32)
     lse_R = torch.empty(query_R.shape[:3], dtype=torch.float32)

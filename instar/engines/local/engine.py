@@ -177,7 +177,7 @@ class LocalEngine(Engine):
             self._failure = EngineError(f"The local engine stopped: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
         for loop, chunks in list(self._queues.values()):
-            _wake(loop, [(chunks, self._failure)])
+            _enqueue(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
         """Run the posted commands. If there are no requests, wait for a command. Return False to stop."""
@@ -199,11 +199,11 @@ class LocalEngine(Engine):
         batches: dict[asyncio.AbstractEventLoop, list[tuple[ReplyQueue, TokenChunk | EngineError]]] = {}
         for request, chunk in emissions:
             loop, chunks = self._queues[request]
-            if request.finished:
+            if request.is_finished:
                 del self._queues[request]
             batches.setdefault(loop, []).append((chunks, chunk))
         for loop, batch in batches.items():
-            _wake(loop, batch)
+            _enqueue(loop, batch)
 
     def _apply(self, update: PolicyUpdate, applied: Future[None]) -> None:
         try:
@@ -214,7 +214,7 @@ class LocalEngine(Engine):
         applied.set_result(None)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenChunk | EngineError]]) -> None:
+def _enqueue(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenChunk | EngineError]]) -> None:
     def put() -> None:
         for chunks, item in batch:
             chunks.put_nowait(item)

@@ -143,29 +143,29 @@ def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
     for name, tensor in tensors.items():
         module, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if not name.startswith(PEFT_PREFIX) or matrix not in ("A.weight", "B.weight"):
-            raise _unsupported(folder, f"contains {name}")
+            raise _unsupported_error(folder, f"contains {name}")
         updates.setdefault(module, {})[matrix[0]] = tensor
     return updates, scale
 
 
 def _read_scale(config: dict[str, Any], folder: Path) -> float:
     if config.get("peft_type") != "LORA":
-        raise _unsupported(folder, f"has the type {config.get('peft_type')}")
+        raise _unsupported_error(folder, f"has the type {config.get('peft_type')}")
     for name in UNSUPPORTED_SETTINGS:
         if config.get(name):
-            raise _unsupported(folder, f"uses {name}")
+            raise _unsupported_error(folder, f"uses {name}")
     if config.get("bias", "none") != "none":
-        raise _unsupported(folder, "trains biases")
+        raise _unsupported_error(folder, "trains biases")
     # These methods change the base weights at the start, and the adapter's folder does not contain the
     # change.
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
-        raise _unsupported(folder, f"was initialized with {init}")
+        raise _unsupported_error(folder, f"was initialized with {init}")
     rank = float(config["r"])
     return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _unsupported(folder: Path, problem: str) -> EngineError:
+def _unsupported_error(folder: Path, problem: str) -> EngineError:
     return EngineError(f"The adapter in {folder} {problem}, which Instar does not support.")
 
 

@@ -57,7 +57,7 @@ class EngineModel:
         text_config = self._model.config.get_text_config()
         positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
         self.max_context = min(config.max_context, positions)
-        self.kv_shape = self._probe(text_config.num_hidden_layers)
+        self.kv_shape = self._probe_kv_shape(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
         """Return a model that has its own adapter and shares all weights, even those loaded later."""
@@ -108,19 +108,19 @@ class EngineModel:
             raise EngineError(f"The weights in {folder} do not have the architecture of {self.folder}.")
         return state
 
-    def _probe(self, layers: int) -> KVShape:
+    def _probe_kv_shape(self, layer_count: int) -> KVShape:
         """Return the shape of keys and values. Raises EngineError if a layer's attention is not supported."""
         probe = attention.ShapeProbe()
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self._model(input_ids=token, position_ids=token, use_cache=False, instar_plan=probe)
         shapes = set(probe.shapes.values())
-        if sorted(probe.shapes) != list(range(layers)) or len(shapes) != 1:
+        if sorted(probe.shapes) != list(range(layer_count)) or len(shapes) != 1:
             raise EngineError(
                 "The layers have different attention; the local engine requires full attention in all layers."
             )
         ((kv_heads, head_dim),) = shapes
-        return KVShape(layers, kv_heads, head_dim, self.dtype, self.device)
+        return KVShape(layer_count, kv_heads, head_dim, self.dtype, self.device)
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> Any:

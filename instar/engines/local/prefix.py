@@ -37,7 +37,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._root = PrefixNode(np.empty(0, np.int32), None, None)
         self._clock = 0
-        self.tokens = 0
+        self.cached_tokens = 0
 
     def match(self, ids: Ids) -> list[tuple[Tensor, int]]:
         """Return the keys and values of the longest cached prefix of ``ids``, in pieces. Each piece comes
@@ -68,19 +68,19 @@ class PrefixCache:
         kv = row[:, :, :, matched : len(ids)].clone()
         node = PrefixNode(ids[matched:].copy(), kv, parent, last_used=self._clock)
         parent.children[int(ids[matched])] = node
-        self.tokens += len(ids) - matched
+        self.cached_tokens += len(ids) - matched
 
     def trim(self, max_tokens: int) -> None:
         """Evict the least recently used prefixes until at most ``max_tokens`` are cached."""
-        while self.tokens > max_tokens:
+        while self.cached_tokens > max_tokens:
             leaf = min(self._leaves(), key=lambda node: node.last_used)
             assert leaf.parent is not None
             del leaf.parent.children[int(leaf.ids[0])]
-            self.tokens -= len(leaf.ids)
+            self.cached_tokens -= len(leaf.ids)
 
     def clear(self) -> None:
         self._root.children.clear()
-        self.tokens = 0
+        self.cached_tokens = 0
 
     def _walk(self, ids: Ids) -> Iterator[tuple[PrefixNode, int]]:
         """Yield the nodes along ``ids`` and the number of matching tokens in each."""

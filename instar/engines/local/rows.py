@@ -43,11 +43,11 @@ class KVRows:
         self.kv = allocate_kv(shape, 0, 0)
 
     @property
-    def tokens(self) -> int:
+    def capacity_tokens(self) -> int:
         """The capacity of the allocated memory in tokens."""
         return self.kv.shape[2] * self.kv.shape[4]
 
-    def grown_size(self, rows: int, length: int) -> tuple[int, int]:
+    def compute_size(self, rows: int, length: int) -> tuple[int, int]:
         """Return the number of rows and the capacity to allocate for ``rows`` rows with ``length`` tokens."""
         current_rows, capacity = self.kv.shape[2], self.kv.shape[4]
         new_capacity = max(capacity, -(-length // CAPACITY_STEP) * CAPACITY_STEP)
@@ -59,16 +59,16 @@ class KVRows:
 
     def can_fit(self, rows: int, length: int) -> bool:
         """Return True if the memory can grow to this size. One row always fits."""
-        new_rows, capacity = self.grown_size(rows, length)
+        new_rows, capacity = self.compute_size(rows, length)
         return rows == 1 or new_rows * capacity <= self.max_tokens
 
     def is_oversized(self, length: int) -> bool:
         """Return True if the allocated memory is too large to keep for a first row with ``length`` tokens."""
-        rows, capacity = self.grown_size(1, length)
-        return rows * capacity > self.max_tokens or self.tokens > 4 * self._max_rows * length
+        rows, capacity = self.compute_size(1, length)
+        return rows * capacity > self.max_tokens or self.capacity_tokens > 4 * self._max_rows * length
 
-    def ensure(self, rows: int, length: int) -> None:
-        old, size = self.kv, self.grown_size(rows, length)
+    def ensure_capacity(self, rows: int, length: int) -> None:
+        old, size = self.kv, self.compute_size(rows, length)
         if size != (old.shape[2], old.shape[4]):
             self.kv = allocate_kv(self.shape, *size)
             self.kv[:, :, : old.shape[2], :, : old.shape[4]].copy_(old)
@@ -77,7 +77,7 @@ class KVRows:
         """Free the memory. No row may be in use."""
         self.kv = allocate_kv(self.shape, 0, 0)
 
-    def row(self, index: int) -> Tensor:
+    def get_row(self, index: int) -> Tensor:
         """Return the keys and values of one row [layers, 2, kv heads, capacity, head dim]."""
         return self.kv[:, :, index]
 

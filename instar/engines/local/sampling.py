@@ -24,7 +24,7 @@ class SampledTokens:
 
     ids: list[int]
     logprobs: list[float]
-    behavior: list[float | None]
+    behavior_logprobs: list[float | None]
 
 
 class Sampler:
@@ -40,11 +40,11 @@ class Sampler:
         self, logits_N_V: Tensor, params: Sequence[SamplingParams], rngs: Sequence[Random]
     ) -> SampledTokens:
         rows, vocab = logits_N_V.shape
-        logits, weights = self._buffers(rows, vocab)
+        logits, weights = self._get_buffers(rows, vocab)
         logits[:, :vocab].copy_(logits_N_V)
         greedy = [i for i, p in enumerate(params) if p.temperature == 0]
         uniform = torch.tensor([[r.random()] for r in rngs], dtype=torch.float32).to(self._device)
-        max_logit, total, ids = _inverse_cdf(logits, weights, uniform, skip_sampling=len(greedy) == rows)
+        max_logit, total, ids = _sample_inverse_cdf(logits, weights, uniform, skip_sampling=len(greedy) == rows)
         behavior = torch.full_like(total, torch.nan)
         if greedy:
             index = slice(None) if len(greedy) == rows else torch.tensor(greedy, device=self._device)
@@ -59,7 +59,7 @@ class Sampler:
         return SampledTokens(
             ids=[int(row[0]) for row in drawn],
             logprobs=[row[1] for row in drawn],
-            behavior=[
+            behavior_logprobs=[
                 row[2] if p.modifies_distribution else None for row, p in zip(drawn, params, strict=True)
             ],
         )
@@ -83,13 +83,13 @@ class Sampler:
             temperature = torch.tensor([[params[i].temperature] for i in rows], device=self._device)
             scaled = logits[index] / temperature
             if rows is untruncated:
-                max_logit, total, drawn = _inverse_cdf(scaled, torch.empty_like(scaled), uniform[index])
+                max_logit, total, drawn = _sample_inverse_cdf(scaled, torch.empty_like(scaled), uniform[index])
                 logprobs = scaled.gather(1, drawn) - max_logit - total.log()
             else:
                 drawn, logprobs = _sample_truncated(scaled, [params[i] for i in rows], uniform[index])
             ids[index], behavior[index] = drawn, logprobs
 
-    def _buffers(self, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
+    def _get_buffers(self, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
         """Return buffers that are padded to full blocks with -inf, which is never sampled."""
         width = -(-vocab // BLOCK_SIZE) * BLOCK_SIZE
         if self._logits.shape[0] < rows or self._logits.shape[1] != width:
@@ -111,7 +111,7 @@ def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
     return logprobs
 
 
-def _inverse_cdf(
+def _sample_inverse_cdf(
     logits: Tensor, weights: Tensor, uniform: Tensor, *, skip_sampling: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest logit, the sum of exp(logit - largest) and the sampled id of each row, all [rows,

@@ -38,7 +38,7 @@ class SchedulerRequest:
     length_limit: int
     """The maximum number of tokens in prompt and reply."""
     sampled: list[int] = field(default_factory=list[int])
-    computed: int = 0
+    computed_tokens: int = 0
     """The number of tokens with keys and values in the request's row."""
     row: int = -1
     admission_order: int = 0
@@ -47,7 +47,7 @@ class SchedulerRequest:
     weights_epoch: int = 0
     """The number of weight changes before the prompt was computed, or a unique value if versions are
     mixed."""
-    finished: bool = False
+    is_finished: bool = False
     scores: Floats | None = None
     """If set, the request samples no reply, and the prompt's logprobs are written to this array."""
 
@@ -66,10 +66,10 @@ class Scheduler:
         self._sampler = Sampler(model.device)
         self._waiting: deque[SchedulerRequest] = deque()
         self._running: list[SchedulerRequest] = []
-        self._decoding = 0
+        self._decoding_rows = 0
         self._weights_epoch = 0
         self._can_share = attention.can_share_prefixes(model.device)
-        self._admitted = 0
+        self._admission_count = 0
         self._status = EngineStatus(version=0)
 
     @property
@@ -86,9 +86,9 @@ class Scheduler:
     def cancel(self, request: SchedulerRequest) -> None:
         if request.row >= 0:
             self._release(request)
-        elif not request.finished:
+        elif not request.is_finished:
             self._waiting.remove(request)
-        request.finished = True
+        request.is_finished = True
 
     def apply(self, update: PolicyUpdate) -> None:
         """Change the weights. Only running requests keep keys and values that the old weights computed."""
@@ -96,12 +96,12 @@ class Scheduler:
         self._status.version = update.version
         self._prefixes.clear()
         for request in self._running:
-            request.has_mixed_versions = request.computed > 0
-        for request in self._running[self._decoding :]:
+            request.has_mixed_versions = request.computed_tokens > 0
+        for request in self._running[self._decoding_rows :]:
             # The prompt is computed under two versions, so no other row may share its prefix.
             request.weights_epoch = -request.admission_order
             if request.scores is not None:
-                request.computed = 0
+                request.computed_tokens = 0
         self._weights_epoch += 1
 
     def set_kv_tokens(self, kv_tokens: int) -> None:
@@ -121,15 +121,15 @@ class Scheduler:
         plan, ids, logit_indices, sampling = self._plan()
         logits = self._model.forward(ids, plan.positions, logit_indices, plan)
         scored = self._score(plan, logits[len(sampling) :])
-        for request in self._running[: self._decoding]:
-            request.computed += 1
+        for request in self._running[: self._decoding_rows]:
+            request.computed_tokens += 1
         for piece in plan.pieces:
-            self._running[piece.row].computed = piece.length
+            self._running[piece.row].computed_tokens = piece.length
         if not sampling:
             return [self._end_scoring(request) for request in scored]
         params, rngs = [request.params for request in sampling], [request.rng for request in sampling]
         drawn = self._sampler.draw(logits[: len(sampling)], params, rngs)
-        for request in sampling[self._decoding :]:
+        for request in sampling[self._decoding_rows :]:
             self._finish_prefill(request)
         emissions = [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
         return emissions + [self._end_scoring(request) for request in scored]
@@ -157,48 +157,48 @@ class Scheduler:
             not other.has_mixed_versions
             and other.scores is None  # scored prompts are not cached
             and common_length(other.prompt, ids) >= cached + MIN_SAVED_TOKENS
-            for other in self._running[self._decoding :]
+            for other in self._running[self._decoding_rows :]
         )
 
     def _start(self, request: SchedulerRequest, reusable: Ids, length: int) -> None:
         if not self._running and self._rows.is_oversized(length):
             self._rows.reset()
         request.row = len(self._running)
-        self._admitted += 1
-        request.admission_order = self._admitted
+        self._admission_count += 1
+        request.admission_order = self._admission_count
         request.weights_epoch = self._weights_epoch
-        self._rows.ensure(request.row + 1, length)
-        row = self._rows.row(request.row)
+        self._rows.ensure_capacity(request.row + 1, length)
+        row = self._rows.get_row(request.row)
         for kv, count in self._prefixes.match(reusable):
-            row[:, :, :, request.computed : request.computed + count].copy_(kv[:, :, :, :count])
-            request.computed += count
+            row[:, :, :, request.computed_tokens : request.computed_tokens + count].copy_(kv[:, :, :, :count])
+            request.computed_tokens += count
         self._running.append(request)
         self._status.prompt_tokens += len(request.prompt)
-        self._status.cached_tokens += request.computed
+        self._status.cached_tokens += request.computed_tokens
         self._trim_prefixes()
 
     def _plan(self) -> tuple[attention.StepPlan, torch.Tensor, torch.Tensor, list[SchedulerRequest]]:
         """Return the plan, the token ids, the token indices that need logits, and the requests that sample.
         The indices for scored prompts come last."""
-        decoding = self._running[: self._decoding]
+        decoding = self._running[: self._decoding_rows]
         ids = [r.sampled[-1] for r in decoding]
-        rows = list(range(self._decoding))
-        positions = [r.computed for r in decoding]
-        logit_indices, sampling = list(range(self._decoding)), list(decoding)
+        rows = list(range(self._decoding_rows))
+        positions = [r.computed_tokens for r in decoding]
+        logit_indices, sampling = list(range(self._decoding_rows)), list(decoding)
         spans: list[tuple[int, int, int, int]] = []
         scored_indices: list[int] = []
         budget = self._prefill_tokens
         # The order of the rows is not the order of admission, because rows are moved.
-        for request in sorted(self._running[self._decoding :], key=lambda r: r.admission_order):
-            count = min(len(request.prompt) - request.computed, budget)
+        for request in sorted(self._running[self._decoding_rows :], key=lambda r: r.admission_order):
+            count = min(len(request.prompt) - request.computed_tokens, budget)
             if count == 0:
                 break
             budget -= count
-            end = request.computed + count
+            end = request.computed_tokens + count
             spans.append((len(ids), len(ids) + count, request.row, end))
-            ids.extend(request.prompt[request.computed : end].tolist())
+            ids.extend(request.prompt[request.computed_tokens : end].tolist())
             rows.extend([request.row] * count)
-            positions.extend(range(request.computed, end))
+            positions.extend(range(request.computed_tokens, end))
             if request.scores is not None:
                 # The last token of the prompt has no next token to score.
                 scored_end = len(ids) - (end == len(request.prompt))
@@ -211,9 +211,9 @@ class Scheduler:
         values = torch.tensor(ids + rows + positions + logit_indices)
         packed = values.to(self._model.device, non_blocking=True)
         ids_T, rows_T, positions_T, logit_indices_N = packed.split([len(ids)] * 3 + [len(logit_indices)])
-        plan = attention.StepPlan(self._rows.kv, rows_T, positions_T, self._decoding)
+        plan = attention.StepPlan(self._rows.kv, rows_T, positions_T, self._decoding_rows)
         self._add_shared_prefixes(plan)
-        plan.blocks = self._build_blocks(positions_T, positions[: self._decoding])
+        plan.blocks = self._build_blocks(positions_T, positions[: self._decoding_rows])
         for start, stop, row, length in spans:
             mask = None
             if length > stop - start:
@@ -222,7 +222,7 @@ class Scheduler:
         return plan, ids_T, logit_indices_N, sampling
 
     def _add_shared_prefixes(self, plan: attention.StepPlan) -> None:
-        decoding = self._running[: self._decoding]
+        decoding = self._running[: self._decoding_rows]
         if not self._can_share or len(decoding) < MIN_SHARED_ROWS:
             return
         shared = find_shared_prefixes([r.prompt for r in decoding], [r.weights_epoch for r in decoding])
@@ -244,13 +244,13 @@ class Scheduler:
 
     def _finish_prefill(self, request: SchedulerRequest) -> None:
         """Cache the prompt and move the request to the decoding rows."""
-        self._cache(request)
-        first = self._running[self._decoding]
+        self._cache_prefix(request)
+        first = self._running[self._decoding_rows]
         if first is not request:
-            self._rows.swap(first.row, first.computed, request.row, request.computed)
+            self._rows.swap(first.row, first.computed_tokens, request.row, request.computed_tokens)
             self._running[first.row], self._running[request.row] = request, first
             first.row, request.row = request.row, first.row
-        self._decoding += 1
+        self._decoding_rows += 1
 
     def _score(self, plan: attention.StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
         """Store the logprobs of scored prompts and return the requests that are complete."""
@@ -271,11 +271,11 @@ class Scheduler:
 
     def _end_scoring(self, request: SchedulerRequest) -> Emission:
         self._release(request)
-        request.finished = True
+        request.is_finished = True
         return request, TokenChunk(token_ids=[], logprobs=[], versions=[], finish_reason="stop")
 
     def _accept(self, request: SchedulerRequest, index: int, drawn: SampledTokens) -> Emission:
-        token, behavior = drawn.ids[index], drawn.behavior[index]
+        token, behavior = drawn.ids[index], drawn.behavior_logprobs[index]
         request.sampled.append(token)
         self._status.generated_tokens += 1
         reason, stop = request.stop.push(token)
@@ -288,35 +288,35 @@ class Scheduler:
             stop=stop,
         )
         if reason is not None:
-            self._cache(request)
+            self._cache_prefix(request)
             self._release(request)
-            request.finished = True
+            request.is_finished = True
         return request, chunk
 
-    def _cache(self, request: SchedulerRequest) -> None:
+    def _cache_prefix(self, request: SchedulerRequest) -> None:
         if not request.has_mixed_versions:
-            ids = np.concatenate([request.prompt, np.asarray(request.sampled, np.int32)])[: request.computed]
-            self._prefixes.insert(ids, self._rows.row(request.row))
+            ids = np.concatenate([request.prompt, np.asarray(request.sampled, np.int32)])[: request.computed_tokens]
+            self._prefixes.insert(ids, self._rows.get_row(request.row))
             self._trim_prefixes()
 
     def _trim_prefixes(self) -> None:
-        self._prefixes.trim(max(0, self._kv_tokens - self._rows.tokens))
+        self._prefixes.trim(max(0, self._kv_tokens - self._rows.capacity_tokens))
 
     def _release(self, request: SchedulerRequest) -> None:
         """Free the row of a request. The last decoding row and then the last row move into the free row."""
         free_row = request.row
         request.row = -1
-        if free_row < self._decoding:
-            self._decoding -= 1
-            self._move(self._decoding, free_row)
-            free_row = self._decoding
+        if free_row < self._decoding_rows:
+            self._decoding_rows -= 1
+            self._move(self._decoding_rows, free_row)
+            free_row = self._decoding_rows
         self._move(len(self._running) - 1, free_row)
         self._running.pop()
 
     def _move(self, source: int, target: int) -> None:
         if source != target:
             request = self._running[source]
-            self._rows.move(source, target, request.computed)
+            self._rows.move(source, target, request.computed_tokens)
             request.row = target
             self._running[target] = request
 

@@ -51,14 +51,14 @@ class _AdapterPrefetch:
             if self._thread is not None:
                 self._thread.join()
             self._path, self._adapter, self._error = path, None, ""
-            self._thread = threading.Thread(target=self._run, args=(path,), daemon=True)
+            self._thread = threading.Thread(target=self._read_in_thread, args=(path,), daemon=True)
             self._thread.start()
         if self._error:
             self._path = ""
             return {"error": self._error}
         return {"done": self._adapter is not None}
 
-    def _run(self, path: str) -> None:
+    def _read_in_thread(self, path: str) -> None:
         from vllm.lora.request import LoRARequest
 
         try:

@@ -37,7 +37,7 @@ class VllmClient:
 
     def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
         # Calls are rare, and vLLM closes a connection after an error, so connections are not kept alive.
-        self.connection = EngineConnection(url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive=0.0)
+        self.connection = EngineConnection(url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive_seconds=0.0)
         self.url = self.connection.url
 
     async def get(self, path: str, *, timeout: float = CALL_TIMEOUT) -> Any:
@@ -72,7 +72,7 @@ class VllmClient:
         try:
             return await response.read()
         except STREAM_ERRORS as error:
-            raise self.connection.unavailable(error) from error
+            raise self.connection.unavailable_error(error) from error
         finally:
             response.close()
 
@@ -83,7 +83,7 @@ class VllmClient:
             try:
                 raise response_error(response.status, await response.read())
             except STREAM_ERRORS as error:
-                raise self.connection.unavailable(error) from error
+                raise self.connection.unavailable_error(error) from error
         return response
 
     async def close(self) -> None:
@@ -114,11 +114,11 @@ def response_error(status: int, body: bytes) -> EngineError:
 
 @dataclass(frozen=True, slots=True)
 class ServerCapabilities:
-    loads_adapters: bool
-    replaces_weights: bool
-    stores_version: bool
+    can_load_adapters: bool
+    can_replace_weights: bool
+    can_store_version: bool
     """True if the server can store the version of its weights."""
-    generates: bool
+    can_generate: bool
     base_path: str
     """The path of the base model on the server."""
     max_context: int
@@ -139,7 +139,7 @@ class ServerCapabilities:
         )
 
     def check(self, config: VllmEngineConfig, max_context: int) -> None:
-        if not self.generates:
+        if not self.can_generate:
             raise ConfigError(
                 f"engine.servers: the server does not accept token ids at {GENERATE_PATH}; "
                 "start it with --enable-scale-out."
@@ -149,7 +149,7 @@ class ServerCapabilities:
                 f"model.max_context: {max_context} is more than the {self.max_context} tokens for which the "
                 "server at engine.servers was started; decrease it, or increase the server's --max-model-len."
             )
-        if config.policy == "adapter" and not self.loads_adapters:
+        if config.policy == "adapter" and not self.can_load_adapters:
             raise ConfigError(f"engine.policy: adapter needs a server {FOR_ADAPTERS}.")
-        if config.policy == "merged" and not self.replaces_weights:
+        if config.policy == "merged" and not self.can_replace_weights:
             raise ConfigError(f"engine.policy: merged needs a server {FOR_MERGED}.")

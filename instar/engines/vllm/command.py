@@ -45,7 +45,7 @@ class VllmInstallation:
     """True if a server accepts token ids only with --enable-scale-out."""
 
     @property
-    def on_cpu(self) -> bool:
+    def is_for_cpu(self) -> bool:
         # Each build supports one kind of device, which is part of its version.
         return "cpu" in self.version
 
@@ -79,10 +79,10 @@ class VllmLaunch:
     model: Path
     dtype: str
     max_context: int
-    serves_adapters: bool
-    cores: int
+    should_serve_adapters: bool
+    core_count: int
 
-    def command(self, port: int) -> list[str]:
+    def build_command(self, port: int) -> list[str]:
         config = self.config
         arguments: list[str] = [self.vllm.python, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
         arguments += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_NAME]
@@ -94,9 +94,9 @@ class VllmLaunch:
         arguments.append("--disable-uvicorn-access-log")
         if self.vllm.needs_scale_out_flag:
             arguments.append("--enable-scale-out")
-        if config.eager if config.eager is not None else self.vllm.on_cpu:
+        if config.eager if config.eager is not None else self.vllm.is_for_cpu:
             arguments.append("--enforce-eager")
-        if self.vllm.on_cpu:
+        if self.vllm.is_for_cpu:
             arguments += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
             # On a CPU, vLLM crashes on a seeded request whose prompt is computed in chunks.
             max_batched_tokens = str(max(4096, self.max_context))
@@ -104,14 +104,14 @@ class VllmLaunch:
         else:
             arguments += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
         arguments += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
-        if self.serves_adapters:
+        if self.should_serve_adapters:
             arguments += ["--enable-lora", "--max-lora-rank", str(round_up_rank(config.lora_rank or 16))]
             arguments += ["--max-loras", str(MAX_BATCH_ADAPTERS), "--max-cpu-loras", str(MAX_LOADED_ADAPTERS)]
-        elif not self.vllm.on_cpu:
+        elif not self.vllm.is_for_cpu:
             arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*arguments, *config.args]
 
-    def environment(self, key: str, package_folder: Path) -> dict[str, str]:
+    def build_environment(self, key: str, package_folder: Path) -> dict[str, str]:
         """Return the server's environment variables. ``package_folder`` is a folder on the server's import
         path that contains only the package instar."""
         environment = _base_environment()
@@ -125,8 +125,8 @@ class VllmLaunch:
             VLLM_NO_USAGE_STATS="1",
             VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(int(2 * IDLE_SECONDS)),
         )
-        if self.vllm.on_cpu:
-            environment.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(self.cores))
+        if self.vllm.is_for_cpu:
+            environment.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(self.core_count))
         return {**environment, **self.config.env}
 
 

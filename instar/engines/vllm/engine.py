@@ -56,7 +56,7 @@ class VllmEngine(Engine):
         self._serving = PolicyServing()
         self._weights: ServerWeights | None = None
         self._receiver: TransferReceiver | None = None
-        self._send_seeds = True
+        self._should_send_seeds = True
         self._dtype = "fp32"  # every server can read it
         self._policy: Policy | None = None
         """The policy that the server must serve after a restart."""
@@ -92,21 +92,21 @@ class VllmEngine(Engine):
 
     def _create_launch(self) -> VllmLaunch:
         vllm = find_vllm(self._config.python)
-        if self._model.device == "cuda" and vllm.on_cpu:
+        if self._model.device == "cuda" and vllm.is_for_cpu:
             raise ConfigError(
                 f"model.device: cuda is set, but {vllm.python} has a vLLM for CPUs; set cpu, or set "
                 "engine.python to an environment with a vLLM for GPUs."
             )
-        model = self._model.model_copy(update={"device": "cpu"}) if vllm.on_cpu else self._model
+        model = self._model.model_copy(update={"device": "cpu"}) if vllm.is_for_cpu else self._model
         policy = self._config.policy
         return VllmLaunch(
             config=self._config,
             vllm=vllm,
             model=self._folder,
-            dtype=device_and_dtype(model)[1] if vllm.on_cpu or self._model.dtype != "auto" else "bf16",
+            dtype=device_and_dtype(model)[1] if vllm.is_for_cpu or self._model.dtype != "auto" else "bf16",
             max_context=self._properties.max_context,
-            serves_adapters=policy == "adapter" or (policy == "auto" and not vllm.on_cpu),
-            cores=max(1, usable_cores() // self._config.count),
+            should_serve_adapters=policy == "adapter" or (policy == "auto" and not vllm.is_for_cpu),
+            core_count=max(1, usable_cores() // self._config.count),
         )
 
     async def _on_ready(self) -> None:
@@ -114,10 +114,10 @@ class VllmEngine(Engine):
         if self._info is None:
             await self._connect()
         if isinstance(self._server, ExternalVllm):
-            await self._sync_external(await self._server.process_start())
+            await self._sync_external(await self._server.read_process_start())
         else:
             self._serving.reset()
-            if self._serving.switches_mid_reply and self._weights is not None:
+            if self._serving.can_switch_mid_reply and self._weights is not None:
                 await self._weights.store_version(0)
             if self._policy is not None:
                 await self._restore(self._policy)
@@ -128,7 +128,7 @@ class VllmEngine(Engine):
         unknown, so they are replaced during a pause, which separates the versions within replies in
         progress."""
         is_same_process = process_start is not None and process_start == self._process_start
-        if not is_same_process and not self._serving.switches_mid_reply:
+        if not is_same_process and not self._serving.can_switch_mid_reply:
             self._serving.reset()
         if self._policy is not None and (self._has_pending_load or not is_same_process):
             await self._restore(self._policy, fallback=None if is_same_process else BASE)
@@ -156,13 +156,13 @@ class VllmEngine(Engine):
         client = self._server.client
         capabilities = await ServerCapabilities.query(client)
         capabilities.check(self._config, self._properties.max_context)
-        self._send_seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
-        if not self._send_seeds:
+        self._should_send_seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
+        if not self._should_send_seeds:
             self._report("seeds are not sent, because they can crash an external vLLM server on a CPU")
         self._weights = ServerWeights(client)
         self._receiver = TransferReceiver(self._weights, self._folder)
-        self._weights.stores_version = capabilities.stores_version
-        routes = await find_routes(client) if capabilities.replaces_weights else ()
+        self._weights.can_store_version = capabilities.can_store_version
+        routes = await find_routes(client) if capabilities.can_replace_weights else ()
         self._serving = self._choose_serving(capabilities, self._weights, has_extension=bool(routes))
         self._info = EngineInfo(
             kind="vllm",
@@ -170,9 +170,9 @@ class VllmEngine(Engine):
             vocab_size=self._properties.vocab_size,
             max_context=self._properties.max_context,
             artifacts=self._serving.artifacts,
-            versions_per_token=self._serving.switches_mid_reply,
+            versions_per_token=self._serving.can_switch_mid_reply,
             can_score=True,
-            routes=routes if self._serving.switches_mid_reply else (),
+            routes=routes if self._serving.can_switch_mid_reply else (),
         )
 
     def _choose_serving(
@@ -180,8 +180,8 @@ class VllmEngine(Engine):
     ) -> PolicyServing:
         is_own_server = isinstance(self._server, VllmProcess)
         policy = self._config.policy
-        if policy == "auto" and (capabilities.loads_adapters or capabilities.replaces_weights):
-            policy = "adapter" if capabilities.loads_adapters else "merged"
+        if policy == "auto" and (capabilities.can_load_adapters or capabilities.can_replace_weights):
+            policy = "adapter" if capabilities.can_load_adapters else "merged"
         if policy == "adapter":
             rank = round_up_rank(self._config.lora_rank or 16) if is_own_server else None
             return AdapterServing(weights.client, rank, self._report)
@@ -194,7 +194,7 @@ class VllmEngine(Engine):
                 self._dtype,
                 is_remote=not is_own_server and host not in LOOPBACK_HOSTS,
                 has_extension=has_extension,
-                on_cpu=self._model.device == "cpu",
+                is_on_cpu=self._model.device == "cpu",
             )
         self._report(
             f"policies cannot be loaded: for `engine.policy: adapter` the server must be {FOR_ADAPTERS}, "
@@ -261,12 +261,12 @@ class VllmEngine(Engine):
             assert self._weights is not None
             self._weights.replies.add(reply)
             try:
-                async with aclosing(reply.chunks()) as chunks:
+                async with aclosing(reply.stream_chunks()) as chunks:
                     async for chunk in chunks:
                         yield chunk
             finally:
                 self._weights.replies.discard(reply)
-                self._count(reply, len(prompt))
+                self._count_tokens(reply, len(prompt))
 
     async def _start_reply(self, prompt: Ids, params: SamplingParams, lease: PolicyLease) -> VllmReply:
         server = self._server
@@ -277,20 +277,20 @@ class VllmEngine(Engine):
             context_left=self._properties.max_context - len(prompt),
             eos_ids=self._properties.eos_ids,
             model=lease.model,
-            send_seed=self._send_seeds,
+            should_send_seed=self._should_send_seeds,
         )
         return VllmReply(
             await server.client.stream(wire.GENERATE_PATH, body),
             params,
             client=server.client,
-            version=lease.version,
+            get_version=lease.get_version,
             end_ids={*self._properties.eos_ids, *params.stop_token_ids},
             tokenizer=self._tokenizer,
         )
 
-    def _count(self, reply: VllmReply, prompt_tokens: int) -> None:
+    def _count_tokens(self, reply: VllmReply, prompt_tokens: int) -> None:
         self._status.prompt_tokens += prompt_tokens
-        if reply.mislabelled_tokens and self._serving.switches_mid_reply:
+        if reply.mislabelled_tokens and self._serving.can_switch_mid_reply:
             self.mislabelled_tokens += reply.mislabelled_tokens
             self._report(f"{reply.mislabelled_tokens} tokens of a reply have a wrong version")
         if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
@@ -316,7 +316,7 @@ class VllmEngine(Engine):
         for position, logprobs in enumerate(response.prompt_logprobs[1:], start=1):
             entry = (logprobs or {}).get(str(ids[position]))
             scores[position] = np.nan if entry is None else wire.clean_logprob(entry.logprob)
-        scores[-1] = wire.choice_logprobs(response.choices[0])[0]
+        scores[-1] = wire.get_logprobs(response.choices[0])[0]
         return scores
 
     async def load(self, policy: Policy) -> None:

@@ -70,7 +70,7 @@ class WeightReceiver(AdapterPrefetcher):
 
     def instar_reload(self, text: str) -> dict[str, Any]:
         """Replace the served weights with the weights in a folder. The server must be paused."""
-        model, weights = self.model_runner.get_model(), read_folder(Path(json.loads(text)["path"]))
+        model, weights = self.model_runner.get_model(), read_weights(Path(json.loads(text)["path"]))
         try:
             if self.device.type == "cuda" and has_file_layout(model):
                 load_in_place(model, weights, None)
@@ -92,50 +92,50 @@ class MappedBuffer:
     name: str
     buffer: Tensor
     weights: list[tuple[str, Tensor]]
-    plan: CopyPlan | None = None
+    copy_plan: CopyPlan | None = None
 
 
 @dataclass
 class StagedWeights:
     key: str = ""
     weights: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
-    chunks: set[int] = field(default_factory=set[int])
-    mapped: MappedBuffer | None = None
+    chunk_indices: set[int] = field(default_factory=set[int])
+    mapped_buffer: MappedBuffer | None = None
     fetch_chunk: Callable[[dict[str, Any]], list[tuple[str, Tensor]]] = field(
         default_factory=lambda: _fetch_ray_chunk
     )
 
     def receive(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if "probe" in body:
-            return _probe(body["probe"], device)
+            return _answer_probe(body["probe"], device)
         if body["key"] != self.key or body.get("chunk") == 0:
             self.clear()
             self.key = body["key"]
         if "buffer" in body:
-            return self._map(body, device)
-        if body["chunk"] not in self.chunks:
+            return self._map_buffer(body, device)
+        if body["chunk"] not in self.chunk_indices:
             self.weights += self.fetch_chunk(body)
-            self.chunks.add(body["chunk"])
-        return {"chunks": len(self.chunks)}
+            self.chunk_indices.add(body["chunk"])
+        return {"chunks": len(self.chunk_indices)}
 
-    def _map(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        if self.mapped is None or self.mapped.name != body["buffer"]:
+    def _map_buffer(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        if self.mapped_buffer is None or self.mapped_buffer.name != body["buffer"]:
             if "handle" not in body:
                 return {"known": False}
-            self.mapped = None
+            self.mapped_buffer = None
             buffer = open_buffer(body["handle"], device)
-            self.mapped = MappedBuffer(body["buffer"], buffer, buffer_views(buffer, body["layout"]))
-        self.weights = self.mapped.weights
+            self.mapped_buffer = MappedBuffer(body["buffer"], buffer, create_buffer_views(buffer, body["layout"]))
+        self.weights = self.mapped_buffer.weights
         return {"known": True}
 
     def load_into(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
-        mapped = self.mapped if self.mapped and self.mapped.weights is self.weights else None
-        if mapped and mapped.plan:
-            mapped.plan.run()
+        mapped = self.mapped_buffer if self.mapped_buffer and self.mapped_buffer.weights is self.weights else None
+        if mapped and mapped.copy_plan:
+            mapped.copy_plan.run()
         elif device.type == "cuda" and has_file_layout(model):
             plan = load_in_place(model, self.weights, mapped.buffer if mapped else None)
             if mapped:
-                mapped.plan = plan
+                mapped.copy_plan = plan
         else:
             load_through_layers(model, model_config, self.weights)
         if device.type == "cuda":
@@ -144,7 +144,7 @@ class StagedWeights:
     def clear(self) -> None:
         """Drop the weights. A mapped buffer stays open for the next policy."""
         self.key, self.weights = "", []
-        self.chunks.clear()
+        self.chunk_indices.clear()
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _check_complete(parameter_names: set[str], loaded: set[str] | None) -> None:
         raise ValueError(f"{len(missing)} parameters are missing, for example {missing[0]}")
 
 
-def read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     for path in sorted(folder.glob("*.safetensors")):
@@ -261,7 +261,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
     )
 
 
-def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
+def create_buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
     """Return the tensors in a buffer. A layout entry is (name, dtype, shape, offset in bytes)."""
     views: list[tuple[str, Tensor]] = []
     for name, dtype_name, shape, start in layout:
@@ -271,12 +271,12 @@ def buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[
     return views
 
 
-def _probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _answer_probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Check that this worker can read the trainer's memory or reach the trainer's mailbox."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
         return {"content": bytes(content.tolist()).hex(), "gpu": _gpu_uuid(device)}
-    _mailbox(probe)
+    _connect_mailbox(probe)
     return {}
 
 
@@ -284,7 +284,7 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Return the weights of one chunk. They are copied, so that the object store can delete the chunk."""
     import ray
 
-    references = ray.get(_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
+    references = ray.get(_connect_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
     arrays = ray.get(references, timeout=RAY_GET_TIMEOUT)
     weights: list[tuple[str, Tensor]] = []
     for (name, dtype_name, shape), array in zip(body["layout"], arrays, strict=True):
@@ -293,7 +293,7 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
     return weights
 
 
-def _mailbox(body: dict[str, Any]) -> Any:
+def _connect_mailbox(body: dict[str, Any]) -> Any:
     """Connect to the trainer's Ray cluster if necessary, and return the trainer's mailbox actor."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_TIMEOUT))

@@ -12,7 +12,7 @@ import aiohttp
 
 from instar.engines.stopping import find_stop_string
 from instar.engines.vllm.client import VllmClient, response_error
-from instar.engines.vllm.wire import Choice, Usage, choice_logprobs, decode_event
+from instar.engines.vllm.wire import Choice, Usage, get_logprobs, decode_event
 from instar.errors import EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import FinishReason, SamplingParams, TokenChunk
@@ -32,14 +32,14 @@ class VllmReply:
         params: SamplingParams,
         *,
         client: VllmClient,
-        version: Callable[[], int],
+        get_version: Callable[[], int],
         end_ids: Collection[int],
         tokenizer: Any,
     ) -> None:
         self._response = response
         self._params = params
         self._client = client
-        self._version = version
+        self._get_version = get_version
         self._end_ids = end_ids
         self._tokenizer = tokenizer
         self._unread = b""
@@ -62,7 +62,7 @@ class VllmReply:
     def abort(self) -> None:
         self._response.close()
 
-    async def chunks(self) -> AsyncGenerator[TokenChunk, None]:
+    async def stream_chunks(self) -> AsyncGenerator[TokenChunk, None]:
         last: TokenChunk | None = None
         try:
             while last is None:
@@ -84,7 +84,7 @@ class VllmReply:
             if last is not None:
                 yield last
             else:
-                raise self._client.connection.unavailable(error) from error
+                raise self._client.connection.unavailable_error(error) from error
         finally:
             self._response.close()
 
@@ -106,10 +106,10 @@ class VllmReply:
             for choice in event.choices:
                 new_ids = choice.token_ids or []
                 ids += new_ids
-                logprobs += choice_logprobs(choice) if new_ids else []
+                logprobs += get_logprobs(choice) if new_ids else []
                 versions += [self._current_version()] * len(new_ids)
                 if choice.finish_reason is not None:
-                    finish, stop = self._finish(choice, [*self._ids, *ids])
+                    finish, stop = self._read_finish_reason(choice, [*self._ids, *ids])
                     self._count_mislabelled(choice, [*self._versions, *versions])
         self._versions += versions
         if self._params.stop:
@@ -125,7 +125,7 @@ class VllmReply:
     def _current_version(self) -> int:
         while self._version_marks and self._parsed_bytes > self._version_marks[0][0]:
             self._version_marks.popleft()
-        return self._version_marks[0][1] if self._version_marks else self._version()
+        return self._version_marks[0][1] if self._version_marks else self._get_version()
 
     def _count_mislabelled(self, choice: Choice, versions: list[int]) -> None:
         for span in choice.weight_versions or []:
@@ -135,7 +135,7 @@ class VllmReply:
                     version != actual for version in versions[span.start : span.end]
                 )
 
-    def _finish(self, choice: Choice, ids: list[int]) -> tuple[FinishReason, str | None]:
+    def _read_finish_reason(self, choice: Choice, ids: list[int]) -> tuple[FinishReason, str | None]:
         assert choice.finish_reason is not None
         finish = FINISH_REASONS.get(choice.finish_reason)
         if finish is None:

@@ -89,12 +89,12 @@ class VllmProcess:
         self._package_folder.cleanup()
 
     async def _start_server(self) -> None:
-        command = guard_command(self._launch.command(self._port_socket.getsockname()[1]))
+        command = guard_command(self._launch.build_command(self._port_socket.getsockname()[1]))
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with self._log_path.open("ab") as log:
             self._process = process = await asyncio.create_subprocess_exec(
                 *command,
-                env=self._launch.environment(self._key, Path(self._package_folder.name)),
+                env=self._launch.build_environment(self._key, Path(self._package_folder.name)),
                 stdin=asyncio.subprocess.PIPE,  # the guard exits when this pipe closes
                 stdout=log,
                 stderr=log,
@@ -104,10 +104,10 @@ class VllmProcess:
         deadline = time.monotonic() + seconds
         while await self.client.check_health(timeout=5.0) is not None:
             if (code := process.returncode) is not None:
-                raise EngineError(f"vLLM exited with code {code} during its start.\n{self._log_tail()}")
+                raise EngineError(f"vLLM exited with code {code} during its start.\n{self._read_log_tail()}")
             if time.monotonic() > deadline:
                 await self._stop()
-                raise EngineError(f"vLLM did not start within {seconds:g} s.\n{self._log_tail()}")
+                raise EngineError(f"vLLM did not start within {seconds:g} s.\n{self._read_log_tail()}")
             await asyncio.sleep(0.25)
         await self._callbacks.on_ready()
 
@@ -121,7 +121,7 @@ class VllmProcess:
             if time.monotonic() - start_time > STABLE_SECONDS:
                 failures = 0
             if failures >= len(self._restart_delays):
-                self.failure = EngineError(f"{reason}, even after {failures} restarts.\n{self._log_tail()}")
+                self.failure = EngineError(f"{reason}, even after {failures} restarts.\n{self._read_log_tail()}")
                 return
             self._callbacks.report(f"{reason}; starting it again")
             await asyncio.sleep(self._restart_delays[failures])
@@ -159,7 +159,7 @@ class VllmProcess:
             process.kill()
             await process.wait()
 
-    def _log_tail(self) -> str:
+    def _read_log_tail(self) -> str:
         lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"(log: {self._log_path})", *lines])
 
@@ -195,7 +195,7 @@ class ExternalVllm:
         await self._callbacks.on_ready()
         self._watcher = asyncio.create_task(self._watch())
 
-    async def process_start(self) -> str | None:
+    async def read_process_start(self) -> str | None:
         """Return the metric with the start time of the server's process, or None if it is not reported."""
         lines = str(await self.client.get("/metrics", timeout=HEALTH_CHECK_TIMEOUT)).splitlines()
         return next((line for line in lines if line.startswith(START_METRIC)), None)

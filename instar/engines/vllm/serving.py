@@ -27,7 +27,7 @@ UNLOAD_TIMEOUT = 10.0
 class PolicyLease:
     model: str | None
     """The name of the adapter on the server, or None for the server's own weights."""
-    version: Callable[[], int]
+    get_version: Callable[[], int]
     """Returns the version that samples tokens now."""
 
 
@@ -35,7 +35,7 @@ class PolicyServing:
     """Serves only the base model. Subclasses also load policies into the server."""
 
     artifacts: tuple[ArtifactKind, ...] = ("base",)
-    switches_mid_reply: bool = False
+    can_switch_mid_reply: bool = False
     """True if replies in progress continue under a newly loaded policy."""
     _version = 0
 
@@ -68,9 +68,9 @@ class PolicyServing:
 class _LoadedAdapter:
     name: str | None
     version: int
-    users: int = 0
-    retired: bool = False
-    may_be_unloaded: bool = False
+    active_requests: int = 0
+    is_retired: bool = False
+    is_possibly_gone: bool = False
     """True if the server may have restarted since the adapter was loaded."""
 
 
@@ -97,7 +97,7 @@ class AdapterServing(PolicyServing):
         name = None if policy.artifact.kind == "base" else await self._load_adapter(policy)
         adapter = _LoadedAdapter(name, policy.version)
         previous, self._current = self._current, adapter
-        previous.retired = True
+        previous.is_retired = True
         if name is not None:
             self._loaded.add(adapter)
         self._unload_if_unused(previous)
@@ -127,17 +127,17 @@ class AdapterServing(PolicyServing):
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
         adapter = self._current
-        adapter.users += 1
+        adapter.active_requests += 1
         try:
             yield PolicyLease(adapter.name, lambda: adapter.version)
         finally:
-            adapter.users -= 1
+            adapter.active_requests -= 1
             self._unload_if_unused(adapter)
 
     def reset(self) -> None:
         self._current = _LoadedAdapter(None, 0)
         for adapter in [*self._loaded]:
-            adapter.retired = adapter.may_be_unloaded = True
+            adapter.is_retired = adapter.is_possibly_gone = True
             self._unload_if_unused(adapter)
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class AdapterServing(PolicyServing):
             await asyncio.wait(self._unload_tasks, timeout=UNLOAD_TIMEOUT)
 
     def _unload_if_unused(self, adapter: _LoadedAdapter) -> None:
-        if adapter.retired and adapter.users == 0 and adapter in self._loaded:
+        if adapter.is_retired and adapter.active_requests == 0 and adapter in self._loaded:
             self._start_unload(adapter)
 
     def _start_unload(self, adapter: _LoadedAdapter) -> None:
@@ -162,7 +162,7 @@ class AdapterServing(PolicyServing):
         except EngineUnavailable:
             pass  # a server that has exited has no adapters
         except EngineError as error:
-            if not adapter.may_be_unloaded:
+            if not adapter.is_possibly_gone:
                 self._report(f"the adapter {adapter.name} could not be unloaded: {error}")
 
 
@@ -171,20 +171,20 @@ class MergedServing(PolicyServing):
     """Replaces the server's own weights. Requests in flight continue under the new weights."""
 
     weights: ServerWeights
-    base: Path
-    served_base: str
+    base_folder: Path
+    server_base_path: str
     """The path of the base model on the server's machine."""
     dtype: str
     is_remote: bool
     """True if the server runs on another machine and can read only policy folders."""
     has_extension: bool
     """True if the server has our worker extension. Without it, tied output layers are not updated on CPUs."""
-    on_cpu: bool
+    is_on_cpu: bool
 
     switches_mid_reply = True
 
     def __post_init__(self) -> None:
-        can_load_weights = self.has_extension or not self.on_cpu
+        can_load_weights = self.has_extension or not self.is_on_cpu
         self.artifacts = ("adapter", "weights", "base") if can_load_weights else ("adapter", "base")
         self._policy: Policy | None = None
 
@@ -211,12 +211,12 @@ class MergedServing(PolicyServing):
         """Yield a folder with the policy's full weights that the server can read."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         if kind == "base":
-            yield self.served_base
+            yield self.server_base_path
         elif kind == "weights":
-            await asyncio.to_thread(check_same_shapes, path, self.base)
+            await asyncio.to_thread(check_same_shapes, path, self.base_folder)
             yield str(path)
         elif kind == "adapter":
-            merging = merge_adapter(self.base, path, self.dtype, beside_adapter=self.is_remote)
+            merging = merge_adapter(self.base_folder, path, self.dtype, beside_adapter=self.is_remote)
             folder = await asyncio.to_thread(merging.__enter__)
             try:
                 yield str(folder)
@@ -226,7 +226,7 @@ class MergedServing(PolicyServing):
             raise EngineError(f"vLLM with merged weights can load adapter, weights and base, but not {kind}.")
 
     async def _reload(self, folder: str, version: int) -> None:
-        async with self.weights.paused() as change:
+        async with self.weights.pause_sampling() as change:
             change.start()
             if self.has_extension:
                 await self.weights.client.call_workers("instar_reload", {"path": folder})
@@ -238,7 +238,7 @@ class MergedServing(PolicyServing):
         """Load the previous policy from its files. If the files cannot be read, no policy is served."""
         with contextlib.suppress(EngineError):
             if self._policy is None:
-                await self._reload(self.served_base, 0)
+                await self._reload(self.server_base_path, 0)
             else:
                 async with self._provide_weights(self._policy) as folder:
                     await self._reload(folder, self._policy.version)

@@ -86,7 +86,7 @@ class TransferReceiver:
     async def commit(self, policy: Policy) -> None:
         if self._missing:
             raise EngineError(f"{len(self._missing)} weights did not arrive, such as {min(self._missing)}.")
-        async with self._weights.paused() as change:
+        async with self._weights.pause_sampling() as change:
             previous_version = self._weights.version
             change.start()
             if self._nccl_update is not None:

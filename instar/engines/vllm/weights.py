@@ -30,16 +30,16 @@ class PauseTiming:
 
 @dataclass
 class WeightChange:
-    started: bool = False
+    has_started: bool = False
     version: int | None = None
 
     def start(self) -> None:
         """Record that the old weights are being overwritten. Until ``finish``, no policy can be served."""
-        self.started = True
+        self.has_started = True
 
     def finish(self, version: int) -> None:
         """Record that the weights are complete. They are served as ``version`` when the pause ends."""
-        self.started = True
+        self.has_started = True
         self.version = version
 
 
@@ -52,7 +52,7 @@ class ServerWeights:
         self.version = 0
         """The version under which the server samples now, or NO_VERSION."""
         self.replies: set[VllmReply] = set()
-        self.stores_version = False
+        self.can_store_version = False
         """True if the server stores the version for other clients."""
         self._lock = asyncio.Lock()
 
@@ -63,7 +63,7 @@ class ServerWeights:
             )
 
     @asynccontextmanager
-    async def paused(self) -> AsyncGenerator[WeightChange]:
+    async def pause_sampling(self) -> AsyncGenerator[WeightChange]:
         """Pause sampling while the block changes the weights.
 
         Afterwards, requests in flight compute their keys and values again. They continue under the new
@@ -87,7 +87,7 @@ class ServerWeights:
             finally:
                 if settle_task is not None:
                     settle_task.cancel()
-                if change.started and change.version != self.version:
+                if change.has_started and change.version != self.version:
                     self._invalidate()
                 else:
                     # Resume also if the caller was cancelled, and if the response to the pause was lost.
@@ -122,7 +122,7 @@ class ServerWeights:
             self._abort_replies()
 
     async def store_version(self, version: int) -> None:
-        if self.stores_version:
+        if self.can_store_version:
             with contextlib.suppress(EngineError):  # sampling does not depend on the stored version
                 await self.client.post("/update_weight_version", {"new_version": str(version)})
 

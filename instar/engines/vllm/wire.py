@@ -53,13 +53,13 @@ class Event(msgspec.Struct):
     error: Json | None = None
 
 
-class Scores(msgspec.Struct):
+class ScoreResponse(msgspec.Struct):
     choices: list[Choice]
     prompt_logprobs: list[dict[str, _Logprob] | None]
 
 
 decode_event = msgspec.json.Decoder(Event).decode
-decode_scores = msgspec.json.Decoder(Scores).decode
+decode_scores = msgspec.json.Decoder(ScoreResponse).decode
 
 
 def encode_generate_request(
@@ -69,7 +69,7 @@ def encode_generate_request(
     context_left: int,
     eos_ids: Collection[int],
     model: str | None,
-    send_seed: bool,
+    should_send_seed: bool,
 ) -> bytes:
     sampling: Json = {
         "max_tokens": min(params.max_tokens, context_left),
@@ -83,7 +83,7 @@ def encode_generate_request(
     }
     if params.stop:
         sampling["stop"] = list(params.stop)
-    if params.seed is not None and send_seed:
+    if params.seed is not None and should_send_seed:
         sampling["seed"] = params.seed & MAX_SEED
     if params.score:
         sampling["logprobs"] = 0
@@ -110,7 +110,7 @@ def _encode_request(prompt: Ids, sampling: Json, model: str | None, **options: A
     return msgspec.json.encode(body if model is None else {**body, "model": model})
 
 
-def choice_logprobs(choice: Choice) -> list[float]:
+def get_logprobs(choice: Choice) -> list[float]:
     assert choice.token_ids is not None
     if choice.logprobs is None:
         return [math.nan] * len(choice.token_ids)

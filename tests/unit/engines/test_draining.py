@@ -50,16 +50,16 @@ async def test_pool_avoids_draining_engines(tiny: Path) -> None:
         for session in range(6):
             assert (await collect(pool.for_session(f"s{session}"), PROMPT))[-1].finish_reason
         async with asyncio.timeout(10):
-            while not pool.members[0].draining:  # noqa: ASYNC110 - health checks have no event
+            while not pool.members[0].is_draining:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
-        assert [member.accepts_requests for member in pool.members] == [False, True]
+        assert [member.can_accept_requests for member in pool.members] == [False, True]
         served_before = pool.members[0].total_requests
         assert (await collect(pool, PROMPT))[-1].finish_reason
         assert pool.members[0].total_requests == served_before
         gates[1].close()
         pool.members[1].check_requested.set()
         async with asyncio.timeout(10):
-            while pool.members[1].accepts_requests:  # noqa: ASYNC110 - health checks have no event
+            while pool.members[1].can_accept_requests:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
         with pytest.raises(EngineUnavailable, match="engine 1: it is being drained"):
             await collect(pool, PROMPT)

@@ -191,7 +191,7 @@ async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny: Path) 
     engine = make_engine(tiny, kv_tokens=600, max_batch=8)
     await asyncio.gather(*[collect(engine, [n + 5] * 10, max_tokens=10) for n in range(8)])
     chunks = await collect(engine, [9] * 400, max_tokens=20, seed=1)
-    assert engine._scheduler._rows.tokens <= 600
+    assert engine._scheduler._rows.capacity_tokens <= 600
     assert get_logprobs(chunks) == pytest.approx(
         expected_logprobs(reference_model(tiny), [9] * 400, get_ids(chunks)), abs=1e-4
     )

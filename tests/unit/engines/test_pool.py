@@ -334,7 +334,7 @@ async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Pat
         (member,) = pool.members
         is_invalid.set()
         await wait_until(lambda: not member.healthy)
-        assert "did not respond like an engine" in member.reason
+        assert "did not respond like an engine" in member.unhealthy_reason
         with pytest.raises(EngineUnavailable, match="did not respond like an engine"):
             await member.engine.refresh()
         with pytest.raises(EngineUnavailable):

@@ -66,7 +66,7 @@ def test_prefix_cache_returns_values_of_the_same_prefix(seed: int) -> None:
         assert cache.match_length(ids) == expected
         insert(cache, ids)
         inserted.update(tuple(ids[:n].tolist()) for n in range(len(ids) + 1))
-    assert cache.tokens == len(inserted) - 1  # one token per distinct prefix except the empty one
+    assert cache.cached_tokens == len(inserted) - 1  # one token per distinct prefix except the empty one
 
 
 def test_trim_keeps_recently_used_entries() -> None:
@@ -75,6 +75,6 @@ def test_trim_keeps_recently_used_entries() -> None:
         insert(cache, to_ids(1, 1, 1, last))
     cache.match(to_ids(1, 1, 1, 0))
     cache.trim(4)
-    assert cache.tokens == 4
+    assert cache.cached_tokens == 4
     assert cache.match_length(to_ids(1, 1, 1, 0)) == 4
     assert cache.match_length(to_ids(1, 1, 1, 3)) == 3

@@ -39,7 +39,7 @@ def test_default_params_sample_from_the_softmax(vocab: int) -> None:
     assert_frequencies(drawn.ids, logits.softmax(-1))
     expected = logits.log_softmax(-1)[drawn.ids]
     assert drawn.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
-    assert drawn.behavior == [None] * ROWS
+    assert drawn.behavior_logprobs == [None] * ROWS
 
 
 def test_tokens_with_zero_probability_are_never_sampled() -> None:
@@ -63,7 +63,7 @@ def test_behavior_logprobs_match_the_sampled_distribution(params: SamplingParams
     drawn = draw(logits, params)
     expected = expected_probabilities(logits, params)
     assert_frequencies(drawn.ids, expected)
-    assert drawn.behavior == pytest.approx(expected[drawn.ids].log().tolist(), abs=1e-4)
+    assert drawn.behavior_logprobs == pytest.approx(expected[drawn.ids].log().tolist(), abs=1e-4)
     assert drawn.logprobs == pytest.approx(logits.log_softmax(-1)[drawn.ids].tolist(), abs=1e-5)
 
 
@@ -110,6 +110,6 @@ def test_rows_with_different_params_are_sampled_independently() -> None:
         alone = sampler.draw(logits[n : n + 1], [params], [Random(n)])
         assert alone.ids == [together.ids[n]]
         assert alone.logprobs == pytest.approx([together.logprobs[n]], abs=1e-6)
-        assert (together.behavior[n] is None) == (params == SamplingParams())
+        assert (together.behavior_logprobs[n] is None) == (params == SamplingParams())
     assert together.ids[1] == int(logits[1].argmax())
-    assert together.behavior[1] == 0.0
+    assert together.behavior_logprobs[1] == 0.0

@@ -59,7 +59,7 @@ async def start_reply(client: VllmClient, weights: ServerWeights, **params: Any)
         await client.stream(GENERATE_PATH, b"{}"),
         SamplingParams(**params),
         client=client,
-        version=lambda: weights.version,
+        get_version=lambda: weights.version,
         end_ids=(2,),
         tokenizer=TOKENIZER,
     )
@@ -75,12 +75,12 @@ async def test_weight_change_splits_a_reply_by_version(vllm: FakeVllm, client: V
     async with asyncio.timeout(5):
         while not reply.received_bytes:  # noqa: ASYNC110 - the socket has no event
             await asyncio.sleep(0.01)
-    async with weights.paused() as change:
+    async with weights.pause_sampling() as change:
         change.start()
         change.finish(4)
     vllm.events.put_nowait(event(7) + event(8, finish="length") + END)
     vllm.events.put_nowait(None)
-    chunks = [chunk async for chunk in reply.chunks()]
+    chunks = [chunk async for chunk in reply.stream_chunks()]
     assert [t for c in chunks for t in c.token_ids] == [5, 6, 7, 8]
     assert [v for c in chunks for v in c.versions] == [0, 0, 4, 4]
     assert vllm.paths == [GENERATE_PATH, "/pause", "/resume"]
@@ -92,11 +92,11 @@ async def test_weight_change_that_fails_after_start_invalidates_the_version(
     weights = ServerWeights(client)
     reply = await start_reply(client, weights)
     vllm.events.put_nowait(event(5))
-    stream = reply.chunks()
+    stream = reply.stream_chunks()
     await anext(stream)
     vllm.failing.add("/collective_rpc")
     with pytest.raises(EngineError, match="requested by the test"):  # noqa: PT012 - the test needs the pause inside
-        async with weights.paused() as change:
+        async with weights.pause_sampling() as change:
             change.start()
             await client.rpc("reload_weights")
     assert weights.version == NO_VERSION
@@ -105,7 +105,7 @@ async def test_weight_change_that_fails_after_start_invalidates_the_version(
     with pytest.raises(EngineUnavailable):
         await anext(stream)
     assert "/resume" not in vllm.paths
-    async with weights.paused() as change:
+    async with weights.pause_sampling() as change:
         change.finish(3)
     assert weights.version == 3
     assert vllm.paths[-1] == "/resume"
@@ -116,7 +116,7 @@ async def test_weight_change_that_fails_before_start_keeps_the_version(
 ) -> None:
     weights = ServerWeights(client)
     with pytest.raises(RuntimeError):
-        async with weights.paused():
+        async with weights.pause_sampling():
             raise RuntimeError
     assert weights.version == 0
     assert vllm.paths == ["/pause", "/resume"]
@@ -129,13 +129,13 @@ async def test_reply_has_nan_for_missing_logprobs_and_zero_for_greedy_behavior(
     missing = event(5).replace(b"-1.0", b"-9999.0")
     vllm.events.put_nowait(missing + event(6, finish="length") + END)
     vllm.events.put_nowait(None)
-    (chunk,) = [c async for c in (await start_reply(client, weights, temperature=0)).chunks()]
+    (chunk,) = [c async for c in (await start_reply(client, weights, temperature=0)).stream_chunks()]
     assert math.isnan(chunk.logprobs[0])
     assert chunk.logprobs[1] == -1.0
     assert chunk.behavior_logprobs == [0.0, 0.0]
     vllm.events.put_nowait(event(5, finish="length", logprobs=None) + END)
     vllm.events.put_nowait(None)
-    (chunk,) = [c async for c in (await start_reply(client, weights, top_p=0.5, score=False)).chunks()]
+    (chunk,) = [c async for c in (await start_reply(client, weights, top_p=0.5, score=False)).stream_chunks()]
     assert np.isnan(chunk.logprobs).all()
     assert np.isnan(chunk.behavior_logprobs or []).all()
 
@@ -146,7 +146,7 @@ async def test_reply_finds_the_stop_string_if_vllm_omits_it(vllm: FakeVllm, clie
         vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **fields) + END)
         vllm.events.put_nowait(None)
         reply = await start_reply(client, ServerWeights(client), stop=("never", "893"))
-        last: TokenChunk = [chunk async for chunk in reply.chunks()][-1]
+        last: TokenChunk = [chunk async for chunk in reply.stream_chunks()][-1]
         assert (last.finish_reason, last.stop) == ("stop", expected)
 
 
@@ -157,7 +157,7 @@ async def test_incomplete_reply_raises_unavailable(events: bytes, vllm: FakeVllm
     vllm.events.put_nowait(events)
     vllm.events.put_nowait(None)
     with pytest.raises(EngineUnavailable):
-        async for _ in (await start_reply(client, ServerWeights(client))).chunks():
+        async for _ in (await start_reply(client, ServerWeights(client))).stream_chunks():
             pass
 
 
@@ -166,7 +166,7 @@ def test_generate_request_disables_detokenize_without_stop_strings() -> None:
         prompt = np.asarray([5, 6], np.int32)
         sampling = SamplingParams(max_tokens=50, **params)
         request = encode_generate_request(
-            prompt, sampling, context_left=7, eos_ids=[2], model=None, send_seed=True
+            prompt, sampling, context_left=7, eos_ids=[2], model=None, should_send_seed=True
         )
         return json.loads(request)["sampling_params"]
 
@@ -204,29 +204,29 @@ def test_check_same_shapes_rejects_another_architecture(tiny: Path, adapter: Pat
 
 def build_launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> VllmLaunch:
     vllm = VllmInstallation("python", "0.32.0+cpu" if cpu else "0.26.0", needs_scale_out_flag=cpu)
-    return VllmLaunch(config, vllm, Path("model"), "bf16", 512, adapters, cores=2)
+    return VllmLaunch(config, vllm, Path("model"), "bf16", 512, adapters, core_count=2)
 
 
 def test_launch_passes_the_key_in_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTAR_ADMIN_KEY", "gateway-key")
     launch = build_launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
-    environment = launch.environment("server-key", Path("package"))
+    environment = launch.build_environment("server-key", Path("package"))
     assert environment["VLLM_API_KEY"] == "server-key"
     assert environment["MORE"] == "1"
     assert "gateway-key" not in environment.values()
-    command = launch.command(1234)
+    command = launch.build_command(1234)
     assert "server-key" not in command
     assert command[-2:] == ["--seed", "3"]
     assert "127.0.0.1" in command
 
 
 def test_launch_command_depends_on_adapters_and_device() -> None:
-    on_gpu = build_launch(VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True).command(1)
+    on_gpu = build_launch(VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True).build_command(1)
     assert on_gpu[on_gpu.index("--max-lora-rank") + 1] == "32"
     assert "0.4" in on_gpu
     assert "--enforce-eager" not in on_gpu
     assert "--enable-scale-out" not in on_gpu, "vLLM 0.26 lacks this flag"
-    on_cpu = build_launch(VllmEngineConfig()).command(1)
+    on_cpu = build_launch(VllmEngineConfig()).build_command(1)
     assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"} <= set(on_cpu)
     assert "--enable-lora" not in on_cpu
     with pytest.raises(ConfigError, match="512"):

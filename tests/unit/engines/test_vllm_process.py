@@ -132,7 +132,7 @@ async def test_middleware_requires_the_key_on_all_paths_except_health(
 
 
 def test_command_uses_the_middleware_that_imports_only_the_standard_library() -> None:
-    command = build_launch(VllmEngineConfig(args=["--middleware", "custom.Middleware"])).command(1)
+    command = build_launch(VllmEngineConfig(args=["--middleware", "custom.Middleware"])).build_command(1)
     assert command[command.index("--middleware") + 1] == MIDDLEWARE
     assert command[-1] == "custom.Middleware"
     root = Path(instar.__file__).parents[1]

@@ -30,7 +30,7 @@ async def client(server: StatefulFakeVllm) -> AsyncIterator[VllmClient]:
 
 def create_weights(client: VllmClient, **timing: float) -> ServerWeights:
     weights = ServerWeights(client, PauseTiming(resume_delays=(0.01, 0.01), **timing))
-    weights.stores_version = True
+    weights.can_store_version = True
     return weights
 
 
@@ -40,7 +40,7 @@ def weights(client: VllmClient) -> ServerWeights:
 
 
 async def change_to(weights: ServerWeights, version: int) -> None:
-    async with weights.paused() as change:
+    async with weights.pause_sampling() as change:
         change.start()
         change.finish(version)
 
@@ -98,7 +98,7 @@ async def test_replies_that_never_settle_are_aborted(server: StatefulFakeVllm, c
     sending.cancel()
     assert weights.version == 5
     with pytest.raises(EngineUnavailable):
-        async for _ in reply.chunks():
+        async for _ in reply.stream_chunks():
             pass
 
 

@@ -301,9 +301,9 @@ async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
     await service.sample(None, "me", PROMPT, long, 8)
     base = service._sampler_pool._engines[""].engine._scheduler
     all_kv_tokens = base._kv_tokens
-    assert base._rows.tokens > 0
+    assert base._rows.capacity_tokens > 0
     await service.sample(path, "me", PROMPT, long, 8)
-    await wait_until(lambda: base._rows.tokens == 0)
+    await wait_until(lambda: base._rows.capacity_tokens == 0)
     (version,) = [pooled.engine._scheduler for key, pooled in service._sampler_pool._engines.items() if key]
     assert version._kv_tokens == all_kv_tokens
     tasks = [asyncio.create_task(service.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]

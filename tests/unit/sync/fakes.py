@@ -83,19 +83,19 @@ class WeightReceivingEngine(Engine):
     async def commit(self, policy: Policy) -> None:
         if self.failing == "commit":
             raise EngineError("the GPU is gone")
-        mapped = self._staged.mapped
-        if mapped and mapped.plan:
-            mapped.plan.run()
+        mapped = self._staged.mapped_buffer
+        if mapped and mapped.copy_plan:
+            mapped.copy_plan.run()
         else:
             plan = load_in_place(self.model, self._staged.weights, mapped.buffer if mapped else None)
             if mapped:
-                mapped.plan = plan
+                mapped.copy_plan = plan
         self._staged.clear()
         self.version = policy.version
 
     @property
     def has_copy_plan(self) -> bool:
-        return self._staged.mapped is not None and self._staged.mapped.plan is not None
+        return self._staged.mapped_buffer is not None and self._staged.mapped_buffer.copy_plan is not None
 
     async def status(self) -> EngineStatus:
         return EngineStatus(self.version)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.engines.vllm.extension import buffer_views, load_in_place, open_buffer
+from instar.engines.vllm.extension import create_buffer_views, load_in_place, open_buffer
 from instar.errors import EngineError, EngineUnavailable, SyncError
 from instar.sync.base import RouteError
 from instar.sync.shared import SharedBuffer, SharedSync, probe_shared_memory
@@ -214,7 +214,7 @@ def test_load_in_place_returns_no_plan_if_weights_are_transformed() -> None:
     )
     mapped = open_buffer(buffer.handle, torch.device("cpu"))
     model = ScalingModel()
-    missing = buffer_views(mapped, buffer.layout)
+    missing = create_buffer_views(mapped, buffer.layout)
     with pytest.raises(ValueError, match=r"qk\.weight"):
         load_in_place(model, missing, mapped)
     weights = [*missing, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
