@@ -40,8 +40,8 @@ from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, RunConfig
 from instar.engines.remote import RemoteEngine
 from instar.models import device_and_dtype
-from instar.sync.base import Sync
-from instar.sync.factory import create_sync
+from instar.sync.base import SyncRoute
+from instar.sync.factory import create_sync_route
 from instar.types import Artifact, Floats, Policy, Sample
 
 PARTS = Path(__file__).parent / "weights_parts"
@@ -159,7 +159,7 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict
         figures: dict[str, float] = {}
         for name, kind, host in zip(("lora", "full"), configs, hosts, strict=True):
             console.print(f"{shape}: {options.updates} updates of {name}")
-            sync = await create_sync(configs[kind], trainer.backend, [host.engine])
+            sync = await create_sync_route(configs[kind], trainer.backend, [host.engine])
             console.print(f"{shape}: {sync.description}")
             updates = await _measure_updates(trainer, sync, host, options, folder, SHAPES[shape].vocab)
             pauses = " ".join(f"{1e3 * pause:.0f}" for pause in updates.pause_seconds())
@@ -220,7 +220,7 @@ def _read_logs(folder: Path, kind: str) -> str:
 
 
 async def _measure_updates(
-    trainer: Trainer, sync: Sync, host: EngineHost, options: argparse.Namespace, folder: Path, vocab: int
+    trainer: Trainer, sync: SyncRoute, host: EngineHost, options: argparse.Namespace, folder: Path, vocab: int
 ) -> UpdateSeries:
     updates, engine = UpdateSeries(), host.engine
     await trainer.step()
@@ -251,9 +251,9 @@ async def _measure_updates(
     return updates
 
 
-async def _push_update(trainer: Trainer, sync: Sync, engine: RemoteEngine, folder: Path) -> Update:
+async def _push_update(trainer: Trainer, sync: SyncRoute, engine: RemoteEngine, folder: Path) -> Update:
     version, started_at = trainer.version, time.monotonic()
-    if sync.live:
+    if sync.is_live:
         artifact = Artifact("live")
     else:
         artifact = await trainer.backend.publish(folder / "policies" / f"v{version}")

@@ -39,7 +39,10 @@ class EngineConnection:
             address.hostname, address.port or 80, idle_seconds=idle_seconds, connect_seconds=CONNECT_TIMEOUT
         )
         self._calls = HttpClient(
-            headers=self._headers, connect_timeout=CONNECT_TIMEOUT, keep_alive=keep_alive_seconds, secret=token
+            headers=self._headers,
+            connect_timeout=CONNECT_TIMEOUT,
+            keep_alive=keep_alive_seconds,
+            secret=token,
         )
 
     async def stream(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> PlainResponse:

@@ -232,7 +232,9 @@ class EnginePool(Engine):
             self._sessions.popitem(last=False)
         return chosen
 
-    async def _await_first_chunk(self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]) -> TokenChunk:
+    async def _await_first_chunk(
+        self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]
+    ) -> TokenChunk:
         """Return the first chunk of a reply. Raises EngineUnavailable if the engine becomes unhealthy during
         the wait, or if it has restarted and does not serve the policy that the pool loaded."""
         expected = member.loaded_version
@@ -255,7 +257,7 @@ class EnginePool(Engine):
 
     def _none_available_error(self) -> EngineUnavailable:
         reasons = "; ".join(
-            f"engine {member.index}: {'it is being drained' if member.is_healthy else member.unhealthy_reason}"
+            f"engine {member.index}: {'it is draining' if member.is_healthy else member.unhealthy_reason}"
             for member in self.members
             if not member.can_accept_requests
         )

@@ -236,7 +236,9 @@ class _Handlers:
         return _json_response(self.engine.info)
 
     async def status(self, request: Request) -> Response:
-        return _json_response(msgspec.structs.replace(await self.engine.status(), draining=self.gate.is_closed))
+        return _json_response(
+            msgspec.structs.replace(await self.engine.status(), draining=self.gate.is_closed)
+        )
 
     async def healthz(self, request: Request) -> Response:
         await self.engine.status()

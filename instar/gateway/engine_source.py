@@ -72,7 +72,7 @@ class EngineSource(Source):
                 versions=row.versions.tolist(),
                 finish_reason=row.finish_reason,
             )
-            choices.append(self.build_choice(call, reply, placement, graph.sampled_token_count(row)))
+            choices.append(self.build_choice(call, reply, placement, graph.count_sampled_tokens(row)))
         return choices
 
     def build_choice(

@@ -36,7 +36,7 @@ class ProviderSource(Source):
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
     ) -> list[ReplyChoice]:
         return [
-            ReplyChoice(row.reply, row.finish_reason, len(row.prompt_ids), graph.sampled_token_count(row))
+            ReplyChoice(row.reply, row.finish_reason, len(row.prompt_ids), graph.count_sampled_tokens(row))
             for row in recorded
         ]
 

@@ -38,7 +38,7 @@ class TemplateBridge:
         encode: Callable[[str], list[int]],
         stop_ids: Collection[int],
         *,
-        structured_calls: bool,
+        has_structured_calls: bool,
         tool_sets: Sequence[Sequence[Tool]] = ((),),
     ) -> None:
         """Create a bridge and verify it with each of the ``tool_sets``. ``structured_calls`` is True if the
@@ -46,7 +46,7 @@ class TemplateBridge:
         self._render = render
         self._encode = encode
         self._stop_ids = frozenset(stop_ids)
-        self._structured_calls = structured_calls
+        self._has_structured_calls = has_structured_calls
         self.roles = frozenset(
             role
             for role in ("user", "tool", "system")
@@ -109,7 +109,7 @@ class TemplateBridge:
             if message["role"] != "tool":
                 break
             call_ids.append(message.get("tool_call_id") or "call-0")
-        if call_ids and self._structured_calls:
+        if call_ids and self._has_structured_calls:
             reply["content"] = ""
             reply["tool_calls"] = [
                 ToolCall(id=call_id, name=PROBE_TOOL["name"], arguments='{"q": "x"}') for call_id in call_ids

@@ -19,7 +19,7 @@ def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
     # If the prompt opens the reasoning, the text follows the end of the reasoning.
     for prefix in ("", _REASONING_END):
         ids = [*renderer.encode(prefix + text), end]
-        if _parses_as(renderer, call, prompt, ids, text):
+        if _is_parsed_as(renderer, call, prompt, ids, text):
             return np.asarray(ids, np.int32)
     raise RenderError("the text of the correction is not a valid reply in this model's format")
 
@@ -38,7 +38,7 @@ def _find_end_token(renderer: Renderer, call: Call) -> int:
     return end
 
 
-def _parses_as(renderer: Renderer, call: Call, prompt: list[int], ids: list[int], text: str) -> bool:
+def _is_parsed_as(renderer: Renderer, call: Call, prompt: list[int], ids: list[int], text: str) -> bool:
     if call.dialect in ("completions", "tokens") or not call.messages:
         parser = renderer.stream_text()
         parser.feed(ids)

@@ -57,7 +57,7 @@ class ReplyChannel:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def rest(self, complete_text: str) -> str:
+    def get_unemitted(self, complete_text: str) -> str:
         """Return the part of the complete text that was not emitted yet."""
         emitted = self.text
         if complete_text.startswith(emitted):
@@ -81,7 +81,7 @@ class FamilyStreamParser(StreamParser):
         stop: Sequence[str],
         *,
         boundaries: Collection[int],
-        bare_calls: bool,
+        has_bare_calls: bool,
         eager: bool,
     ) -> None:
         """Create a parser. ``bare_calls`` is True if the format writes calls as JSON without markers."""
@@ -90,7 +90,7 @@ class FamilyStreamParser(StreamParser):
         self._tools = tools
         self._stop = tuple(stop)
         self._boundaries = boundaries
-        self._bare_calls = bare_calls and bool(tools)
+        self._has_bare_calls = has_bare_calls and bool(tools)
         self._eager = eager
         self._holdback_strings = (*MARKERS, *stop)
         self._ids: list[int] = []
@@ -98,7 +98,7 @@ class FamilyStreamParser(StreamParser):
         self._calls: dict[int, ToolCall] = {}
         self._has_call_in_reasoning: bool | None = None
         """True if the first call began inside reasoning, or None before the first call."""
-        self._ended = False
+        self._has_ended = False
         self._begin_run()
 
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]:
@@ -114,7 +114,7 @@ class FamilyStreamParser(StreamParser):
     def finish(self) -> list[ReplyDelta]:
         deltas = self._close_call()
         parsed = self._parse(self._ids)
-        reasoning, content = self._texts(parsed)
+        reasoning, content = self._get_texts(parsed)
         malformed: list[str] = []
         for i, parsed_call in enumerate(parsed.tool_calls):
             if i in self._calls:
@@ -138,12 +138,12 @@ class FamilyStreamParser(StreamParser):
         self._run = text
         self._channel: ReplyChannel | None = None
         self._open_call_index: int | None = None
-        self._open: PartialToolCall | None = None
+        self._open_call: PartialToolCall | None = None
         self._pieces_seen, self._next_parse_at = 0, 1
 
     def _process_text(self, text: str) -> list[ReplyDelta]:
-        if self._open is not None:
-            return self._open.feed(self._stop_filter.feed(text))
+        if self._open_call is not None:
+            return self._open_call.feed(self._stop_filter.feed(text))
         self._run += text
         if self._channel is not None:
             return self._emit_run(self._channel)
@@ -157,23 +157,23 @@ class FamilyStreamParser(StreamParser):
         if not run or self._pieces_seen < self._next_parse_at:
             return []
         self._next_parse_at *= 2  # the library is called less often the longer the run is
-        reasoning, content = self._texts(self._parse(self._ids), cut=False)
-        if self._bare_calls and content.startswith("{"):
+        reasoning, content = self._get_texts(self._parse(self._ids), should_cut=False)
+        if self._has_bare_calls and content.startswith("{"):
             return []
         for channel, text in ((self._content, content), (self._reasoning, reasoning)):
             decoded = text.rstrip("\ufffd")
             if channel.ends_with_run(decoded, run):
                 self._channel = channel
-                self._run = channel.rest(decoded) + self._run[len(self._run.rstrip()) :]
+                self._run = channel.get_unemitted(decoded) + self._run[len(self._run.rstrip()) :]
                 return self._emit_run(channel)
         return []
 
     def _emit_run(self, channel: ReplyChannel) -> list[ReplyDelta]:
-        if self._ended:
+        if self._has_ended:
             return []
         text = cut_at_stop(self._run, self._stop)
         if len(text) < len(self._run):
-            self._ended = True
+            self._has_ended = True
             return self._emit(channel, text.rstrip())
         if marker := _MARKER_PATTERN.search(text):
             deltas = self._emit(channel, text[: marker.start()].rstrip())
@@ -195,11 +195,11 @@ class FamilyStreamParser(StreamParser):
         """Return the deltas that are certain at a boundary. ``text`` follows the boundary."""
         deltas = self._close_call()
         self._begin_run(text)
-        if self._ended:
+        if self._has_ended:
             return deltas
         parsed = self._parse(self._ids)
-        self._reasoning.base, self._content.base = self._texts(parsed, cut=False)
-        deltas += self._emit_rest(*map(self._emittable_prefix, self._texts(parsed)))
+        self._reasoning.base, self._content.base = self._get_texts(parsed, should_cut=False)
+        deltas += self._emit_rest(*map(self._emittable_prefix, self._get_texts(parsed)))
         if parsed.tool_calls and self._tools:
             if self._has_call_in_reasoning is None:
                 before_call = self._parse(self._ids[:-1])
@@ -230,24 +230,24 @@ class FamilyStreamParser(StreamParser):
         if started is None:
             return []
         self._stop_filter = stop_filter
-        self._open, deltas = started
-        self._calls[index] = self._open.call
+        self._open_call, deltas = started
+        self._calls[index] = self._open_call.call
         return deltas
 
     def _close_call(self) -> list[ReplyDelta]:
-        if self._open is None:
+        if self._open_call is None:
             return []
-        call, self._open = self._open, None
+        call, self._open_call = self._open_call, None
         rest = self._stop_filter.feed(self._detokenizer.finish()) + self._stop_filter.finish()
         return [*call.feed(rest), *call.finish()]
 
-    def _texts(self, parsed: ParsedResponse, *, cut: bool = True) -> tuple[str, str]:
+    def _get_texts(self, parsed: ParsedResponse, *, should_cut: bool = True) -> tuple[str, str]:
         texts = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
-        return (cut_at_stop(texts[0], self._stop), cut_at_stop(texts[1], self._stop)) if cut else texts
+        return (cut_at_stop(texts[0], self._stop), cut_at_stop(texts[1], self._stop)) if should_cut else texts
 
     def _emit_rest(self, reasoning: str, content: str) -> list[ReplyDelta]:
-        deltas = self._emit(self._reasoning, self._reasoning.rest(reasoning))
-        return deltas + self._emit(self._content, self._content.rest(content))
+        deltas = self._emit(self._reasoning, self._reasoning.get_unemitted(reasoning))
+        return deltas + self._emit(self._content, self._content.get_unemitted(content))
 
 
 def _to_tool_call(parsed_call: ParsedToolCall) -> ToolCall | None:
@@ -285,7 +285,7 @@ class FamilyRenderer(TokenizerRenderer):
         self._stop_token_ids = tuple(self._library.get_stop_token_ids())
         self._hidden_ids = frozenset({*tokenizer.all_special_ids, *self._stop_token_ids})
         probe = self._library.parse_response(self.encode('{"name": "probe", "arguments": {}}'))
-        self._bare_calls = bool(probe.tool_calls)
+        self._has_bare_calls = bool(probe.tool_calls)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         try:
@@ -348,7 +348,7 @@ class FamilyRenderer(TokenizerRenderer):
             tools,
             stop,
             boundaries=self._boundaries,
-            bare_calls=self._bare_calls,
+            has_bare_calls=self._has_bare_calls,
             eager=eager,
         )
 

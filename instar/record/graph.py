@@ -88,12 +88,14 @@ class MessageGraph:
         key = self._prompt_key(prompt if isinstance(prompt, str) else ids)
         if same := self._by_request.get(key):
             node = same[-1]
-            return self._register(_sibling(node, node.prompt_ids() if node.has_tokens else ids, 0, key))
+            return self._register(
+                _create_sibling(node, node.prompt_ids() if node.has_tokens else ids, 0, key)
+            )
         if parent is None:
-            link = self._link(key, Link.BRANCH if self._nodes else Link.ROOT)
+            link = self._choose_link(key, Link.BRANCH if self._nodes else Link.ROOT)
             return self._register(Placement(ids, link, key=key))
         shared = len(parent.sequence()) if parent.is_stored else 0
-        link = self._link(key, Link.EXTENDS)
+        link = self._choose_link(key, Link.EXTENDS)
         return self._register(Placement(ids, link, parent.call_id, parent.call_id, shared, 0, key))
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
@@ -114,7 +116,7 @@ class MessageGraph:
         self._in_flight[placement.key] += 1
         return placement
 
-    def _link(self, key: bytes, link: Link) -> Link:
+    def _choose_link(self, key: bytes, link: Link) -> Link:
         return Link.SIBLING if self._in_flight[key] else link
 
     def _place_sibling(
@@ -123,11 +125,11 @@ class MessageGraph:
         if not (same := self._by_request.get(chain.key)):
             return None
         node = same[-1]
-        shared = min(node.shared_messages(chain.exact), node.message_count)
+        shared = min(node.count_shared_messages(chain.exact), node.message_count)
         if renderer is None or node.has_tokens:
-            return _sibling(node, node.prompt_ids() if renderer else EMPTY_IDS, shared, chain.key)
+            return _create_sibling(node, node.prompt_ids() if renderer else EMPTY_IDS, shared, chain.key)
         prompt = np.asarray(renderer.render(messages, tools), np.int32)
-        return replace(_sibling(node, prompt, shared, chain.key), base_tokens=0)
+        return replace(_create_sibling(node, prompt, shared, chain.key), base_tokens=0)
 
     def _place_extension(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
@@ -139,15 +141,15 @@ class MessageGraph:
             if not (candidates := [node for node in same if node.tools_digest == chain.tools_digest]):
                 continue
             parent = nodes.choose_parent(candidates, tool_call_ids(messages[count - 1]))
-            shared = parent.shared_messages(chain.exact)
+            shared = parent.count_shared_messages(chain.exact)
             placement = Placement(
                 prompt_ids=EMPTY_IDS,
-                link=self._link(chain.key, Link.EXTENDS),
+                link=self._choose_link(chain.key, Link.EXTENDS),
                 parent_id=parent.call_id,
                 base_id=parent.call_id,
                 base_messages=shared,
                 key=chain.key,
-                first_redacted_message=parent.redacted_within(shared),
+                first_redacted_message=parent.first_redacted_within(shared),
             )
             if renderer is None:
                 return placement
@@ -160,22 +162,22 @@ class MessageGraph:
         key = chain.key
         prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else EMPTY_IDS
         if not self._nodes:
-            return Placement(prompt_ids=prompt, link=self._link(key, Link.ROOT), key=key)
+            return Placement(prompt_ids=prompt, link=self._choose_link(key, Link.ROOT), key=key)
         prefix_nodes = map(self._by_prefix.get, reversed(chain.canonical[1:]))
         longest = next(filter(None, prefix_nodes), None)
         candidates = [longest] if longest else self._newest_nodes(_RECENT_CALLS)
         shared, base = max(
             ((_stored_prefix_length(node, prompt), node) for node in candidates), key=lambda pair: pair[0]
         )
-        same_messages = base.shared_messages(chain.exact)
+        same_messages = base.count_shared_messages(chain.exact)
         return Placement(
             prompt_ids=prompt,
-            link=self._link(key, Link.BRANCH),
+            link=self._choose_link(key, Link.BRANCH),
             base_id=base.call_id,
             base_tokens=shared,
             base_messages=same_messages,
             key=key,
-            first_redacted_message=base.redacted_within(same_messages),
+            first_redacted_message=base.first_redacted_within(same_messages),
         )
 
     def _find_text_parent(self, prompt: str) -> CallNode | None:
@@ -229,7 +231,7 @@ class MessageGraph:
         node = self._nodes.get(call.call_id)
         return node is not None and node.reply_digest == self._hasher.hash_message(call.reply)
 
-    def sampled_token_count(self, call: Call) -> int:
+    def count_sampled_tokens(self, call: Call) -> int:
         node = self._nodes.get(call.call_id)
         return len(call.sampled_ids) or (len(node.sampled) if node else 0)
 
@@ -350,7 +352,7 @@ class MessageGraph:
         return self._hasher.hash_bytes(prompt.tobytes())
 
 
-def _sibling(node: CallNode, prompt: Ids, shared: int, key: bytes) -> Placement:
+def _create_sibling(node: CallNode, prompt: Ids, shared: int, key: bytes) -> Placement:
     return Placement(
         prompt_ids=prompt,
         link=Link.SIBLING,
@@ -359,7 +361,7 @@ def _sibling(node: CallNode, prompt: Ids, shared: int, key: bytes) -> Placement:
         base_tokens=len(prompt) if node.is_stored else 0,
         base_messages=shared,
         key=key,
-        first_redacted_message=node.redacted_within(shared),
+        first_redacted_message=node.first_redacted_within(shared),
     )
 
 

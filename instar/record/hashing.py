@@ -55,8 +55,8 @@ class HashChain:
             all_digests.append(digest)
         return HashChain(self.tools_digest, canonical, exact, all_digests)
 
-    def with_tools(self, tools: bytes) -> HashChain:
-        return HashChain(tools, self.canonical, self.exact, self.digests)
+    def with_tools(self, tools_digest: bytes) -> HashChain:
+        return HashChain(tools_digest, self.canonical, self.exact, self.digests)
 
     def pack(self, start: int) -> bytes:
         """Return the value of ``Call.digests``: the tools' digest, the digests of the messages from index

@@ -68,7 +68,7 @@ class CallNode:
             node = node.base
         return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
-    def shared_messages(self, exact: Sequence[bytes]) -> int:
+    def count_shared_messages(self, exact: Sequence[bytes]) -> int:
         """Return the number of messages at the start of ``exact`` that are also in this call."""
         node: CallNode | None = self
         limit = len(exact) - 1
@@ -81,18 +81,18 @@ class CallNode:
             node = node.base
         return 0
 
-    def redacted_within(self, count: int) -> int | None:
+    def first_redacted_within(self, count: int) -> int | None:
         """Return the index of the first redacted message if it is less than ``count``, or else None."""
         first = self.first_redacted_message
         return first if first is not None and first < count else None
 
 
-def choose_parent(candidates: Sequence[CallNode], ids: tuple[str, ...]) -> CallNode:
+def choose_parent(candidates: Sequence[CallNode], call_ids: tuple[str, ...]) -> CallNode:
     """Return the best candidate: prefer a reply with these tool call ids, then success, then the newest."""
 
     def rank(index: int) -> tuple[bool, bool, int]:
         node = candidates[index]
-        return (tool_call_ids(node.reply) if node.reply else ()) == ids, node.is_ok, index
+        return (tool_call_ids(node.reply) if node.reply else ()) == call_ids, node.is_ok, index
 
     return candidates[max(range(len(candidates)), key=rank)]
 

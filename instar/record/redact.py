@@ -20,7 +20,7 @@ _NOT_IN_WORD = r"(?<![A-Za-z0-9_-])"
 _REASON_PREFIX = "redacted from message "
 
 
-def redaction_reason(message_index: int, reason: str | None) -> str:
+def format_redaction_reason(message_index: int, reason: str | None) -> str:
     """Return why a call with a redacted secret is not trainable."""
     return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
 
@@ -41,50 +41,52 @@ class SecretPattern:
     """A character that every secret of this kind contains, or an empty string. It is searched for first."""
     pattern: re.Pattern[str]
 
-    def replacement(self, match: re.Match[str]) -> str:
+    def build_replacement(self, match: re.Match[str]) -> str:
         """Return the text that replaces a match. It keeps the text of the group ``before``."""
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
-def _secret(name: str, markers: str, rare_character: str, pattern: str) -> SecretPattern:
+def _create_pattern(name: str, markers: str, rare_character: str, pattern: str) -> SecretPattern:
     return SecretPattern(name, tuple(markers.split()), rare_character, re.compile(pattern))
 
 
 SECRET_PATTERNS: tuple[SecretPattern, ...] = (
-    _secret("api-key", "sk-", "-", _NOT_IN_WORD + r"sk-[A-Za-z0-9_-]{20,}"),
-    _secret("aws-key", "AKIA ASIA", "", r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"),
-    _secret("github-token", "ghp_ gho_ ghu_ ghs_ ghr_", "_", _NOT_IN_WORD + r"gh[pousr]_[A-Za-z0-9]{36,}"),
-    _secret("github-token", "github_pat_", "_", r"github_pat_[A-Za-z0-9_]{22,}"),
-    _secret("gitlab-token", "glpat-", "-", r"glpat-[A-Za-z0-9_-]{20,}"),
-    _secret("google-key", "AIza", "", _NOT_IN_WORD + r"AIza[A-Za-z0-9_-]{35}"),
-    _secret("huggingface-token", "hf_", "_", _NOT_IN_WORD + r"hf_[A-Za-z0-9]{30,}"),
-    _secret("npm-token", "npm_", "_", _NOT_IN_WORD + r"npm_[A-Za-z0-9]{36}"),
-    _secret("slack-token", "xox", "-", _NOT_IN_WORD + r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),
-    _secret("stripe-key", "k_live_", "_", _NOT_IN_WORD + r"[rs]k_live_[A-Za-z0-9]{20,}"),
-    _secret(
+    _create_pattern("api-key", "sk-", "-", _NOT_IN_WORD + r"sk-[A-Za-z0-9_-]{20,}"),
+    _create_pattern("aws-key", "AKIA ASIA", "", r"(?<![A-Z0-9])(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"),
+    _create_pattern(
+        "github-token", "ghp_ gho_ ghu_ ghs_ ghr_", "_", _NOT_IN_WORD + r"gh[pousr]_[A-Za-z0-9]{36,}"
+    ),
+    _create_pattern("github-token", "github_pat_", "_", r"github_pat_[A-Za-z0-9_]{22,}"),
+    _create_pattern("gitlab-token", "glpat-", "-", r"glpat-[A-Za-z0-9_-]{20,}"),
+    _create_pattern("google-key", "AIza", "", _NOT_IN_WORD + r"AIza[A-Za-z0-9_-]{35}"),
+    _create_pattern("huggingface-token", "hf_", "_", _NOT_IN_WORD + r"hf_[A-Za-z0-9]{30,}"),
+    _create_pattern("npm-token", "npm_", "_", _NOT_IN_WORD + r"npm_[A-Za-z0-9]{36}"),
+    _create_pattern("slack-token", "xox", "-", _NOT_IN_WORD + r"xox[abeoprs]-[A-Za-z0-9-]{10,}"),
+    _create_pattern("stripe-key", "k_live_", "_", _NOT_IN_WORD + r"[rs]k_live_[A-Za-z0-9]{20,}"),
+    _create_pattern(
         "jwt", "eyJ", ".", _NOT_IN_WORD + r"eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}"
     ),
-    _secret(
+    _create_pattern(
         "private-key",
         "PRIVATE",
         "-",
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     ),
-    _secret("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
+    _create_pattern("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
 )
 """The patterns of secrets to remove. A private key without an end line extends to the end of the text."""
 
 
 @dataclass(slots=True)
 class Redactor:
-    secrets: Sequence[SecretPattern] = SECRET_PATTERNS
-    patterns: Sequence[re.Pattern[str]] = ()
+    secret_patterns: Sequence[SecretPattern] = SECRET_PATTERNS
+    custom_patterns: Sequence[re.Pattern[str]] = ()
     _markers: dict[str, list[str]] = field(init=False)
     """The markers of all kinds of secrets by their rare character."""
 
     def __post_init__(self) -> None:
         self._markers = {}
-        for secret in self.secrets:
+        for secret in self.secret_patterns:
             self._markers.setdefault(secret.rare_character, []).extend(secret.markers)
 
     @staticmethod
@@ -102,10 +104,10 @@ class Redactor:
     def redact_text(self, text: str) -> str:
         """Return the text with its secrets redacted, or the same object if it contains none."""
         if self._has_marker(text):
-            for secret in self.secrets:
+            for secret in self.secret_patterns:
                 if any(marker in text for marker in secret.markers):
-                    text = secret.pattern.sub(secret.replacement, text)
-        for pattern in self.patterns:
+                    text = secret.pattern.sub(secret.build_replacement, text)
+        for pattern in self.custom_patterns:
             text = pattern.sub(lambda match: "[redacted]" if match[0] else "", text)
         return text
 

@@ -96,7 +96,7 @@ class CachingEncoder:
         self._backend: Any = tokenizer.backend_tokenizer
         self._max_cached_chars = max_cached_chars
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
-        self.cache_size = 0
+        self.cached_chars = 0
         self._added_ids: dict[str, int] = {}
         self.splitter = self._create_splitter()
         """The pattern that splits text into pieces, or None if pieces cannot be encoded separately."""
@@ -119,9 +119,9 @@ class CachingEncoder:
             return cached
         ids = self.encode_uncached(piece)
         self._cache[piece] = ids
-        self.cache_size += len(piece)
-        while self.cache_size > self._max_cached_chars:
-            self.cache_size -= len(self._cache.popitem(last=False)[0])
+        self.cached_chars += len(piece)
+        while self.cached_chars > self._max_cached_chars:
+            self.cached_chars -= len(self._cache.popitem(last=False)[0])
         return ids
 
     def _create_splitter(self) -> re.Pattern[str] | None:
@@ -152,7 +152,7 @@ class TokenizerRenderer(Renderer):
         return self._stop_token_ids
 
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        scanner = ReplyScanner(plain_text=True)
+        scanner = ReplyScanner(is_plain_text=True)
         return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
     def token_text(self, token_id: int) -> str:
@@ -199,7 +199,7 @@ class TemplateRenderer(TokenizerRenderer):
             self._render_ids,
             self.encode,
             self._stop_token_ids,
-            structured_calls=not self.uses_generic_tools,
+            has_structured_calls=not self.uses_generic_tools,
             tool_sets=[()] if self.uses_generic_tools else [(), (PROBE_TOOL,)],
         )
         self.bridged_roles = self._bridge.roles
@@ -207,7 +207,7 @@ class TemplateRenderer(TokenizerRenderer):
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if self.uses_generic_tools:
-            messages, tools = to_generic_messages(messages, tools, tool_role=self._has_tool_role), ()
+            messages, tools = to_generic_messages(messages, tools, has_tool_role=self._has_tool_role), ()
         return self._render_ids(messages, tools, generation=True)
 
     def extend(
@@ -218,7 +218,7 @@ class TemplateRenderer(TokenizerRenderer):
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
         if self.uses_generic_tools:
-            new_messages, tools = to_generic_messages(new_messages, (), tool_role=self._has_tool_role), ()
+            new_messages, tools = to_generic_messages(new_messages, (), has_tool_role=self._has_tool_role), ()
         return self._bridge.extend(prompt_ids, sampled_ids, new_messages, tools)
 
     def stream(
@@ -229,7 +229,9 @@ class TemplateRenderer(TokenizerRenderer):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        scanner = ReplyScanner(calls=bool(tools), reasoning=self._opens_reasoning, eager=eager)
+        scanner = ReplyScanner(
+            should_parse_calls=bool(tools), is_in_reasoning=self._opens_reasoning, eager=eager
+        )
         return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
     def encode(self, text: str) -> list[int]:

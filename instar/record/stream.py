@@ -23,28 +23,28 @@ class Detokenizer:
 
     _MAX_WINDOW_TOKENS, _KEPT_TOKENS = 32, 8
 
-    def __init__(self, decode: Callable[[list[int]], str], hidden: Collection[int]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], hidden_ids: Collection[int]) -> None:
         self._decode = decode
-        self._hidden = hidden
+        self._hidden_ids = hidden_ids
         self._window: list[int] = []
-        self._emitted = 0
+        self._emitted_chars = 0
 
     def feed(self, ids: Sequence[int]) -> str:
-        self._window += [i for i in ids if i not in self._hidden]
+        self._window += [i for i in ids if i not in self._hidden_ids]
         text = self._decode(self._window)
         # Up to three bytes of an incomplete character decode to as many replacement characters.
         end = len(text)
         while end > len(text) - 3 and text[end - 1 : end] == _REPLACEMENT_CHARACTER:
             end -= 1
-        piece = text[self._emitted : end]
-        self._emitted = max(self._emitted, end)
+        piece = text[self._emitted_chars : end]
+        self._emitted_chars = max(self._emitted_chars, end)
         if end == len(text) and len(self._window) > self._MAX_WINDOW_TOKENS:
             self._window = self._window[-self._KEPT_TOKENS :]
-            self._emitted = len(self._decode(self._window))
+            self._emitted_chars = len(self._decode(self._window))
         return piece
 
     def finish(self) -> str:
-        return self._decode(self._window)[self._emitted :]
+        return self._decode(self._window)[self._emitted_chars :]
 
 
 class StopStringFilter:
@@ -103,19 +103,24 @@ class ReplyScanner:
     begins inside reasoning if ``is_in_reasoning`` is True, and is not split if ``is_plain_text`` is True."""
 
     def __init__(
-        self, *, calls: bool = False, reasoning: bool = False, eager: bool = False, plain_text: bool = False
+        self,
+        *,
+        should_parse_calls: bool = False,
+        is_in_reasoning: bool = False,
+        eager: bool = False,
+        is_plain_text: bool = False,
     ) -> None:
-        self._look_for_calls = calls
+        self._should_parse_calls = should_parse_calls
         self._eager = eager
-        self._open: PartialToolCall | None = None
-        self._state = "plain text" if plain_text else "reasoning" if reasoning else "start"
+        self._open_call: PartialToolCall | None = None
+        self._state = "plain text" if is_plain_text else "reasoning" if is_in_reasoning else "start"
         self._buffer = ""
-        self._space = ""
-        self._trim_next = False
+        self._held_space = ""
+        self._should_trim_next = False
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.tool_calls: list[ToolCall] = []
-        self._out: list[ReplyDelta] = []
+        self._deltas: list[ReplyDelta] = []
 
     def feed(self, text: str) -> list[ReplyDelta]:
         self._buffer += text
@@ -127,17 +132,17 @@ class ReplyScanner:
         rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
             self._emit_reasoning(rest)
-        elif self._open is not None:
-            self._out += self._open.feed(rest)
-            self._close_call(self._open)
+        elif self._open_call is not None:
+            self._deltas += self._open_call.feed(rest)
+            self._close_call(self._open_call)
         else:
             self._add_content(rest)
             if not self.tool_calls:
-                self._emit_text(self._space)
+                self._emit_text(self._held_space)
         return self._take_deltas()
 
     def _take_deltas(self) -> list[ReplyDelta]:
-        out, self._out = self._out, []
+        out, self._deltas = self._deltas, []
         return out
 
     def _advance(self) -> bool:
@@ -151,8 +156,8 @@ class ReplyScanner:
             return self._scan_start()
         if self._state == "reasoning":
             return self._scan_reasoning()
-        if self._open is not None:
-            return self._scan_open_call(self._open)
+        if self._open_call is not None:
+            return self._scan_open_call(self._open_call)
         return self._scan_content()
 
     def _scan_start(self) -> bool:
@@ -169,7 +174,7 @@ class ReplyScanner:
         before, closed, after = self._buffer.partition(THINK_CLOSE)
         if closed:
             self._emit_reasoning(before)
-            self._state, self._buffer, self._trim_next = "content", after, True
+            self._state, self._buffer, self._should_trim_next = "content", after, True
             return True
         held_length = overlap_length(self._buffer, THINK_CLOSE)
         self._emit_reasoning(self._buffer[: len(self._buffer) - held_length])
@@ -177,7 +182,7 @@ class ReplyScanner:
         return False
 
     def _scan_content(self) -> bool:
-        if not self._look_for_calls:
+        if not self._should_parse_calls:
             self._add_content(self._buffer)
             self._buffer = ""
             return False
@@ -197,7 +202,7 @@ class ReplyScanner:
         if (not start or start.startswith("{")) and not closed:
             return self._eager and self._begin_call(rest)
         if closed and (call := parse_call(body)):
-            self._out.append(complete_call_delta(len(self.tool_calls), call))
+            self._deltas.append(complete_call_delta(len(self.tool_calls), call))
             self._add_call(call)
             self._buffer = after
         else:
@@ -208,49 +213,49 @@ class ReplyScanner:
     def _begin_call(self, rest: str) -> bool:
         emittable_length = len(rest) - overlap_length(rest, CALL_CLOSE)
         if started := PartialToolCall.try_start(rest[:emittable_length], len(self.tool_calls)):
-            self._open, deltas = started
-            self._out += deltas
-            self._add_call(self._open.call)
+            self._open_call, deltas = started
+            self._deltas += deltas
+            self._add_call(self._open_call.call)
             self._buffer = rest[emittable_length:]
         return False
 
     def _scan_open_call(self, call: PartialToolCall) -> bool:
         body, closed, after = self._buffer.partition(CALL_CLOSE)
         emittable_length = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
-        self._out += call.feed(body[:emittable_length])
+        self._deltas += call.feed(body[:emittable_length])
         self._buffer = after if closed else body[emittable_length:]
         if closed:
             self._close_call(call)
         return bool(closed)
 
     def _close_call(self, call: PartialToolCall) -> None:
-        self._out += call.finish()
-        self._open = None
+        self._deltas += call.finish()
+        self._open_call = None
 
     def _add_call(self, call: ToolCall) -> None:
         self.tool_calls.append(call)
-        self._space, self._trim_next = "", True
+        self._held_space, self._should_trim_next = "", True
 
     def _emit_reasoning(self, text: str) -> None:
         if text:
             self.reasoning.append(text)
-            self._out.append(ReplyDelta(reasoning=text))
+            self._deltas.append(ReplyDelta(reasoning=text))
 
     def _add_content(self, text: str) -> None:
-        if self._trim_next:
+        if self._should_trim_next:
             text = text.lstrip()
             if not text:
                 return
-            self._trim_next = False
-        text = self._space + text
+            self._should_trim_next = False
+        text = self._held_space + text
         visible = text.rstrip()
-        self._space = text[len(visible) :]
+        self._held_space = text[len(visible) :]
         self._emit_text(visible)
 
     def _emit_text(self, text: str) -> None:
         if text:
             self.content.append(text)
-            self._out.append(ReplyDelta(text=text))
+            self._deltas.append(ReplyDelta(text=text))
 
 
 class TextStreamParser(StreamParser):

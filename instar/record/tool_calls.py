@@ -109,11 +109,11 @@ def can_encode(text: str) -> bool:
 
 
 def to_generic_messages(
-    messages: Sequence[Message], tools: Sequence[Tool], *, tool_role: bool
+    messages: Sequence[Message], tools: Sequence[Tool], *, has_tool_role: bool
 ) -> list[Message]:
     """Return the messages with the list of tools, the tool calls and the tool results as plain text. If
     ``has_tool_role`` is True, tool results keep the role `tool`."""
-    plain = [_to_plain(message, tool_role) for message in messages]
+    plain = [_to_plain_message(message, has_tool_role) for message in messages]
     if not tools:
         return plain
     tool_list = format_tool_list(tools)
@@ -123,9 +123,9 @@ def to_generic_messages(
     return [Message(role="system", content=tool_list), *plain]
 
 
-def _to_plain(message: Message, tool_role: bool) -> Message:
+def _to_plain_message(message: Message, has_tool_role: bool) -> Message:
     content = message["content"]
-    if message["role"] == "tool" and not tool_role:
+    if message["role"] == "tool" and not has_tool_role:
         return Message(role="user", content=f"<tool_response>{content}</tool_response>")
     if calls := message.get("tool_calls"):
         content = "\n".join([*([content] if content else []), *map(format_call, calls)])
@@ -165,13 +165,13 @@ def _expect_char(text: str, position: int, char: str) -> int:
     return position + 1
 
 
-_HEAD = re.compile(
+_CALL_HEAD = re.compile(
     r"""[ \t\r\n]*\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\.)+")"""
     r"""[ \t\r\n]*,[ \t\r\n]*"arguments"[ \t\r\n]*:[ \t\r\n]*(?=\{)"""
 )
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|NaN|-?Infinity")
 _SCALAR_END = re.compile(r"[ \t\r\n,\]}]")
-_PLAIN = re.compile(r'[^"\\]+')
+_UNESCAPED_TEXT = re.compile(r'[^"\\]+')
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -185,11 +185,11 @@ class JsonObjectTracker:
         """True once the object is closed."""
         self.is_broken = False
         """True if the text is not JSON, so that the end of the object is unknown."""
-        self.is_flawed = False
+        self.has_invalid_string = False
         """True if a string is invalid but its end is known, for example if it contains a line break."""
         self._closers: list[str] = []
         self._expected = "value"
-        self._in_string = False
+        self._is_in_string = False
         self._is_key = False
         self._is_after_backslash = False
         self._hex_digits_left = 0
@@ -199,7 +199,7 @@ class JsonObjectTracker:
         with more text."""
         position = 0
         while position < len(text) and not (self.is_complete or self.is_broken):
-            read = self._read_string if self._in_string else self._read_token
+            read = self._read_string if self._is_in_string else self._read_token
             length = read(text, position)
             if not length:
                 break
@@ -211,24 +211,24 @@ class JsonObjectTracker:
         if self._is_after_backslash or self._hex_digits_left:
             return self._read_escape(char)
         if char == '"':
-            self._in_string = False
-            return self._expect("colon") if self._is_key else self._end_value()
+            self._is_in_string = False
+            return self._set_expected("colon") if self._is_key else self._end_value()
         self.has_value = self.has_value or not self._is_key
         if char == "\\":
             self._is_after_backslash = True
             return 1
-        match = _PLAIN.match(text, position)
+        match = _UNESCAPED_TEXT.match(text, position)
         assert match
-        self.is_flawed = self.is_flawed or _CONTROL.search(match[0]) is not None
+        self.has_invalid_string = self.has_invalid_string or _CONTROL.search(match[0]) is not None
         return len(match[0])
 
     def _read_escape(self, char: str) -> int:
         if self._is_after_backslash:
-            self.is_flawed = self.is_flawed or char not in '"\\/bfnrtu'
+            self.has_invalid_string = self.has_invalid_string or char not in '"\\/bfnrtu'
             self._is_after_backslash, self._hex_digits_left = False, 4 if char == "u" else 0
             return 1
         if char not in "0123456789abcdefABCDEF":
-            self.is_flawed, self._hex_digits_left = True, 0
+            self.has_invalid_string, self._hex_digits_left = True, 0
             return self._read_string(char, 0)
         self._hex_digits_left -= 1
         return 1
@@ -238,14 +238,14 @@ class JsonObjectTracker:
         if char in " \t\r\n":
             return 1
         if expected == "colon" and char == ":":
-            return self._expect("value")
+            return self._set_expected("value")
         if expected in ("next", "key or end", "value or end") and char == self._closers[-1]:
             self._closers.pop()
             return self._end_value()
         if expected == "next" and char == ",":
-            return self._expect("key" if self._closers[-1] == "}" else "value")
+            return self._set_expected("key" if self._closers[-1] == "}" else "value")
         if expected in ("key", "key or end") and char == '"':
-            self._in_string = self._is_key = True
+            self._is_in_string = self._is_key = True
             return 1
         if expected in ("value", "value or end"):
             return self._read_value(text, position)
@@ -255,11 +255,11 @@ class JsonObjectTracker:
     def _read_value(self, text: str, position: int) -> int:
         char = text[position]
         if char == '"':
-            self._in_string, self._is_key = True, False
+            self._is_in_string, self._is_key = True, False
             return 1
         if char in "{[":
             self._closers.append("}" if char == "{" else "]")
-            return self._expect("key or end" if char == "{" else "value or end")
+            return self._set_expected("key or end" if char == "{" else "value or end")
         end = _SCALAR_END.search(text, position)
         if end is None:
             return 0
@@ -272,9 +272,9 @@ class JsonObjectTracker:
     def _end_value(self) -> int:
         self.is_complete = not self._closers
         self.has_value = self.has_value or not self.is_complete
-        return self._expect("next")
+        return self._set_expected("next")
 
-    def _expect(self, token: str) -> int:
+    def _set_expected(self, token: str) -> int:
         self._expected = token
         return 1
 
@@ -286,7 +286,7 @@ class PartialToolCall:
     def __init__(self, name: str, index: int) -> None:
         self.call = ToolCall(id=new_id("call"), name=name, arguments="")
         self._index = index
-        self._object = JsonObjectTracker()
+        self._tracker = JsonObjectTracker()
         self._held = ""
         self._pieces: list[str] = []
 
@@ -294,12 +294,12 @@ class PartialToolCall:
     def try_start(text: str, index: int) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
         """Return the call that begins with ``text`` and the first deltas. Return None if ``text`` is not a
         valid call, contains all arguments, or ends before the first value in the arguments."""
-        head = _HEAD.match(text)
+        head = _CALL_HEAD.match(text)
         if head is None:
             return None
         trial = JsonObjectTracker()
         trial.feed(text[head.end() :])
-        if not trial.has_value or trial.is_complete or trial.is_flawed or trial.is_broken:
+        if not trial.has_value or trial.is_complete or trial.has_invalid_string or trial.is_broken:
             return None
         name = parse_call_name(head[1])
         if name is None:
@@ -309,13 +309,13 @@ class PartialToolCall:
         return call, [opening, *call.feed(text[head.end() :])]
 
     def feed(self, text: str) -> list[ReplyDelta]:
-        if self._object.is_complete:
+        if self._tracker.is_complete:
             return []
         text = self._held + text
-        processed = self._object.feed(text)
-        if self._object.is_broken:
+        processed = self._tracker.feed(text)
+        if self._tracker.is_broken:
             processed = len(text)
-        self._held = "" if self._object.is_complete else text[processed:]
+        self._held = "" if self._tracker.is_complete else text[processed:]
         return self._emit(text[:processed])
 
     def finish(self) -> list[ReplyDelta]:

@@ -14,10 +14,10 @@ class RouteError(SyncError):
     """A failure of the route itself, not of an engine or the backend."""
 
 
-class Sync(ABC):
+class SyncRoute(ABC):
     description: str
     """A description of the route for the log."""
-    live = False
+    is_live = False
     """True if ``push`` reads the weights from the backend, so that the backend does not publish files. The
     policy's artifact is then ``live``, and it can be pushed only while the backend has the policy's
     weights."""

@@ -13,7 +13,7 @@ from instar.config.cluster import RayClusterConfig, RouteName
 from instar.engines.base import Engine
 from instar.errors import ConfigError, EngineError
 from instar.models import device_and_dtype
-from instar.sync.base import Sync
+from instar.sync.base import SyncRoute
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RouteEndpoints:
         return isinstance(self.config.cluster, RayClusterConfig)
 
 
-async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Engine]) -> Sync:
+async def create_sync_route(config: RunConfig, backend: Backend, engines: Sequence[Engine]) -> SyncRoute:
     """Return the route to use. Raises ConfigError if the configured route, or every route, is impossible."""
     endpoints = RouteEndpoints(config, backend, engines)
     name = config.sync.route
@@ -53,7 +53,7 @@ async def create_sync(config: RunConfig, backend: Backend, engines: Sequence[Eng
     raise AssertionError("the route files is always tried")
 
 
-async def _create(route: RouteName, endpoints: RouteEndpoints) -> Sync:
+async def _create(route: RouteName, endpoints: RouteEndpoints) -> SyncRoute:
     if (obstacle := _find_obstacle(route, endpoints)) is not None:
         raise ConfigError(obstacle)
     return await ROUTES[route](endpoints)
@@ -83,7 +83,7 @@ def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
     return None
 
 
-async def _create_ipc(endpoints: RouteEndpoints) -> Sync:
+async def _create_ipc(endpoints: RouteEndpoints) -> SyncRoute:
     from instar.sync.shared import SharedSync, current_gpu_uuid, probe_shared_memory
 
     device = device_and_dtype(endpoints.config.model)[0]
@@ -99,7 +99,7 @@ async def _create_ipc(endpoints: RouteEndpoints) -> Sync:
     return SharedSync(endpoints.backend, device=device, deadline=endpoints.config.sync.deadline)
 
 
-async def _create_nccl(endpoints: RouteEndpoints) -> Sync:
+async def _create_nccl(endpoints: RouteEndpoints) -> SyncRoute:
     from instar.sync.nccl import NcclSync
 
     if find_spec("vllm") is None:
@@ -112,7 +112,7 @@ async def _create_nccl(endpoints: RouteEndpoints) -> Sync:
     return NcclSync(endpoints.backend, host=host, deadline=endpoints.config.sync.deadline)
 
 
-async def _create_ray(endpoints: RouteEndpoints) -> Sync:
+async def _create_ray(endpoints: RouteEndpoints) -> SyncRoute:
     from instar.sync.ray import RaySync
 
     cluster, settings = endpoints.config.cluster, endpoints.config.sync
@@ -125,20 +125,20 @@ async def _create_ray(endpoints: RouteEndpoints) -> Sync:
     await sync.start()
     try:
         for engine in endpoints.engines:
-            await sync.check(engine)
+            await sync.check_engine(engine)
     except EngineError as error:
         await sync.close()
         raise ConfigError(f"an engine cannot join the trainer's Ray cluster: {error}") from error
     return sync
 
 
-async def _create_files(endpoints: RouteEndpoints) -> Sync:
+async def _create_files(endpoints: RouteEndpoints) -> SyncRoute:
     from instar.sync.files import FileSync
 
     return FileSync(deadline=endpoints.config.sync.deadline)
 
 
-ROUTES: dict[RouteName, Callable[[RouteEndpoints], Awaitable[Sync]]] = {
+ROUTES: dict[RouteName, Callable[[RouteEndpoints], Awaitable[SyncRoute]]] = {
     "ipc": _create_ipc,
     "nccl": _create_nccl,
     "ray": _create_ray,

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, SyncError
 from instar.http.retry import RetryPolicy
-from instar.sync.base import Sync
+from instar.sync.base import SyncRoute
 from instar.types import Policy
 
 TRANSIENT_ERRORS = (EngineUnavailable, ConnectionError, TimeoutError)
 RETRY = RetryPolicy(first_delay=0.25, max_delay=math.inf, jitter=(0.5, 1.5))
 
 
-class FileSync(Sync):
+class FileSync(SyncRoute):
     description = "files: the engines read the published files, or copies that are uploaded to them"
 
     def __init__(self, *, deadline: float = 120.0, attempts: int = 5, retry: RetryPolicy = RETRY) -> None:

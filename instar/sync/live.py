@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from instar.backends.base import Backend
 from instar.engines.base import Engine
 from instar.errors import InstarError, SyncError
-from instar.sync.base import RouteError, Sync
+from instar.sync.base import RouteError, SyncRoute
 from instar.sync.files import FileSync
 from instar.types import Policy
 
@@ -66,11 +66,11 @@ class PushTargets:
         self.outcomes[index] = failure
 
 
-class LiveSync(Sync):
+class LiveSync(SyncRoute):
     """The base class of live routes. An engine that did not receive all weights keeps its policy. If the
     backend cannot provide the weights, all engines keep their policy."""
 
-    live = True
+    is_live = True
 
     def __init__(self, backend: Backend, *, deadline: float) -> None:
         self._backend = backend

@@ -60,7 +60,7 @@ class NcclSync(LiveSync):
                 group_failed.set()
                 raise
 
-        send_task = asyncio.create_task(self._send())
+        send_task = asyncio.create_task(self._broadcast_weights())
         commit_task = asyncio.create_task(targets.commit(commit))
         failure_task = asyncio.create_task(group_failed.wait())
         try:
@@ -80,7 +80,7 @@ class NcclSync(LiveSync):
                 await self._leave_group()
         targets.fail_remaining("served", SyncError("another engine in its group failed"))
 
-    async def _send(self) -> None:
+    async def _broadcast_weights(self) -> None:
         async with contextlib.aclosing(self._backend.tensors()) as tensors:
             async for _, tensor in tensors:
                 with route_errors():
@@ -115,7 +115,7 @@ class NcclSync(LiveSync):
 
         await targets.run("announced", query)
         plan = plan_group(
-            [sizes[id(engine)] for engine in targets.engines], self._host, _free_port(self._host)
+            [sizes[id(engine)] for engine in targets.engines], self._host, _find_free_port(self._host)
         )
         init_infos = dict(zip(map(id, targets.engines), plan, strict=True))
 
@@ -133,10 +133,10 @@ class NcclSync(LiveSync):
             await asyncio.gather(join_task, return_exceptions=True)
 
 
-def plan_group(sizes: list[int], host: str, port: int) -> list[Json]:
+def plan_group(worker_counts: list[int], host: str, port: int) -> list[Json]:
     """Return the init info of each engine. The trainer is rank 0, and the workers of each engine follow."""
-    address = {"master_address": host, "master_port": port, "world_size": 1 + sum(sizes)}
-    return [{**address, "rank_offset": 1 + sum(sizes[:index])} for index in range(len(sizes))]
+    address = {"master_address": host, "master_port": port, "world_size": 1 + sum(worker_counts)}
+    return [{**address, "rank_offset": 1 + sum(worker_counts[:index])} for index in range(len(worker_counts))]
 
 
 class NcclTransport:
@@ -154,6 +154,6 @@ class NcclTransport:
         torch.cuda.current_stream().synchronize()
 
 
-def _free_port(host: str) -> int:
+def _find_free_port(host: str) -> int:
     with socket.create_server((host, 0)) as server:
         return server.getsockname()[1]

@@ -59,7 +59,7 @@ class RaySync(LiveSync):
         """Join the cluster. Raises ConfigError if that fails."""
         await asyncio.to_thread(self._start_mailbox)
 
-    async def check(self, engine: Engine) -> None:
+    async def check_engine(self, engine: Engine) -> None:
         """Raise EngineError if the engine's workers cannot join the cluster."""
         await engine.stage(WeightTransfer(PROBE_POLICY, "ray", {"probe": self._mailbox_address}))
 
@@ -71,7 +71,7 @@ class RaySync(LiveSync):
         send_task: asyncio.Task[None] | None = None
         index = 0
         try:
-            async with contextlib.aclosing(self._chunks()) as chunks:
+            async with contextlib.aclosing(self._export_chunks()) as chunks:
                 async for chunk in chunks:
                     await self._call_mailbox("put", index, chunk.references)
                     if send_task is not None:
@@ -102,14 +102,14 @@ class RaySync(LiveSync):
         await targets.run("sent", send)
         await self._call_mailbox("drop", index)
 
-    async def _chunks(self) -> AsyncGenerator[RayChunk, None]:
+    async def _export_chunks(self) -> AsyncGenerator[RayChunk, None]:
         chunk, size = RayChunk([], []), 0
         async with contextlib.aclosing(self._backend.tensors()) as tensors:
             async for name, tensor in tensors:
                 if chunk.layout and size + tensor.nbytes > self._chunk_bytes:
                     yield chunk
                     chunk, size = RayChunk([], []), 0
-                chunk.references.append(await _run_in_thread(_put, tensor))
+                chunk.references.append(await _run_in_thread(_put_tensor, tensor))
                 chunk.layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
                 size += tensor.nbytes
         if chunk.layout:
@@ -132,10 +132,10 @@ class RaySync(LiveSync):
         import ray
 
         if not ray.is_initialized():
-            self._join(ray)
+            self._join_cluster(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
         # The mailbox is one process for the complete run, and does not need a CPU.
-        actor_class = ray.remote(num_cpus=0)(_mailbox_class())
+        actor_class = ray.remote(num_cpus=0)(_create_mailbox_class())
         self._mailbox = actor_class.options(name=name, namespace=NAMESPACE).remote()
         self._mailbox_address = {
             "mailbox": name,
@@ -146,7 +146,7 @@ class RaySync(LiveSync):
         }
         self.description = f"ray: the object store of the cluster at {self._mailbox_address['address']}"
 
-    def _join(self, ray: Any) -> None:
+    def _join_cluster(self, ray: Any) -> None:
         address = self._address or os.environ.get("RAY_ADDRESS")
         if not address:
             raise ConfigError("there is no Ray cluster; set cluster.type to ray, or set RAY_ADDRESS")
@@ -165,7 +165,7 @@ class RaySync(LiveSync):
             ray.shutdown()
 
 
-def _mailbox_class() -> type:
+def _create_mailbox_class() -> type:
     """Return the class of the mailbox. Ray pickles a class that is defined in a function by value, so that
     the mailbox's process does not need Instar."""
 
@@ -196,7 +196,7 @@ async def _run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.to_thread(function, *arguments)
 
 
-def _put(tensor: Tensor) -> Any:
+def _put_tensor(tensor: Tensor) -> Any:
     """Put a tensor into the object store as an array of bytes, which Ray does not pickle."""
     import ray
     import torch

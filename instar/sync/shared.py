@@ -41,7 +41,7 @@ class SharedSync(LiveSync):
         self._create_buffer = create_buffer or SharedBuffer
         self._device = device
         self._buffer: SharedBuffer | None = None
-        self._copying: set[Engine] = set()
+        self._copying_engines: set[Engine] = set()
         """The engines that may still copy from the buffer."""
         self._previous_buffer: SharedBuffer | None = None
         """The previous buffer. It is closed when all engines have opened the current buffer."""
@@ -59,17 +59,17 @@ class SharedSync(LiveSync):
     async def _get_unused_buffer(self) -> SharedBuffer:
         """Return a buffer that no engine is copying from."""
         previous = self._buffer
-        if previous is not None and not self._copying:
+        if previous is not None and not self._copying_engines:
             return previous
-        layout = await self._layout() if previous is None else previous.layout
+        layout = await self._read_layout() if previous is None else previous.layout
         with route_errors():
             self._buffer = self._create_buffer(layout, self._device)
         self._previous_buffer = previous
-        self._copying.clear()
+        self._copying_engines.clear()
         return self._buffer
 
     async def _commit(self, policy: Policy, targets: PushTargets) -> None:
-        self._copying.update(targets.engines)
+        self._copying_engines.update(targets.engines)
 
         async def commit(engine: Engine) -> None:
             try:
@@ -77,13 +77,15 @@ class SharedSync(LiveSync):
             except EngineUnavailable:
                 raise
             except EngineError:
-                self._copying.discard(engine)  # the engine has responded, so it does not copy any more
+                self._copying_engines.discard(
+                    engine
+                )  # the engine has responded, so it does not copy any more
                 raise
-            self._copying.discard(engine)
+            self._copying_engines.discard(engine)
 
         await targets.commit(commit)
 
-    async def _layout(self) -> list[WeightPlacement]:
+    async def _read_layout(self) -> list[WeightPlacement]:
         layout: list[WeightPlacement] = []
         end = 0
         async for name, tensor in self._backend.tensors():
@@ -125,7 +127,7 @@ class SharedBuffer:
         self.name = secrets.token_hex(8)
         self._descriptor: int | None = None
         name, dtype, shape, start = layout[-1]
-        size = start + _nbytes(dtype, shape)
+        size = start + _count_bytes(dtype, shape)
         if device == "cuda":
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
         else:
@@ -141,7 +143,7 @@ class SharedBuffer:
             self.handle = {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": handle, "size": size}
         self.views: dict[str, Tensor] = {}
         for name, dtype, shape, start in layout:
-            part = self._bytes[start : start + _nbytes(dtype, shape)]
+            part = self._bytes[start : start + _count_bytes(dtype, shape)]
             self.views[name] = part.view(getattr(torch, dtype)).view(shape)
 
     @property
@@ -197,7 +199,7 @@ async def _stage_buffer(engine: Engine, policy: Policy, buffer: SharedBuffer) ->
         )
 
 
-def _nbytes(dtype: str, shape: list[int]) -> int:
+def _count_bytes(dtype: str, shape: list[int]) -> int:
     import torch
 
     return getattr(torch, dtype).itemsize * math.prod(shape)

@@ -248,7 +248,7 @@ class Trainer:
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
-        if self.publisher.sync.live:
+        if self.publisher.sync.is_live:
             await self._publish_files(version)
         return version
 
@@ -288,7 +288,7 @@ class Trainer:
         return version
 
     async def _publish_head(self, version: int) -> None:
-        if self.publisher.sync.live:
+        if self.publisher.sync.is_live:
             artifact = Artifact("live")
         else:
             artifact = await self.backend.publish(self._policy_path(version))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, InstarError
-from instar.sync.base import RouteError, Sync
+from instar.sync.base import RouteError, SyncRoute
 from instar.types import Policy
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ Otherwise all samples would come from an old version."""
 
 class PolicyPublisher:
     def __init__(
-        self, sync: Sync, engines: ListEngines, *, poll_seconds: float = POLL_INTERVAL_SECONDS
+        self, sync: SyncRoute, engines: ListEngines, *, poll_seconds: float = POLL_INTERVAL_SECONDS
     ) -> None:
         self.sync = sync
         self._list_engines = engines
@@ -68,7 +68,7 @@ class PolicyPublisher:
             waiting_task.cancel()
             self._should_stop = True
             # A live push reads the backend's weights and must finish before the weights change.
-            if not (self._is_pushing and self.sync.live):
+            if not (self._is_pushing and self.sync.is_live):
                 sync_task.cancel()
             await asyncio.gather(waiting_task, sync_task, return_exceptions=True)
 

@@ -30,7 +30,7 @@ from instar.config import (
 )
 from instar.conformance.batches import make_sample
 from instar.engines.remote import RemoteEngine
-from instar.sync.factory import create_sync
+from instar.sync.factory import create_sync_route
 from instar.sync.shared import SharedBuffer
 from instar.types import Artifact, Policy
 from tests.integration.vllm.servers import TOKEN, ServedEngine, vllm_model
@@ -45,10 +45,10 @@ needs_vllm = pytest.mark.skipif(
 )
 READER = """
 import json, sys, torch
-from instar.engines.vllm.extension import buffer_views, open_buffer
+from instar.engines.vllm.extension import create_buffer_views, open_buffer
 handle, layout = json.loads(sys.stdin.readline())
 torch.cuda.init()
-tensors = dict(buffer_views(open_buffer(handle, torch.device("cuda", 0)), layout))
+tensors = dict(create_buffer_views(open_buffer(handle, torch.device("cuda", 0)), layout))
 for line in sys.stdin:
     print(json.dumps({name: tensor.float().sum().item() for name, tensor in tensors.items()}), flush=True)
 """
@@ -113,7 +113,7 @@ async def test_push_from_gpu_to_gpu_updates_the_served_weights(
     model = ModelConfig.model_validate(config.model.model_dump())
     backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=4)))
     config = config.model_copy(update={"sync": SyncConfig.model_validate({"route": route})})
-    sync = await create_sync(config, backend, [engine])
+    sync = await create_sync_route(config, backend, [engine])
     assert sync.description.startswith("ipc" if route == "auto" else "nccl")
     ids = np.random.default_rng(0).integers(3, 300, 40).tolist()
     sample = make_sample("s", ids, 1, advantages=np.ones(40, np.float32))

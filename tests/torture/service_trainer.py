@@ -18,7 +18,7 @@ from instar.config import RunConfig, ScriptedEngineConfig
 from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.store.sqlite import SqliteStore
-from instar.sync.factory import create_sync
+from instar.sync.factory import create_sync_route
 from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
@@ -43,7 +43,7 @@ async def train(config: RunConfig) -> None:
         TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        publisher=PolicyPublisher(await create_sync(config, backend, [engine]), engines),
+        publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), engines),
         monitor=monitor,
     )
     trainer.is_rollout_finished = True

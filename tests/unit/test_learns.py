@@ -30,7 +30,7 @@ from instar.rollout.slots import RolloutServices
 from instar.rollout.tasks import load_tasks
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
-from instar.sync.factory import create_sync
+from instar.sync.factory import create_sync_route
 from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher
@@ -120,7 +120,7 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
             TrainingRun(config, config.name, config.name),
             store=store,
             backend=backend,
-            publisher=PolicyPublisher(await create_sync(config, backend, [engine]), engines),
+            publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), engines),
             monitor=monitor,
         )
         async with asyncio.TaskGroup() as group:

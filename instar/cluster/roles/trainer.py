@@ -16,7 +16,7 @@ from instar.cluster.tasks import background_tasks, call_when_set, wait_forever
 from instar.config import LocalClusterConfig
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
-from instar.sync.factory import create_sync
+from instar.sync.factory import create_sync_route
 from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
@@ -52,7 +52,7 @@ async def run_trainer(context: RoleContext) -> None:
             for warning in warnings:
                 logger.warning(warning)
                 monitor.record("warning", 0, {"text": warning})
-            sync = await create_sync(config, backend, connected)
+            sync = await create_sync_route(config, backend, connected)
             resources.push_async_callback(sync.close)
             logger.info("the weights reach the engines by %s", sync.description)
             loop = Trainer(

@@ -214,7 +214,9 @@ class LocalEngine(Engine):
         applied.set_result(None)
 
 
-def _enqueue(loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenChunk | EngineError]]) -> None:
+def _enqueue(
+    loop: asyncio.AbstractEventLoop, batch: list[tuple[ReplyQueue, TokenChunk | EngineError]]
+) -> None:
     def put() -> None:
         for chunks, item in batch:
             chunks.put_nowait(item)

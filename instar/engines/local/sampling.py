@@ -44,7 +44,9 @@ class Sampler:
         logits[:, :vocab].copy_(logits_N_V)
         greedy = [i for i, p in enumerate(params) if p.temperature == 0]
         uniform = torch.tensor([[r.random()] for r in rngs], dtype=torch.float32).to(self._device)
-        max_logit, total, ids = _sample_inverse_cdf(logits, weights, uniform, skip_sampling=len(greedy) == rows)
+        max_logit, total, ids = _sample_inverse_cdf(
+            logits, weights, uniform, skip_sampling=len(greedy) == rows
+        )
         behavior = torch.full_like(total, torch.nan)
         if greedy:
             index = slice(None) if len(greedy) == rows else torch.tensor(greedy, device=self._device)
@@ -83,7 +85,9 @@ class Sampler:
             temperature = torch.tensor([[params[i].temperature] for i in rows], device=self._device)
             scaled = logits[index] / temperature
             if rows is untruncated:
-                max_logit, total, drawn = _sample_inverse_cdf(scaled, torch.empty_like(scaled), uniform[index])
+                max_logit, total, drawn = _sample_inverse_cdf(
+                    scaled, torch.empty_like(scaled), uniform[index]
+                )
                 logprobs = scaled.gather(1, drawn) - max_logit - total.log()
             else:
                 drawn, logprobs = _sample_truncated(scaled, [params[i] for i in rows], uniform[index])

@@ -37,7 +37,9 @@ class VllmClient:
 
     def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
         # Calls are rare, and vLLM closes a connection after an error, so connections are not kept alive.
-        self.connection = EngineConnection(url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive_seconds=0.0)
+        self.connection = EngineConnection(
+            url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive_seconds=0.0
+        )
         self.url = self.connection.url
 
     async def get(self, path: str, *, timeout: float = CALL_TIMEOUT) -> Any:
@@ -130,10 +132,10 @@ class ServerCapabilities:
         base = next(entry for entry in models if not entry.get("parent"))
         metrics = await client.get("/metrics")
         return cls(
-            loads_adapters="/v1/load_lora_adapter" in paths and LORA_METRIC in str(metrics),
-            replaces_weights={"/pause", "/resume", "/collective_rpc"} <= set(paths),
-            stores_version="/update_weight_version" in paths,
-            generates=GENERATE_PATH in paths,
+            can_load_adapters="/v1/load_lora_adapter" in paths and LORA_METRIC in str(metrics),
+            can_replace_weights={"/pause", "/resume", "/collective_rpc"} <= set(paths),
+            can_store_version="/update_weight_version" in paths,
+            can_generate=GENERATE_PATH in paths,
             base_path=base["root"],
             max_context=base["max_model_len"],
         )

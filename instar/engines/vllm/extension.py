@@ -124,12 +124,16 @@ class StagedWeights:
                 return {"known": False}
             self.mapped_buffer = None
             buffer = open_buffer(body["handle"], device)
-            self.mapped_buffer = MappedBuffer(body["buffer"], buffer, create_buffer_views(buffer, body["layout"]))
+            self.mapped_buffer = MappedBuffer(
+                body["buffer"], buffer, create_buffer_views(buffer, body["layout"])
+            )
         self.weights = self.mapped_buffer.weights
         return {"known": True}
 
     def load_into(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
-        mapped = self.mapped_buffer if self.mapped_buffer and self.mapped_buffer.weights is self.weights else None
+        mapped = (
+            self.mapped_buffer if self.mapped_buffer and self.mapped_buffer.weights is self.weights else None
+        )
         if mapped and mapped.copy_plan:
             mapped.copy_plan.run()
         elif device.type == "cuda" and has_file_layout(model):

@@ -12,7 +12,7 @@ import aiohttp
 
 from instar.engines.stopping import find_stop_string
 from instar.engines.vllm.client import VllmClient, response_error
-from instar.engines.vllm.wire import Choice, Usage, get_logprobs, decode_event
+from instar.engines.vllm.wire import Choice, Usage, decode_event, get_logprobs
 from instar.errors import EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import FinishReason, SamplingParams, TokenChunk

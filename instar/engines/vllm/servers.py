@@ -121,7 +121,9 @@ class VllmProcess:
             if time.monotonic() - start_time > STABLE_SECONDS:
                 failures = 0
             if failures >= len(self._restart_delays):
-                self.failure = EngineError(f"{reason}, even after {failures} restarts.\n{self._read_log_tail()}")
+                self.failure = EngineError(
+                    f"{reason}, even after {failures} restarts.\n{self._read_log_tail()}"
+                )
                 return
             self._callbacks.report(f"{reason}; starting it again")
             await asyncio.sleep(self._restart_delays[failures])

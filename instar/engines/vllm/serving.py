@@ -181,7 +181,7 @@ class MergedServing(PolicyServing):
     """True if the server has our worker extension. Without it, tied output layers are not updated on CPUs."""
     is_on_cpu: bool
 
-    switches_mid_reply = True
+    can_switch_mid_reply = True
 
     def __post_init__(self) -> None:
         can_load_weights = self.has_extension or not self.is_on_cpu

@@ -18,7 +18,7 @@ from instar.gateway.session_states import SessionState
 from instar.record.base import Placement, Renderer
 from instar.record.graph import MessageGraph
 from instar.record.hashing import HashChain
-from instar.record.redact import redaction_reason
+from instar.record.redact import format_redaction_reason
 from instar.types import (
     Call,
     CallStatus,
@@ -208,7 +208,7 @@ class Recorder:
         if reason is not None:
             reason = self._redactor.redact_text(reason)  # A provider's error may contain the rejected key.
         if content.first_redacted_message is not None:
-            reason = redaction_reason(content.first_redacted_message, reason)
+            reason = format_redaction_reason(content.first_redacted_message, reason)
         chain = meta.chain.extend([self._hasher.hash_message(reply.message)]) if meta.chain else None
         sampled_ids = np.asarray(reply.ids, np.int32)
         # All other replies share the stored prompt of the first reply.

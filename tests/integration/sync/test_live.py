@@ -20,7 +20,7 @@ from instar.engines.base import Engine
 from instar.engines.remote import RemoteEngine
 from instar.engines.vllm.client import VllmClient
 from instar.errors import ConfigError, SyncError
-from instar.sync.factory import create_sync
+from instar.sync.factory import create_sync_route
 from instar.sync.shared import SharedBuffer, WeightPlacement
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.backends.environments import ROOT
@@ -65,8 +65,8 @@ async def test_engine_matches_the_trainer_after_each_push(
 ) -> None:
     """Covers a merged adapter and full weights, with tied input and output embeddings."""
     training = Training(tiny, tmp_path, lora=lora)
-    sync = await create_sync(config(tiny, route), training.backend, [engine])
-    assert sync.live
+    sync = await create_sync_route(config(tiny, route), training.backend, [engine])
+    assert sync.is_live
     assert sync.description.startswith(route)
     before = await engine.logprobs(PROMPT)
     for _ in range(2):
@@ -83,7 +83,7 @@ async def test_engine_matches_the_trainer_after_each_push(
 
 async def test_reply_continues_under_new_weights(engine: RemoteEngine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
-    sync = await create_sync(config(tiny, "ipc"), training.backend, [engine])
+    sync = await create_sync_route(config(tiny, "ipc"), training.backend, [engine])
     version = (await training.step()).version
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=3))
     chunks = [await anext(stream)]
@@ -104,7 +104,7 @@ async def test_unreachable_engine_does_not_affect_others(
     training = Training(tiny, tmp_path)
     gone = RemoteEngine("http://127.0.0.1:9", TOKEN)
     policy = await training.step()
-    sync = await create_sync(config(tiny, "ray"), training.backend, [engine])
+    sync = await create_sync_route(config(tiny, "ray"), training.backend, [engine])
     failed, succeeded = await sync.push(Policy("p", policy.version, Artifact("live")), [gone, engine])
     assert isinstance(failed, SyncError)
     assert succeeded is None
@@ -122,7 +122,7 @@ async def test_push_rejects_weights_of_another_shape(
     await other.step()
     before = await engine.logprobs(PROMPT)
     for route in ("ipc", "ray"):
-        sync = await create_sync(config(tiny, route), other.backend, [engine])
+        sync = await create_sync_route(config(tiny, route), other.backend, [engine])
         (failed,) = await sync.push(Policy("p", 1, Artifact("live")), [engine])
         assert isinstance(failed, SyncError)
         assert "architecture of the base model" in str(failed)
@@ -187,5 +187,5 @@ async def test_push_sends_a_model_sharded_over_two_ranks(
 async def test_create_sync_rejects_an_unavailable_route(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
     with pytest.raises(ConfigError, match=r"sync.route: 'nccl' is not possible: .*Possible: ipc, ray, files"):
-        await create_sync(config(tiny, "nccl"), training.backend, [engine])
+        await create_sync_route(config(tiny, "nccl"), training.backend, [engine])
     await training.backend.close()

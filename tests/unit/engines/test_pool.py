@@ -184,7 +184,7 @@ async def test_pool_retries_on_another_engine_before_the_first_token(create_pool
     assert used.request_count == 2, "an unreachable engine is excluded"
     used.failure, used.is_reachable = None, True
     other = next(engine for engine in engines if engine is not used)
-    await wait_until(lambda: pool.members[engines.index(used)].healthy)
+    await wait_until(lambda: pool.members[engines.index(used)].is_healthy)
     other.failure, other.is_reachable = EngineUnavailable("restarting"), False
     assert await completes(pool.for_session("s"))
     assert used.request_count == 3, "the engine is used again"
@@ -227,7 +227,7 @@ async def test_pool_without_healthy_engines_fails_immediately_and_recovers(creat
                 await call()
     for engine in engines:
         engine.is_reachable, engine.failure = True, None
-    await wait_until(lambda: any(member.healthy for member in pool.members))
+    await wait_until(lambda: any(member.is_healthy for member in pool.members))
     assert set(get_versions(await collect(pool, PROMPT))) == {1}, (
         "the policy is loaded although no engine was reachable"
     )
@@ -254,12 +254,12 @@ async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(create_p
     pool, engines = await create_pool(2)
     await pool.load(policy(1))
     engines[0].is_reachable = False
-    await wait_until(lambda: not pool.members[0].healthy)
+    await wait_until(lambda: not pool.members[0].is_healthy)
     await pool.load(policy(2))
     await pool.load(policy(3))
     engines[0].restart()
     engines[0].is_reachable, engines[1].is_reachable = True, False
-    await wait_until(lambda: pool.members[0].healthy and not pool.members[1].healthy)
+    await wait_until(lambda: pool.members[0].is_healthy and not pool.members[1].is_healthy)
     assert set(get_versions(await collect(pool, PROMPT))) == {3}
 
 
@@ -271,7 +271,7 @@ async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
     engines[0].restart()
     for _ in range(4):
         assert set(get_versions(await collect(pool, PROMPT))) == {4}
-    await wait_until(lambda: pool.members[0].healthy)
+    await wait_until(lambda: pool.members[0].is_healthy)
     assert (await engines[0].status()).version == 4
 
 
@@ -297,12 +297,12 @@ async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreateP
 
     pool, engines = await create_pool(2, newest=newest)
     engines[0].is_reachable = False
-    await wait_until(lambda: not pool.members[0].healthy)
+    await wait_until(lambda: not pool.members[0].is_healthy)
     head = Policy("p", 4, Artifact("live"))
     engines[0].is_reachable = True
-    await wait_until(lambda: "has not sent version 4" in pool.members[0].reason)
+    await wait_until(lambda: "has not sent version 4" in pool.members[0].unhealthy_reason)
     engines[0]._status.version = 4  # the trainer has sent the weights
-    await wait_until(lambda: pool.members[0].healthy)
+    await wait_until(lambda: pool.members[0].is_healthy)
 
 
 @asynccontextmanager
@@ -333,14 +333,14 @@ async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Pat
         await pool.start(5)
         (member,) = pool.members
         is_invalid.set()
-        await wait_until(lambda: not member.healthy)
+        await wait_until(lambda: not member.is_healthy)
         assert "did not respond like an engine" in member.unhealthy_reason
         with pytest.raises(EngineUnavailable, match="did not respond like an engine"):
             await member.engine.refresh()
         with pytest.raises(EngineUnavailable):
             await collect(member.engine, PROMPT)
         is_invalid.clear()
-        await wait_until(lambda: member.healthy)
+        await wait_until(lambda: member.is_healthy)
         await pool.close()
 
 
@@ -354,11 +354,11 @@ async def test_pool_rejects_engines_with_different_contexts(tiny: Path) -> None:
 async def test_pool_excludes_an_engine_that_returns_with_another_model(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
     engines[0].is_reachable = False
-    await wait_until(lambda: not pool.members[0].healthy)
+    await wait_until(lambda: not pool.members[0].is_healthy)
     engines[0]._info = EngineInfo("scripted", "another", 10, 20, ("base",))
     engines[0].is_reachable = True
-    await wait_until(lambda: "another" in pool.members[0].reason)
-    assert not pool.members[0].healthy
+    await wait_until(lambda: "another" in pool.members[0].unhealthy_reason)
+    assert not pool.members[0].is_healthy
 
 
 async def test_connect_engines_raises_unavailable_if_none_responds_in_time() -> None:
@@ -439,11 +439,11 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
     for index, refuse in ((0, True), (1, False)):
         member = pool.members[index]
         await processes[index].kill(refuse=refuse)
-        await wait_until(lambda member=member: not member.healthy)
+        await wait_until(lambda member=member: not member.is_healthy)
         before = done
         await wait_until(lambda before=before: done > before + 50)
         await processes[index].start()
-        await wait_until(lambda member=member: member.healthy, 60)
+        await wait_until(lambda member=member: member.is_healthy, 60)
         served = member.total_requests
         clients += [asyncio.create_task(send_requests(f"sess-{index}-{i}")) for i in range(6)]
         await wait_until(lambda member=member, served=served: member.total_requests > served + 5)
@@ -471,7 +471,7 @@ async def test_pool_replace_adds_and_removes_engines(create_pool: CreatePool, ti
         await collect(pool, PROMPT, max_tokens=2)
     assert added.request_count == 0
     added.is_reachable = True
-    await wait_until(lambda: pool.members[1].healthy)
+    await wait_until(lambda: pool.members[1].is_healthy)
     await pool.replace([added])
     await collect(pool, PROMPT, max_tokens=2)
     assert (removed.request_count, added.request_count) == (1, 1)

@@ -221,7 +221,9 @@ def test_launch_passes_the_key_in_the_environment_only(monkeypatch: pytest.Monke
 
 
 def test_launch_command_depends_on_adapters_and_device() -> None:
-    on_gpu = build_launch(VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True).build_command(1)
+    on_gpu = build_launch(
+        VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True
+    ).build_command(1)
     assert on_gpu[on_gpu.index("--max-lora-rank") + 1] == "32"
     assert "0.4" in on_gpu
     assert "--enforce-eager" not in on_gpu

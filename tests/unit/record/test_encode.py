@@ -68,4 +68,4 @@ def test_caching_encoder_cache_stays_within_its_limit() -> None:
     encoder = CachingEncoder(make_tiny_tokenizer(), max_cached_chars=100)
     for i in range(50):
         encoder(f"text number {i}")
-    assert 0 < encoder.cache_size <= 100
+    assert 0 < encoder.cached_chars <= 100

@@ -219,7 +219,7 @@ def test_json_object_tracker_agrees_with_json_loads() -> None:
         followed, held = JsonObjectTracker(), ""
         for char in text:
             held = (held + char)[followed.feed(held + char) :]
-        valid = followed.is_complete and not followed.is_flawed and not held
+        valid = followed.is_complete and not followed.has_invalid_string and not held
         assert valid == is_object(text), text
 
 

@@ -9,7 +9,7 @@ import pytest
 from instar.backends.base import BackendCapabilities
 from instar.config import RunConfig
 from instar.errors import ConfigError
-from instar.sync.factory import create_sync
+from instar.sync.factory import create_sync_route
 from instar.sync.files import FileSync
 from instar.sync.nccl import plan_group
 from instar.sync.shared import SharedSync
@@ -35,19 +35,19 @@ def make_config(route: str = "auto", **sections: Any) -> RunConfig:
 
 
 async def test_create_sync_selects_files_without_other_routes() -> None:
-    sync = await create_sync(make_config(), AdapterBackend(), [WeightReceivingEngine(routes=())])
+    sync = await create_sync_route(make_config(), AdapterBackend(), [WeightReceivingEngine(routes=())])
     assert isinstance(sync, FileSync)
     assert sync.description.startswith("files")
-    assert not sync.live
+    assert not sync.is_live
 
 
 async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
     assert isinstance(
-        await create_sync(make_config(), WeightSendingBackend(), [WeightReceivingEngine()]), FileSync
+        await create_sync_route(make_config(), WeightSendingBackend(), [WeightReceivingEngine()]), FileSync
     )
-    sync = await create_sync(make_config("ipc"), WeightSendingBackend(), [WeightReceivingEngine()])
+    sync = await create_sync_route(make_config("ipc"), WeightSendingBackend(), [WeightReceivingEngine()])
     assert isinstance(sync, SharedSync)
-    assert sync.live
+    assert sync.is_live
     assert "the machine's memory" in sync.description
 
 
@@ -72,7 +72,7 @@ async def test_create_sync_rejects_an_unsupported_route(
     with pytest.raises(
         ConfigError, match=rf"sync.route: '{route}' is not possible: .*{message}.*Possible: .*files"
     ):
-        await create_sync(make_config(route), backend, [engine])
+        await create_sync_route(make_config(route), backend, [engine])
 
 
 async def test_create_sync_requires_a_route_to_every_engine() -> None:
@@ -83,8 +83,12 @@ async def test_create_sync_requires_a_route_to_every_engine() -> None:
 
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
-    with pytest.raises(ConfigError, match="the backend publishes adapter, but the .* engine loads base, remote"):
-        await create_sync(make_config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()])
+    with pytest.raises(
+        ConfigError, match=r"the backend publishes adapter, but the .* engine loads base, remote"
+    ):
+        await create_sync_route(
+            make_config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()]
+        )
 
 
 def test_plan_group_assigns_distinct_ranks() -> None:

@@ -188,9 +188,9 @@ async def test_shared_buffer_is_readable_in_another_process() -> None:
     buffer.views["b"].copy_(torch.arange(4))
     program = (
         "import json, sys, torch\n"
-        "from instar.engines.vllm.extension import open_buffer, buffer_views\n"
+        "from instar.engines.vllm.extension import open_buffer, create_buffer_views\n"
         "handle, layout = json.loads(sys.argv[1])\n"
-        "views = dict(buffer_views(open_buffer(handle, torch.device('cpu')), layout))\n"
+        "views = dict(create_buffer_views(open_buffer(handle, torch.device('cpu')), layout))\n"
         "print(views['a'].sum().item(), views['b'].tolist(), views['a'].dtype)\n"
     )
     import msgspec

@@ -10,7 +10,7 @@ import pytest
 
 from instar.engines.base import Engine, EngineStatus
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.base import RouteError, Sync
+from instar.sync.base import RouteError, SyncRoute
 from instar.sync.files import FileSync
 from instar.trainer.publishing import MAX_REFUSALS, PolicyPublisher
 from instar.types import Artifact, Policy
@@ -21,7 +21,7 @@ from tests.unit.trainer.harness import RUN, fill_store, make_config, open_traine
 HEAD = Policy("p", 3, Artifact("adapter", "somewhere"))
 
 
-def make_publisher(*engines: Engine, sync: Sync | None = None) -> PolicyPublisher:
+def make_publisher(*engines: Engine, sync: SyncRoute | None = None) -> PolicyPublisher:
     async def current() -> list[Engine]:
         return list(engines)
 
@@ -83,7 +83,7 @@ async def test_publisher_fails_when_all_engines_keep_refusing(log: list[str]) ->
 
 
 async def test_publisher_fails_when_the_route_keeps_failing() -> None:
-    class FailingSync(Sync):
+    class FailingSync(SyncRoute):
         description = "failing"
 
         async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
@@ -108,8 +108,8 @@ async def test_publisher_continues_while_only_one_engine_refuses() -> None:
     assert healthy_engine.version == 2 * MAX_REFUSALS - 1
 
 
-class SlowLiveSync(Sync):
-    live = True
+class SlowLiveSync(SyncRoute):
+    is_live = True
     description = "slow"
 
     def __init__(self) -> None:
