@@ -49,13 +49,13 @@ class FakeLaunch:
     def config(self) -> VllmEngineConfig:
         return VllmEngineConfig(start_timeout=3.0)
 
-    def command(self, port: int) -> list[str]:
+    def build_command(self, port: int) -> list[str]:
         self.starts += 1
         if self.failure == "no memory" and self.starts == 2:
             raise OSError(12, "Cannot allocate memory")
         return [sys.executable, "-I", "-c", SERVER, str(port), str(self.counter), self.failure]
 
-    def environment(self, key: str, package: Path) -> dict[str, str]:
+    def build_environment(self, key: str, package: Path) -> dict[str, str]:
         return {}
 
 
