@@ -212,7 +212,7 @@ class MessageGraph:
         has_tool_call = any(call_id in self._by_tool_call for call_id in ids)
         for prefix in reversed(chain.canonical[1:]):
             if same := self._by_conversation.get(prefix):
-                return has_tool_call, max(node.shared_messages(chain.exact) for node in same)
+                return has_tool_call, max(node.count_shared_messages(chain.exact) for node in same)
         return has_tool_call, 0
 
     def find_recorded(self, key: bytes) -> list[str]:
