@@ -48,7 +48,7 @@ def make_non_finite_error(
     logprobs: Sequence[Floats],
     dtype: type[np.floating] = np.float64,
 ) -> NonFiniteError:
-    """Return an error that names the samples whose own loss is not finite in ``dtype``, or all samples."""
+    """Return an error that names the samples whose loss is not finite in ``dtype``, or else all samples."""
     with np.errstate(over="ignore"):
         values = [dtype(compute_loss(loss, [s], [row])[0]) for s, row in zip(samples, logprobs, strict=True)]
     all_keys = [sample.sample_key for sample in samples]

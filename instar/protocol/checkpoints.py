@@ -82,7 +82,7 @@ class CheckpointStore:
         ttl: float | None,
     ) -> CheckpointInfo:
         """Store the checkpoint that ``fill`` writes to a folder. Return ``info`` with the checkpoint's path,
-        size and times. ``fill`` is called before the first await, so that it sees the model as it is now."""
+        size and times. ``fill`` is called before the first await, so that it saves the model as it is now."""
         if _NAME_PATTERN.fullmatch(name) is None:
             raise ProtocolError(
                 f"checkpoint name: received {name!r}; use at most 128 letters, digits, '.', '_' and '-', and "

@@ -52,7 +52,7 @@ class ClientSession:
     session_id: str
     owner: str
     last_seen: float
-    """The `time.monotonic` of the last request."""
+    """The time of the last request, from `time.monotonic`."""
 
 
 class CoreSharing:

@@ -69,7 +69,7 @@ class SamplerPool:
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
         """Return ``count`` replies sampled from the weights in ``adapter`` (None: the base model), which
-        ``key`` identifies. The first reply uses the request's seed, and each other reply derives its own."""
+        ``key`` identifies. The first reply uses the request's seed, the others derive seeds from it."""
         ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
         async with self._borrow_engine(key, adapter) as engine:
             return await map_concurrently(

@@ -37,7 +37,7 @@ async def serve_protocol(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a protocol until ``stop`` is set. ``ready`` is called with the server's address. ``folder``
+    """Serve a protocol until ``stop`` is set. ``on_ready`` is called with the server's address. ``folder``
     contains the checkpoints, including those of an earlier run. ``base_model`` is the model's name for
     clients. Raises ConfigError if the protocol is unknown or the address cannot be bound."""
     from instar.protocol.service import TrainingService  # imports torch

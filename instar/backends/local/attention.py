@@ -28,7 +28,7 @@ ATTENTION_NAME = "instar_tree"
 MAX_MATH_BACKWARD_SCORES = 8 * 1024 * 1024
 """Up to this number of scores, plain matrix products are faster than the flash kernel on a CPU."""
 MAX_INLINE_ANCESTOR_TOKENS = 16
-"""Ancestors up to this length are copied instead of computed in a separate call."""
+"""Ancestors with up to this many tokens are copied instead of computed in a separate call."""
 MAX_INLINE_TOKENS = 64
 """The largest number of copied tokens in front of one node."""
 
@@ -40,11 +40,11 @@ class OwnBlocks:
     rows: Tensor
     """[N, L] positions in the packed row, copied ancestors first."""
     queries: Tensor
-    """Flat positions, in this batch, of the nodes' own tokens."""
+    """Indices of the nodes' own tokens in the flattened batch."""
     targets: Tensor
     """The positions of ``queries`` in the packed row."""
     unpadded: Tensor
-    """Flat positions, in this batch, of all tokens that are not padding."""
+    """Indices of all tokens that are not padding in the flattened batch."""
 
 
 @dataclass(frozen=True, slots=True)
