@@ -312,7 +312,9 @@ class EnginePool(Engine):
             if policy is None or status.version == policy.version:
                 break
             if policy.artifact.kind == "live":
-                raise EngineUnavailable(f"The trainer has not sent version {policy.version} to it yet.")
+                raise EngineUnavailable(
+                    f"The trainer has not sent version {policy.version} to this engine yet."
+                )
             await self._load(member, policy)
         member.is_healthy = True
 

@@ -180,7 +180,7 @@ class LocalEngine(Engine):
             _enqueue(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the posted commands. If there are no requests, wait for a command. Return False to stop."""
+        """Run the posted commands, or wait for one command if there are no requests. Return False to stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)

@@ -44,9 +44,7 @@ class Sampler:
         logits[:, :vocab].copy_(logits_N_V)
         greedy = [i for i, p in enumerate(params) if p.temperature == 0]
         uniform = torch.tensor([[r.random()] for r in rngs], dtype=torch.float32).to(self._device)
-        max_logit, total, ids = _sample_inverse_cdf(
-            logits, weights, uniform, skip_sampling=len(greedy) == rows
-        )
+        max_logit, total, ids = _sample_cdf(logits, weights, uniform, skip_sampling=len(greedy) == rows)
         behavior = torch.full_like(total, torch.nan)
         if greedy:
             index = slice(None) if len(greedy) == rows else torch.tensor(greedy, device=self._device)
@@ -85,9 +83,7 @@ class Sampler:
             temperature = torch.tensor([[params[i].temperature] for i in rows], device=self._device)
             scaled = logits[index] / temperature
             if rows is untruncated:
-                max_logit, total, drawn = _sample_inverse_cdf(
-                    scaled, torch.empty_like(scaled), uniform[index]
-                )
+                max_logit, total, drawn = _sample_cdf(scaled, torch.empty_like(scaled), uniform[index])
                 logprobs = scaled.gather(1, drawn) - max_logit - total.log()
             else:
                 drawn, logprobs = _sample_truncated(scaled, [params[i] for i in rows], uniform[index])
@@ -115,12 +111,11 @@ def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
     return logprobs
 
 
-def _sample_inverse_cdf(
+def _sample_cdf(
     logits: Tensor, weights: Tensor, uniform: Tensor, *, skip_sampling: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest logit, the sum of exp(logit - largest) and the sampled id of each row, all [rows,
-    1]. If ``skip_sampling`` is True, all ids are 0. Summing blocks first is faster than one cumulative
-    sum."""
+    1]. With ``skip_sampling``, all ids are 0. Summing blocks first is faster than one cumulative sum."""
     max_logit = logits.amax(-1, keepdim=True)
     torch.sub(logits, max_logit, out=weights).exp_()
     blocks = weights.view(len(weights), -1, BLOCK_SIZE)

@@ -295,10 +295,8 @@ class Scheduler:
 
     def _cache_prefix(self, request: SchedulerRequest) -> None:
         if not request.has_mixed_versions:
-            ids = np.concatenate([request.prompt, np.asarray(request.sampled, np.int32)])[
-                : request.computed_tokens
-            ]
-            self._prefixes.insert(ids, self._rows.get_row(request.row))
+            ids = np.concatenate([request.prompt, np.asarray(request.sampled, np.int32)])
+            self._prefixes.insert(ids[: request.computed_tokens], self._rows.get_row(request.row))
             self._trim_prefixes()
 
     def _trim_prefixes(self) -> None:

@@ -32,7 +32,7 @@ from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, To
 BASE = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY = 0.5
-"""The seconds before a failed request is sent again. In this time, the exit of the server is detected."""
+"""The seconds before a failed request is sent again. This is long enough to detect that the server exited."""
 
 
 class VllmEngine(Engine):

@@ -1,8 +1,8 @@
 """Receives new weights in vLLM's workers next to the served weights, and then replaces the served weights.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
-are called by name (`/collective_rpc`) with JSON text and return a dict. After a failure, its ``error`` is the
-error message, and its ``weights_changed`` is true if the served weights may have changed. Received data is
+are called by name (`/collective_rpc`) with JSON text and return a dict. After a failure, the dict has
+an ``error`` message, and ``weights_changed`` is true if the served weights may have changed. Received data is
 never unpickled.
 """
 
