@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits
 from instar.rewards.sandbox.bubblewrap import BubblewrapSandbox
-from instar.rewards.sandbox.landlock import LandlockSandbox
+from instar.rewards.sandbox.landlock import LandlockSandbox, remove_leftover_folders
 
 SANDBOX_TYPES: dict[str, type[Sandbox]] = {"bubblewrap": BubblewrapSandbox, "landlock": LandlockSandbox}
 TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('ok')"])
@@ -15,6 +16,7 @@ TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('ok')"])
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
     """Return the first sandbox that passes a trial run. Raises ConfigError if none does."""
+    await asyncio.to_thread(remove_leftover_folders)
     problems: list[str] = []
     for name in SANDBOX_TYPES if kind == "auto" else [kind]:
         try:

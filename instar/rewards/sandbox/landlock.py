@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, Sand
 
 MIN_ABI = 3
 """The first version of Landlock that restricts truncation (Linux 6.2)."""
+FOLDER_PREFIX = "instar-job-"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
@@ -38,7 +40,7 @@ class LandlockSandbox(Sandbox):
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = supervise.pick_unused_uid()
-        folder = Path(tempfile.mkdtemp(prefix="instar-job-"))
+        folder, lock = _create_locked_folder()
         try:
             temporary = folder / "tmp"
             temporary.mkdir()
@@ -48,6 +50,7 @@ class LandlockSandbox(Sandbox):
             return await supervise.supervise_job(self._launch(job, limits, folder, uid), job, limits)
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            os.close(lock)
 
     def _launch(
         self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None
@@ -77,6 +80,27 @@ def landlock_abi() -> int:
     """Return the version of Landlock, or 0 if the kernel does not support it."""
     size, flags = ctypes.c_size_t(0), ctypes.c_uint32(launcher.LANDLOCK_CREATE_RULESET_VERSION)
     return max(0, launcher.libc.syscall(launcher.SYS_LANDLOCK_CREATE_RULESET, None, size, flags))
+
+
+def _create_locked_folder() -> tuple[Path, int]:
+    """Return a new folder and a file descriptor that locks it until this process closes it or dies."""
+    # The folder gets its name only when it is locked, so that no other process takes it for a leftover.
+    created = Path(tempfile.mkdtemp(prefix="instar-new-"))
+    lock = os.open(created, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return created.rename(created.with_name(created.name.replace("instar-new-", FOLDER_PREFIX, 1))), lock
+
+
+def remove_leftover_folders() -> None:
+    """Remove the folders of jobs whose owners were killed before they could remove them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):  # its owner is alive and holds the lock, or it belongs to another user
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _kill(root: int) -> None:
