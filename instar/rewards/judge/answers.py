@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -13,6 +14,9 @@ from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
 """Parsing is tried at up to this many opening braces in a text."""
+
+
+ONLY_OBJECT = re.compile(r"\s*(?:```\w*)?\s*\{.*\}\s*(?:```)?\s*", re.DOTALL)
 
 
 class UnparseableAnswer(Exception):
@@ -57,12 +61,15 @@ class StepSignalsAnswer(msgspec.Struct):
 T = TypeVar("T")
 
 
-def candidate_answers(reply: JudgeReply) -> Iterator[Json]:
-    """Yield every JSON object in the reply that may be the answer. The structured answer comes first, then
-    the objects in the text from last to first, because a judge may quote other JSON before the answer."""
+def candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:
+    """Yield every JSON object in the reply that may be the answer: first the structured answer, then the
+    objects in the text, from last to first, because a judge may quote other JSON before the answer. If the
+    text says more, an object that also occurs in the question is a quotation of the judged session."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
-    yield from reversed(_find_objects(reply.text))
+    objects = _find_objects(reply.text)
+    is_plain = ONLY_OBJECT.fullmatch(reply.text) is not None and len(objects) == 1
+    yield from (answer for answer, source in reversed(objects) if is_plain or source not in question)
 
 
 def convert_answer(answer: Json, answer_type: type[T]) -> T:
@@ -72,9 +79,10 @@ def convert_answer(answer: Json, answer_type: type[T]) -> T:
         raise UnparseableAnswer(str(error)) from error
 
 
-def _find_objects(text: str) -> list[Json]:
+def _find_objects(text: str) -> list[tuple[Json, str]]:
+    """Return the JSON objects in the text, each with its source."""
     decoder = json.JSONDecoder(parse_constant=_reject_constant)
-    objects: list[Json] = []
+    objects: list[tuple[Json, str]] = []
     position = text.find("{")
     for _ in range(MAX_PARSE_ATTEMPTS):
         if position < 0:
@@ -84,7 +92,7 @@ def _find_objects(text: str) -> list[Json]:
         except (ValueError, RecursionError):
             end = position + 1
         else:
-            objects.append(value)
+            objects.append((value, text[position:end]))
         position = text.find("{", end)
     return objects
 

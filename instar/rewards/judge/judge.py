@@ -191,7 +191,7 @@ class Judge(Scorer):
             self._budget.calls += 1
             self._budget.dollars += cost
             try:
-                answer = _find_answer(reply, parse)
+                answer = _find_answer(reply, user, parse)
             except UnparseableAnswer as error:
                 # The unusable reply was paid for and counts towards the budget, so it gets its own key.
                 unusable = {"unusable": truncate(reply.text), "session": session_id}
@@ -205,9 +205,9 @@ class Judge(Scorer):
         return (input_tokens * self.config.input_price + output_tokens * self.config.output_price) / 1e6
 
 
-def _find_answer(reply: JudgeReply, parse: ParseAnswer[T]) -> Json:
+def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Json:
     problem = "there is no JSON in it"
-    for candidate in candidate_answers(reply):
+    for candidate in candidate_answers(reply, question):
         try:
             parse(candidate)
         except UnparseableAnswer as error:
