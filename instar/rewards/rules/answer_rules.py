@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from abc import abstractmethod
 from typing import Any, TypeVar
 
@@ -46,8 +47,9 @@ class ExactReward(ComparisonRule[rules.ExactRewardConfig]):
         return None if answer is None else self._normalize(answer) in map(self._normalize, expected)
 
     def _normalize(self, text: str) -> str:
+        text = unicodedata.normalize("NFC", text.removeprefix("\ufeff"))
         if self.config.part == "last_number":
-            text = text.replace(answers.MINUS, "-")
+            text = text.replace(answers.MINUS, "-").replace("$", "")
         if self.config.ignore_whitespace:
             text = " ".join(text.split())
         if self.config.strip:
@@ -88,10 +90,14 @@ class WorkerRule(AnswerRule[WorkerC]):
     async def close(self) -> None:
         await self.workers.close()
 
+    def normalize(self, answer: str) -> str:
+        return answer
+
     async def check_answer(self, transcript: Transcript, part: str, **request: Any) -> list[Reward]:
         answer = extract_answer(transcript.final_text, part=part, after=self.config.after)
         if answer is None:
             return self.reward(transcript, 0.0, reason=NO_ANSWER)
+        answer = self.normalize(answer)
         result = await self.workers.run_check(self.config.seconds, answer=answer, **request)
         return self.reward(
             transcript, result["ok"], answer=result.get("answer", answer), reason=result.get("reason")
@@ -100,6 +106,9 @@ class WorkerRule(AnswerRule[WorkerC]):
 
 class MathReward(WorkerRule[rules.MathRewardConfig]):
     check_name = "math"
+
+    def normalize(self, answer: str) -> str:
+        return answers.simplify_characters(answer)
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not task.data:
@@ -110,6 +119,9 @@ class MathReward(WorkerRule[rules.MathRewardConfig]):
 
 class JsonSchemaReward(WorkerRule[rules.JsonSchemaRewardConfig]):
     check_name = "json_schema"
+
+    def normalize(self, answer: str) -> str:
+        return answer.removeprefix("\ufeff")
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         schema = self.config.against

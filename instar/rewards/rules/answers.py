@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 from typing import Any, Generic, TypeVar, cast
 
 from instar.config import Section, rules
@@ -15,10 +16,29 @@ NUMBER = re.compile(
     r"(?:(?<![\w)])[-+])?\$?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?"
 )
 MINUS = "\N{MINUS SIGN}"
-CODE_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+CODE_BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+PLAIN_CHARACTERS = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {ord(MINUS): "-"}
+"""Replaces characters of full width, and the minus sign."""
+SUPERSCRIPT = re.compile(r"(?<=[\w)])⁻?[⁰¹²³⁴-⁹]+")
+VULGAR_FRACTION = re.compile(r"(?:(?<=\d) ?)?[¼-¾⅐-⅞]")
+NUMBER_FORMATS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<!\w)–(?=[\d.])", "-"),
+        (r"(?<=\d)(?:\{,\}|\\,|[\u00a0\u202f\u2009'’_])(?=\d{3}(?!\d))", ""),
+        (r"(?<=\d)(?=\\[dt]?frac)", " "),
+        (r"\\[dt]?frac(?:(\d)(\d)|\{(\d+)\}\{(\d+)\})", r"\1\3/\2\4"),
+        (r"(?<=\d) ?[/⁄] ?(?=\d)", "/"),
+        (r" ?(?:[×·*]|\\times|\\cdot) ?10(?:\^|\*\*)\{?([-+]?\d+)\}?", r"e\1"),
+        (r"(?<![\w.])10(?:\^|\*\*)\{?([-+]?\d+)\}?", r"1e\1"),
+    )
+]
+"""Replacements for a dash as minus, separators of thousands, LaTeX's fractions and powers of ten."""
+MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/])")
+SPACED_NUMBER = re.compile(r"\W*\d{1,3}(?: \d{3})+(?:\.\d+)?\W*")
 MAX_DETAIL_CHARS = 500
-RULES_VERSION = "2"
-"""The version of all rules' code. It changes when any rule may score the same answer differently."""
+RULES_VERSION = "3"
+"""The version of the code of all rules. It changes when any rule may score the same answer differently."""
 
 ComparisonConfig = rules.ExactRewardConfig | rules.NumericRewardConfig
 WorkerConfig = rules.MathRewardConfig | rules.JsonSchemaRewardConfig | rules.RegexRewardConfig
@@ -71,14 +91,37 @@ def extract_answer(text: str, *, part: str = "whole", after: str | None = None) 
             return find_last_number(text)
         case "last_block":
             blocks = CODE_BLOCK.findall(text)
-            return blocks[-1] if blocks else text
+            return blocks[-1][1] if blocks else text
         case _:
             return text
 
 
+def simplify_characters(text: str) -> str:
+    """Return the text with ASCII for characters of full width, superscripts, fractions and the minus sign."""
+    text = SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
+    text = VULGAR_FRACTION.sub(_replace_fraction, text)
+    return text.translate(PLAIN_CHARACTERS)
+
+
+def _replace_fraction(match: re.Match[str]) -> str:
+    is_mixed = match.start() > 0 and match.string[match.start() - 1].isdigit()
+    fraction = unicodedata.normalize("NFKC", match[0].strip()).replace("\N{FRACTION SLASH}", "/")
+    return f" {fraction}" if is_mixed else fraction
+
+
+def _add_whole_number(match: re.Match[str]) -> str:
+    integer, numerator, denominator = map(int, match.groups())
+    return f"{integer * denominator + numerator}/{denominator}" if numerator < denominator else match[0]
+
+
 def find_last_number(text: str) -> str | None:
-    """Return the last number in the text, with an ASCII minus."""
-    numbers = NUMBER.findall(text.replace(MINUS, "-"))
+    """Return the last number in the text, in ASCII notation except for its digits."""
+    text = simplify_characters(text)
+    for pattern, replacement in NUMBER_FORMATS:
+        text = pattern.sub(replacement, text)
+    if SPACED_NUMBER.fullmatch(text):
+        text = text.replace(" ", "")
+    numbers = NUMBER.findall(MIXED_NUMBER.sub(_add_whole_number, text))
     return numbers[-1] if numbers else None
 
 

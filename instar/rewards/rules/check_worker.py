@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from instar.rewards.sandbox import seccomp
 from instar.rewards.sandbox.landlock import DEVICES, MIN_ABI, landlock_abi
@@ -34,7 +34,7 @@ def create_math_check() -> Check:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     def check(request: dict[str, Any]) -> dict[str, Any]:
-        answer = parse(request["answer"].replace("\N{MINUS SIGN}", "-"), parsing_timeout=0)
+        answer = parse(request["answer"], parsing_timeout=0)
         if not answer:
             return {"ok": False, "reason": "there is no mathematical answer in the final text"}
         for text in request["expected"]:
@@ -50,6 +50,16 @@ def create_math_check() -> Check:
     return check
 
 
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):  # programs differ in which of the values they use
+        raise ValueError("an object has a key twice")
+    return dict(pairs)
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
 def create_json_schema_check() -> Check:
     import jsonschema
     from jsonschema.validators import validator_for
@@ -62,7 +72,9 @@ def create_json_schema_check() -> Check:
         except jsonschema.SchemaError as error:
             return {"error": f"the schema is not a JSON schema: {error.message}"}
         try:
-            value = json.loads(request["answer"])
+            value = json.loads(
+                request["answer"], object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
+            )
         except ValueError as error:
             return {"ok": False, "reason": f"the answer is not JSON: {error}"}
         except RecursionError:
