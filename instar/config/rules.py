@@ -151,7 +151,7 @@ class CommandRewardConfig(Section):
 
 
 class TestsRewardConfig(Section):
-    """Rewards code in the answer that passes unit tests. The tests run in the sandbox."""
+    """Rewards code in the answer that passes unit tests. The answer and its tests run in two sandboxes."""
 
     type: Literal["tests"]
     name: ScorerName = "tests"
@@ -161,9 +161,13 @@ class TestsRewardConfig(Section):
     """Part of the final text that is the code: the last fenced code block, or the whole text."""
     runner: Literal["python", "pytest"] | list[str] = "python"
     """Runner of the tests. `python`: runs the tests in the namespace of the answer; each text is a test, or
-    defines tests as functions `test_*`. `pytest`: runs a test file that imports `answer` from `answer.py`. A
-    list is a custom command, run in the folder of `answer.py` and `test_answer.py`; exit code 0 means that
-    all tests passed."""
+    defines tests as functions `test_*`. `pytest`: runs a file next to `answer.py` whose tests import
+    `answer`. A list is a custom command, run in the folder of `answer.py` and `test_answer.py`; exit code 0
+    means that all tests passed; it needs `isolate: false`."""
+    isolate: bool = True
+    """Run the answer alone in a sandbox. The tests run in another sandbox, call the answer, and get its
+    results as data, so that the answer cannot read or change the tests. `false`: the tests run in the process
+    of the answer, which can then forge the result."""
     reward: Literal["share", "all"] = "all"
     """`share`: the share of the tests that passed. `all`: 1 if all passed, else 0."""
     file: str = "answer.py"
@@ -173,7 +177,13 @@ class TestsRewardConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")
-    def _share_needs_test_count(self) -> Self:
+    def _check_runner(self) -> Self:
+        if self.isolate and isinstance(self.runner, list):
+            raise ValueError(
+                f"isolate: given true with the custom command {self.runner} as runner, which needs the "
+                "answer and the tests in one sandbox; use the runner python or pytest, or set "
+                "'isolate: false' to accept that an answer can read the tests and forge the result"
+            )
         if self.reward == "share" and isinstance(self.runner, list):
             raise ValueError(
                 "reward: given 'share' with a custom command as runner, which reports only an exit code; use "

@@ -1,9 +1,12 @@
-"""A pytest plugin that reports from inside the sandbox, in the same format as ``sandbox_runner.py``."""
+"""A pytest plugin that reports from inside the sandbox, in the same format as ``sandbox_runner.py``. If there
+is a file ``channel``, the answer runs in another sandbox, and the tests import a proxy of it."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import sys
 import unittest
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 _KEY = Path("key").read_text(encoding="utf-8")
 Path("key").unlink()
 _REPORT = os.dup(1)
+_exit_code = [1]
 _total: set[str] = set()
 _passed: set[str] = set()
 _cases: set[str] = set()
@@ -43,6 +47,33 @@ def _is_skipped_by_test(report: Any) -> bool:
     return Path(report.longrepr[0]).name == Path(report.location[0]).name
 
 
+def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
+    _exit_code[0] = int(exitstatus)
+
+
 def pytest_unconfigure(config: Any) -> None:
     counts = {"passed": len(_passed & _total), "total": len(_total)}
+    if _answer is not None:
+        counts["lost"] = _answer.peer.is_lost
+    sys.stdout.flush()
     os.write(_REPORT, f"\n{_KEY} {json.dumps(counts)}\n".encode())
+    os._exit(_exit_code[0])  # the exit of Python would wait for threads that the answer started
+
+
+def _connect() -> Any:
+    if not Path("channel").exists():
+        return None
+    from instar.rewards.rules.sandbox_client import Answer, update_arguments_of_statements
+
+    descriptor, answer_file, tests_file = json.loads(Path("channel").read_text(encoding="utf-8"))
+    tests = Path(tests_file)
+    try:
+        tree = update_arguments_of_statements(ast.parse(tests.read_text(encoding="utf-8")))
+    except SyntaxError:  # pytest reports it
+        pass
+    else:
+        tests.write_text(ast.unparse(tree), encoding="utf-8")
+    return Answer(descriptor, Path(answer_file).stem, tests.stem)
+
+
+_answer = _connect()

@@ -6,7 +6,9 @@ import asyncio
 import hashlib
 import json
 import secrets
+import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +29,14 @@ from instar.types import Reward, Task
 
 RUNNER_SCRIPT = Path(__file__).with_name("sandbox_runner.py")
 PYTEST_PLUGIN = Path(__file__).with_name("sandbox_pytest_plugin.py")
+ANSWER_SCRIPT = Path(__file__).with_name("sandbox_answer.py")
+PACKAGE_FOLDER = Path("instar/rewards/rules")
+RPC_FILES = {str(folder / "__init__.py"): "" for folder in (PACKAGE_FOLDER, *PACKAGE_FOLDER.parents[:2])} | {
+    str(PACKAGE_FOLDER / name): Path(__file__).with_name(name).read_text(encoding="utf-8")
+    for name in ("sandbox_rpc.py", "sandbox_proxies.py", "sandbox_client.py")
+}
+TESTS_EXTRA_SECONDS = 10.0
+"""The additional time for tests, after which an answer that takes too long has been stopped."""
 C = TypeVar("C", bound=SandboxedConfig)
 
 
@@ -50,10 +60,10 @@ class SandboxedRule(AnswerRule[C]):
         if not result.ok:
             raise ConfigError(f"{setting} does not run in the sandbox: {result.output.strip()[-300:]}")
 
-    async def run(self, job: SandboxJob) -> SandboxResult:
+    async def run(self, job: SandboxJob, *, extra_seconds: float = 0.0) -> SandboxResult:
         if self.sandbox is None:
             self.sandbox = await create_sandbox(self.config.sandbox.kind)
-        return await self.sandbox.run(job, self.limits)
+        return await self.sandbox.run(job, replace(self.limits, seconds=self.limits.seconds + extra_seconds))
 
 
 class CommandReward(SandboxedRule[CommandRewardConfig]):
@@ -111,45 +121,83 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         tests = get_expected_answers(task, self.config.tests)
         code = extract_answer(transcript.final_text, part=self.config.part) or ""
         key = secrets.token_hex(16)
-        result = await self.run(self._job(code, tests, key))
-        report, output = self._parse_report(result, key)
+        if self.config.isolate:
+            result, failure = await self._run_isolated(code, tests, key)
+        else:
+            result, failure = await self.run(self._tests_job(tests, key, {self.config.file: code})), None
+        report, output = self._parse_report(failure or result, result.output, key)
         passed, total = (report["passed"], report["total"]) if report else (0, 0)
         share = passed / total if total else 0.0
         value = share if self.config.reward == "share" else float(share == 1.0 and result.ok)
-        if total:
-            summary = f"{passed} of {total} tests passed"
+        if report is None or failure is not None:
+            summary = "it exited before its tests finished"
         else:
-            summary = "no test was run" if report else "it exited before its tests finished"
-        reason = (result.reason if result.exceeded_limit or not total else "") or (
-            "" if value == 1.0 else summary
-        )
+            summary = f"{passed} of {total} tests passed" if total else "no test was run"
+        failed = failure or result
+        is_reason = failure is not None or result.exceeded_limit or not total
+        reason = "" if value == 1.0 else (failed.reason if is_reason else "") or summary
         return self.reward(
             transcript, value, passed=passed, total=total, reason=reason, output=output[-MAX_DETAIL_CHARS:]
         )
 
-    def _parse_report(self, result: SandboxResult, key: str) -> tuple[dict[str, int] | None, str]:
-        """Return the test report, or None if there is none, and the output before the report."""
-        if isinstance(self.config.runner, list):
-            return {"passed": int(result.ok), "total": 1}, result.output
-        output, marker, report = result.output.rpartition(f"\n{key} ")
-        if not marker or result.exceeded_limit is not None:
-            return None, result.output
-        return json.loads(report.splitlines()[0]), output
+    async def _run_isolated(
+        self, code: str, tests: list[str], key: str
+    ) -> tuple[SandboxResult, SandboxResult | None]:
+        """Run the answer and its tests in two sandboxes. Return the result of the tests, and the result of
+        the answer if it ended before its tests."""
+        answer_end, tests_end = socket.socketpair()
+        try:
+            command = [sys.executable, "-B", "run_answer.py", str(answer_end.fileno()), self.config.file]
+            script = ANSWER_SCRIPT.read_text(encoding="utf-8")
+            files = {"run_answer.py": script, self.config.file: code, **RPC_FILES}
+            job = SandboxJob(command, files, readable_paths=self.readable_paths, channel=answer_end)
+            tests_job = self._tests_job(tests, key, RPC_FILES, tests_end)
+            answer_task = asyncio.create_task(self.run(job))
+            tests_task = asyncio.create_task(self.run(tests_job, extra_seconds=TESTS_EXTRA_SECONDS))
+            try:
+                await asyncio.wait([answer_task, tests_task], return_when=asyncio.FIRST_COMPLETED)
+                if answer_task.done() and (answer := answer_task.result()).exceeded_limit is not None:
+                    return answer, answer  # the tests could only fail
+                result = await tests_task
+                report, _ = self._parse_report(result, result.output, key)
+                return result, await answer_task if report is not None and report["lost"] else None
+            finally:
+                answer_task.cancel()
+                tests_task.cancel()
+                await asyncio.wait([answer_task, tests_task])
+        finally:
+            answer_end.close()
+            tests_end.close()
 
-    def _job(self, code: str, tests: list[str], key: str) -> SandboxJob:
+    def _parse_report(
+        self, result: SandboxResult, output: str, key: str
+    ) -> tuple[dict[str, int] | None, str]:
+        """Return the report of the tests, or None if there is no report, and the output before the report."""
+        if isinstance(self.config.runner, list):
+            return {"passed": int(result.ok), "total": 1}, output
+        before, marker, report = output.rpartition(f"\n{key} ")
+        if not marker or result.exceeded_limit is not None:
+            return None, output
+        return json.loads(report.splitlines()[0]), before
+
+    def _tests_job(
+        self, tests: list[str], key: str, files: dict[str, str], channel: socket.socket | None = None
+    ) -> SandboxJob:
         config = self.config
-        files = {config.file: code}
+        descriptor = [] if channel is None else [channel.fileno()]
         match config.runner:
             case "python":
-                command = [sys.executable, "-B", "run_tests.py", config.file]
+                command = [sys.executable, "-B", "run_tests.py", config.file, *map(str, descriptor)]
                 runner = RUNNER_SCRIPT.read_text(encoding="utf-8")
-                files |= {"run_tests.py": runner, "tests.json": json.dumps(tests), "key": key}
+                files = files | {"run_tests.py": runner, "tests.json": json.dumps(tests), "key": key}
             case "pytest":
                 options = ["-B", "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
                 command = [sys.executable, *options, "-p", "instar_report", config.tests_file]
                 plugin = PYTEST_PLUGIN.read_text(encoding="utf-8")
-                files |= {config.tests_file: "\n".join(tests), "instar_report.py": plugin, "key": key}
+                files = files | {config.tests_file: "\n".join(tests), "instar_report.py": plugin, "key": key}
+                if descriptor:
+                    files["channel"] = json.dumps([*descriptor, config.file, config.tests_file])
             case _:
                 command = config.runner
-                files[config.tests_file] = "\n".join(tests)
-        return SandboxJob(command, files, readable_paths=self.readable_paths)
+                files = files | {config.tests_file: "\n".join(tests)}
+        return SandboxJob(command, files, readable_paths=self.readable_paths, channel=channel)

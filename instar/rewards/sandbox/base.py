@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import socket
 from typing import Literal
 
 SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
@@ -34,7 +35,9 @@ class SandboxJob:
     file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
     """Maps environment variables to names in ``files``. The job gets the file's full path."""
     readable_paths: Sequence[Path] = ()
-    """Paths that the job may read besides the system folders and the current Python installation."""
+    """Paths that the job may read in addition to the system folders and this Python."""
+    channel: socket | None = None
+    """A socket that the job inherits with the same file descriptor. It is closed here when the job starts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
         os.setsid()
         exec_job(settings)
     os.close(settings["status"])
+    if settings["channel"] is not None:
+        os.close(settings["channel"])
 
     def stop(*_: Any) -> None:
         try:

@@ -88,12 +88,14 @@ async def supervise_job(launch: SandboxLaunch, job: SandboxJob, limits: SandboxL
             stderr=asyncio.subprocess.STDOUT,
             env={"PATH": os.defpath},
             cwd="/",
-            pass_fds=(child_status,),
+            pass_fds=(child_status,) if job.channel is None else (child_status, job.channel.fileno()),
             start_new_session=True,
         )
         settings = json.dumps(_build_settings(launch, job, limits, child_status)).encode()
         os.close(child_status)
         child_status = -1
+        if job.channel is not None:  # the other end must notice when the job exits
+            job.channel.close()
         exceeded, output = await _watch(process, settings, launch, limits)
         try:
             report = os.read(status, 4096)
@@ -150,6 +152,7 @@ def _build_settings(
         "landlock": launch.landlock,
         "seccomp": launch.seccomp.hex(),
         "status": status,
+        "channel": None if job.channel is None else job.channel.fileno(),
     }
 
 

@@ -1,0 +1,178 @@
+"""Gives tests in one sandbox access to an answer that runs alone in another sandbox."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+import io
+import sys
+import types
+from typing import Any
+
+from instar.rewards.rules import sandbox_proxies as proxies
+from instar.rewards.rules.sandbox_rpc import ConnectionLost, Decoder, Peer
+
+FUNCTION_TYPES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+OPERATIONS = {
+    *(*proxies.UNARY, *proxies.OPERATORS.values(), "eq", "lt", "le", "gt", "ge", "isinstance"),
+    *("getitem", "setitem", "delitem", "contains", "next", "await", "anext"),
+}
+FUNCTION_FIELDS = ("__name__", "__qualname__", "__doc__")
+OBJECT_FIELDS = ("__enter__", "__exit__", "__aiter__")
+PROTECTED_NAMES = {*dir(builtins), *sys.stdlib_module_names}
+LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {"antigravity", "this"}
+INDIRECT_ACCESS = ("globals", "eval", "exec", "importlib", "sys", "locals", "vars")
+SPECIAL_PREFIXES = ("test", "pytest", "setup", "teardown")
+UPDATE_ARGUMENTS = "__update_arguments__"
+
+
+class TestsPeer(Peer):
+    """The tests' end of the connection. The answer can use only objects that a test has passed to it."""
+
+    guarded = True
+
+    def __init__(self, descriptor: int, tests_module: str) -> None:
+        super().__init__(descriptor)
+        self.tests_module = tests_module
+
+    def check_export(self, value: Any) -> None:
+        if isinstance(value, FUNCTION_TYPES) or hasattr(type(value), "__next__") or self._is_mock(value):
+            return
+        if not self._is_object(value):
+            raise TypeError(f"a test cannot pass a {type(value).__name__} to the answer")
+
+    def authorize(self, name: Any, args: list[Any]) -> None:
+        if not isinstance(name, str):
+            is_allowed = name[0] == "yours"
+        elif name in ("getattr", "setattr"):
+            is_allowed = self._may_access(args[0], args[1], writes=name == "setattr")
+        else:
+            is_allowed = name in OPERATIONS
+        if not is_allowed:
+            error = AttributeError if name == "getattr" else PermissionError
+            raise error(f"an answer cannot use {name!r:.50} of an object of its tests")
+
+    def _may_access(self, target: Any, name: str, *, writes: bool) -> bool:
+        if not any(target is value for value in self.exported):
+            return False
+        if self._is_mock(target):
+            return not writes and name not in dir(sys.modules["unittest.mock"].NonCallableMock)
+        if not self._is_object(target):
+            return not writes and name in FUNCTION_FIELDS
+        if writes and (isinstance(target, type) or hasattr(type(target), name)):
+            return False  # a method must stay the test's own
+        return not name.startswith("_") or (name in OBJECT_FIELDS and not writes)
+
+    def _is_object(self, value: Any) -> bool:
+        kind: type[Any] = value if isinstance(value, type) else type(value)
+        return kind.__module__ == self.tests_module or isinstance(value, io.StringIO | io.BytesIO)
+
+    def _is_mock(self, value: Any) -> bool:
+        mock = sys.modules.get("unittest.mock")
+        return mock is not None and isinstance(value, mock.NonCallableMock)
+
+
+class AnswerModule(types.ModuleType):
+    """The module of the answer. Tests may import from it and patch it."""
+
+    def __init__(self, name: str, module: Any, names: dict[str, Any]) -> None:
+        super().__init__(name)
+        # With `from answer import *`, a function test_* of the answer would become a test.
+        public = [word for word in names if not word.lower().startswith(SPECIAL_PREFIXES)]
+        self.__dict__.update(_module=module, __all__=public, __getattr__=functools.partial(getattr, module))
+        self.__dict__["_originals"] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._originals.setdefault(name, getattr(self._module, name, None))
+        setattr(self._module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Restore a name. A patch does this because the names are not in ``__dict__``."""
+        setattr(self._module, name, self._originals.pop(name))
+
+
+class Answer:
+    """The answer, or the reason why it could not be executed."""
+
+    def __init__(self, descriptor: int, module_name: str, tests_module: str) -> None:
+        self.peer = TestsPeer(descriptor, tests_module)
+        setattr(builtins, UPDATE_ARGUMENTS, proxies.update_arguments)
+        self.module_name = module_name
+        self.names: dict[str, Any] | None = None
+        sys.modules[module_name] = None  # pyright: ignore[reportArgumentType]
+        try:
+            message = self.peer.receive()
+            sys.stdout.write(message.get("output", ""))
+            if "names" not in message:
+                sys.stderr.write(message["failed"])
+                return
+            module = Decoder(self.peer).decode(message["module"])
+            self.names = {
+                name: value
+                for name, encoded in message["names"].items()
+                # The answer must not replace __builtins__.
+                if not name.startswith("__") and (value := self._decode_name(name, encoded)) is not None
+            }
+        except (ConnectionLost, LookupError, TypeError, ValueError, AttributeError) as error:
+            sys.stderr.write(f"the answer could not be loaded: {error}\n")
+        else:
+            own = {word: value for word, value in self.names.items() if word not in PROTECTED_NAMES}
+            sys.modules[module_name] = AnswerModule(module_name, module, own)
+
+    def _decode_name(self, name: str, encoded: Any) -> Any:
+        """Return a value of the answer's module, or the module or object of a library with the same name."""
+        match encoded:
+            case ["module", str(module)] | ["library", str(module)]:
+                if module.partition(".")[0] not in LIBRARIES:
+                    return None
+                if encoded[0] == "library":
+                    return getattr(importlib.import_module(module), name, None)
+                return importlib.import_module(module)
+            case _:
+                return proxies.label(Decoder(self.peer).decode(encoded), name)
+
+    def prepare_test(self, test: str) -> tuple[str | ast.Module, dict[str, Any]]:
+        """Return the code of a test and the names of the answer that it sees. If the answer defines ``abs``,
+        a test still uses the builtin, unless that is the only name of the answer that the test uses."""
+        assert self.names is not None
+        try:
+            tests = ast.parse(test)
+        except SyntaxError:  # it is reported when the test is executed
+            return test, {}
+        nodes = [node for node in ast.walk(tests) if isinstance(node, ast.Name)]
+        assigned = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
+        used = {node.id for node in nodes if node.id in self.names and node.id not in assigned}
+        used = {name for name in used if not isinstance(self.names[name], types.ModuleType)}
+        hidden = {
+            name for name in self.names if name in PROTECTED_NAMES and not _is_genuine(name, self.names[name])
+        }
+        if len(used) == 1 and not any(word in test for word in (self.module_name, *INDIRECT_ACCESS)):
+            hidden -= used
+        visible = {name: value for name, value in self.names.items() if name not in hidden}
+        return update_arguments_of_statements(tests), visible
+
+
+def _is_genuine(name: str, value: Any) -> bool:
+    """Return True if the value is what Python means by the name, such as `abs`, `math` or `datetime`."""
+    module = sys.modules.get(name)
+    return any(
+        value is known for known in (getattr(builtins, name, module), module, getattr(module, name, module))
+    )
+
+
+class _CallStatements(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> Any:
+        self.generic_visit(node)
+        call = node.value.value if isinstance(node.value, ast.Await) else node.value
+        if isinstance(call, ast.Call):
+            name = ast.Name(UPDATE_ARGUMENTS, ast.Load())
+            call.func = ast.Call(name, [call.func], [])
+        return ast.fix_missing_locations(node)
+
+
+def update_arguments_of_statements(tests: ast.Module) -> ast.Module:
+    """Change calls that are statements, such as ``sort(items)``, so that they update their arguments. Other
+    calls must not: with ``assert f(items) == sorted(items)``, an answer could empty the list."""
+    return _CallStatements().visit(tests)

@@ -1,0 +1,216 @@
+"""Proxies of objects of another process, which ``sandbox_rpc.py`` creates inside sandboxes."""
+
+from __future__ import annotations
+
+import collections.abc
+import operator
+import secrets
+import types
+from collections.abc import Callable, Generator
+from typing import Any
+
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "xor", "lshift", "rshift")
+OPERATORS = {name: name for name in BINARY} | {"and": "and_", "or": "or_"}
+"""The names of the functions in the module ``operator``, by the name of the method."""
+UNARY = (
+    *("neg", "pos", "invert", "abs", "len", "iter", "str", "repr", "hash", "bool"),
+    *("int", "float", "complex", "round", "index", "reversed"),
+)
+LOCAL_FIELDS = ("_peer", "_handle", "_label", "_is_constructed", "_data")
+
+
+class RemoteObject:
+    """An object of the other process. If the peer is guarded, the other process belongs to an answer, which
+    must not learn what a result is compared with: it could return an object that equals everything. So a
+    result never equals data and has no operators with data, unless the tests created the object themselves
+    by calling a class; the tests' name of a class begins with a capital letter."""
+
+    def __init__(self, peer: Any, handle: int) -> None:
+        for name, value in zip(LOCAL_FIELDS, (peer, handle, "", False, None), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._peer.request("getattr", [self, name])
+        return label(value, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.request("setattr", [self, name, value])
+
+    def __delattr__(self, name: str) -> None:
+        self._peer.request("delattr", [self, name])
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._peer.request("getitem", [self, key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._peer.request("setitem", [self, key, value])
+
+    def __delitem__(self, key: Any) -> None:
+        self._peer.request("delitem", [self, key])
+
+    def __contains__(self, item: Any) -> bool:
+        if may_ask(self, item):
+            return self._peer.request("contains", [self, item])
+        return any(other is item or other == item for other in self)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not self._peer.guarded:
+            return bool(self._peer.request("eq", [self, other]))
+        if self._data is not None:  # the class extends a type of data, which is compared here
+            return get_data(self) == get_data(other)
+        if not isinstance(other, RemoteObject) or not self._peer.request("eq", [self, other]):
+            return False
+        try:
+            return not self._peer.request("eq", [self, secrets.token_hex(8)])
+        except Exception:  # noqa: BLE001 - an `__eq__` may raise anything for an object of another type
+            return True
+
+    def __enter__(self) -> Any:
+        return self.__getattr__("__enter__")()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Any:
+        return self.__getattr__("__exit__")(kind, error, None)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, RemoteObject) and self._peer.request("isinstance", [instance, self])
+
+    def __aiter__(self) -> Any:
+        return self.__getattr__("__aiter__")()
+
+    async def __anext__(self) -> Any:
+        return self._peer.request("anext", [self])
+
+    @property  # isinstance(result, list) is True for a class that extends list
+    def __class__(self) -> type[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._data) if self._data is not None else type(self)
+
+
+class RemoteFunction(RemoteObject):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return mark_constructed(self._peer.request(self, args, kwargs), is_constructed=False)
+
+
+class RemoteClass(RemoteFunction):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return mark_constructed(super().__call__(*args, **kwargs), is_constructed=self._label[:1].isupper())
+
+
+class RemoteIterator(RemoteObject):
+    def __next__(self) -> Any:
+        return self._peer.request("next", [self])
+
+
+class RemoteGenerator(RemoteIterator):
+    @property
+    def __class__(self) -> type[Any]:
+        return types.GeneratorType
+
+
+class RemoteCoroutine(RemoteObject, collections.abc.Coroutine[Any, Any, Any]):
+    """A coroutine that runs to its end in the other process at the first step."""
+
+    def send(self, value: Any) -> Any:
+        raise StopIteration(self._peer.request("await", [self]))
+
+    def throw(self, *error: Any) -> Any:
+        raise error[0]
+
+    def close(self) -> None: ...
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._peer.request("await", [self])
+        yield  # makes this a generator, which `await` needs
+
+
+PROXY_TYPES: dict[str, type[RemoteObject]] = {
+    "object": RemoteObject,
+    "function": RemoteFunction,
+    "class": RemoteClass,
+    "iterator": RemoteIterator,
+    "generator": RemoteGenerator,
+    "coroutine": RemoteCoroutine,
+}
+
+
+def create_proxy(peer: Any, handle: int, kind: str, data: Any = None) -> RemoteObject:
+    proxy = PROXY_TYPES.get(kind, RemoteObject)(peer, handle)
+    object.__setattr__(proxy, "_data", data)
+    return proxy
+
+
+def label(value: Any, name: str) -> Any:
+    """Record the name by which this process refers to an object. An answer may give a class two names; the
+    one that begins with a small letter counts."""
+    if isinstance(value, RemoteObject) and (not value._label or not name[:1].isupper()):
+        object.__setattr__(value, "_label", name)
+    return value
+
+
+def update_arguments(function: Any) -> Any:
+    """Return the function. If it is remote, its calls copy changes of mutable arguments back."""
+    if not isinstance(function, RemoteFunction):
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function._peer.request(function, args, kwargs, writes_back=True)
+
+    return call
+
+
+def mark_constructed(value: Any, *, is_constructed: bool = True) -> Any:
+    if isinstance(value, RemoteObject):
+        object.__setattr__(value, "_is_constructed", is_constructed)
+    return value
+
+
+def get_data(value: Any) -> Any:
+    """Return the data of a proxy whose class extends a type of data, or else the value itself."""
+    if isinstance(value, RemoteObject) and value._data is not None:
+        return value._peer.request("data", [value])
+    return value
+
+
+def may_ask(proxy: RemoteObject, *others: Any) -> bool:
+    """Return True if the other process may get the operands of an operator of the proxy."""
+    is_remote = all(isinstance(other, RemoteObject) for other in others)
+    return is_remote or proxy._is_constructed or not proxy._peer.guarded
+
+
+def apply(method: str, function: str, proxy: RemoteObject, left: Any, right: Any) -> Any:
+    if may_ask(proxy, left, right):
+        value = proxy._peer.request(function, [left, right])
+        return mark_constructed(value, is_constructed=proxy._is_constructed)
+    if proxy._data is None:
+        raise TypeError(
+            f"the answer returned an object that is no data, and {method} with data is not supported for it"
+        )
+    return getattr(operator, function)(get_data(left), get_data(right))
+
+
+def add_operators() -> None:
+    def binary(method: str, function: str, *, is_reflected: bool = False) -> Callable[..., Any]:
+        def call(self: RemoteObject, other: Any) -> Any:
+            return apply(method, function, self, *((other, self) if is_reflected else (self, other)))
+
+        return call
+
+    def unary(function: str) -> Callable[..., Any]:
+        def call(self: RemoteObject, *args: Any) -> Any:
+            return self._peer.request(function, [self, *args])
+
+        return call
+
+    for name, function in OPERATORS.items():
+        setattr(RemoteObject, f"__{name}__", binary(name, function))
+        setattr(RemoteObject, f"__r{name}__", binary(name, function, is_reflected=True))
+    for name in ("lt", "le", "gt", "ge"):
+        setattr(RemoteObject, f"__{name}__", binary(name, name))
+    for name in UNARY:
+        setattr(RemoteObject, f"__{name}__", unary(name))
+    for kind in PROXY_TYPES.values():
+        kind.__doc__ = property(lambda self: self.__getattr__("__doc__"))  # pyright: ignore
+
+
+add_operators()

@@ -1,0 +1,376 @@
+"""Calls between two processes in which values travel as JSON. It connects the tests of an answer with the
+answer, each alone in a sandbox, and uses only the standard library. Data is copied; other objects stay in
+their process, and the other process gets a proxy (``sandbox_proxies.py``). Nothing is pickled."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import inspect
+import json
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from instar.rewards.rules import sandbox_proxies as proxies
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_PLAIN_INT_BITS = 64
+
+
+def _encode_latin(text: str) -> bytes:
+    return text.encode("latin-1")
+
+
+CONTAINERS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (list, set, bytearray, dict, collections.deque, collections.OrderedDict, collections.Counter)
+} | {"defaultdict": collections.defaultdict}
+"""Mutable types that are copied. A change to such an argument can be copied back."""
+VALUES: dict[str, tuple[type[Any], Callable[[Any], list[Any]], Callable[..., Any]]] = {
+    "tuple": (tuple, list, lambda *items: items),
+    "frozenset": (frozenset, list, lambda *items: frozenset(items)),
+    "bytes": (bytes, lambda v: [v.decode("latin-1")], _encode_latin),
+    "complex": (complex, lambda v: [v.real, v.imag], complex),
+    "range": (range, lambda v: [v.start, v.stop, v.step], range),
+    "slice": (slice, lambda v: [v.start, v.stop, v.step], slice),
+    "keys": (type({}.keys()), list, lambda *keys: dict.fromkeys(keys).keys()),
+    "values": (type({}.values()), list, lambda *items: dict(enumerate(items)).values()),
+    "items": (type({}.items()), list, lambda *items: dict(items).items()),
+    "decimal": (decimal.Decimal, lambda v: [str(v)], decimal.Decimal),
+    "fraction": (fractions.Fraction, lambda v: [v.numerator, v.denominator], fractions.Fraction),
+    "datetime": (datetime.datetime, lambda v: [v.isoformat()], datetime.datetime.fromisoformat),
+    "date": (datetime.date, lambda v: [v.isoformat()], datetime.date.fromisoformat),
+    "time": (datetime.time, lambda v: [v.isoformat()], datetime.time.fromisoformat),
+    "timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], datetime.timedelta),
+}
+TAG_OF_TYPE = {kind: tag for tag, (kind, _, _) in VALUES.items()}
+DATA_OF_BASE: dict[type[Any], Callable[[Any], Any]] = {
+    int: int.__pos__,
+    float: float.__pos__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda v: bytes(memoryview(v)),
+    tuple: lambda v: (*tuple.__iter__(v),),
+    list: list.copy,
+    dict: dict[Any, Any].copy,
+    set: lambda v: {*set.__iter__(v)},
+    frozenset: frozenset[Any].union,
+}
+"""Returns the data of an instance of a subclass."""
+TYPE_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions")
+"""The modules whose classes are the same in both processes. ``unittest.mock.ANY`` equals every value, so an
+answer must not be able to name any object of the tests' process."""
+
+
+class ConnectionLost(Exception):
+    """Raised if the other process has exited or does not follow the protocol."""
+
+
+class Peer:
+    """One end of the connection. Calls may be nested: while one end waits, it handles calls of the other."""
+
+    guarded = False
+    """True if proxies must not reveal data of this process to the other, such as an expected value."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.reader = open(descriptor, "rb", closefd=False)  # noqa: SIM115 - open until the exit
+        self.writer = open(descriptor, "wb", closefd=False)  # noqa: SIM115
+        self.lock = threading.RLock()
+        self.exported: list[Any] = []
+        self.handles: dict[int, int] = {}
+        self.imported: dict[int, Any] = {}
+        self.is_lost = False
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def request(
+        self, function: Any, args: Iterable[Any], kwargs: Mapping[str, Any] = {}, *, writes_back: bool = False
+    ) -> Any:
+        """Call a function of the other process: a proxy, or the name of a builtin or an operator."""
+        encoder = Encoder(self)
+        message = {
+            "function": function if isinstance(function, str) else encoder.encode(function),
+            "args": [encoder.encode(value) for value in args],
+            "kwargs": {name: encoder.encode(value) for name, value in kwargs.items()},
+            "writes_back": writes_back,
+        }
+        with self.lock:
+            self.send(message)
+            while "function" in (reply := self.receive()):
+                self.send(self.handle(reply))
+        sys.stdout.write(str(reply.get("output", "")))
+        decoder = Decoder(self)
+        if "error" in reply:
+            raise decoder.decode(reply["error"])
+        value = decoder.decode(reply["value"])
+        if value is None or writes_back:
+            self._write_back(encoder.containers, reply.get("changes", {}))
+        return value
+
+    def _write_back(self, containers: list[Any], changes: dict[str, Any]) -> None:
+        decoder = Decoder(self, containers)
+        decoded = {int(index): decoder.decode(content) for index, content in changes.items()}
+        for index, content in decoded.items():
+            container = containers[index]
+            if isinstance(container, list | bytearray):
+                container[:] = content
+            else:
+                container.clear()
+                (container.extend if isinstance(container, collections.deque) else container.update)(content)
+
+    def handle(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Execute a call of the other process and return the reply."""
+        decoder = Decoder(self)
+        reply: dict[str, Any] = {}
+        try:
+            args = [decoder.decode(value) for value in message["args"]]
+            kwargs = {name: decoder.decode(value) for name, value in message["kwargs"].items()}
+            before = self._encode_contents(decoder.containers)
+            name = message["function"]
+            self.authorize(name, args)
+            function = self._find_function(name) if isinstance(name, str) else decoder.decode(name)
+            value = function(*args, **kwargs)
+            reply["value"] = Encoder(self).encode(value)
+            if value is None or message["writes_back"]:
+                after = self._encode_contents(decoder.containers)
+                pairs = zip(before, after, strict=True)
+                reply["changes"] = {i: new for i, (old, new) in enumerate(pairs) if old != new}
+        except ConnectionLost:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the caller gets every exception
+            reply = {"error": Encoder(self).encode_exception(error)}
+        return {**reply, "output": self.take_output()}
+
+    def _encode_contents(self, containers: list[Any]) -> list[Any]:
+        """Return the contents of the containers, in which other containers of the list are references."""
+        return [Encoder(self, containers).encode_container(container) for container in containers]
+
+    def authorize(self, name: Any, args: list[Any]) -> None:
+        """Raise PermissionError if the other process must not make this call."""
+
+    def check_export(self, value: Any) -> None:
+        """Raise TypeError if the other process must not get a proxy of the object."""
+
+    def take_output(self) -> str:
+        """Return what was printed since the last call."""
+        return ""
+
+    def _find_function(self, name: str) -> Callable[..., Any]:
+        own = {"await": self._await, "anext": self._await_next, "data": get_data}
+        return own.get(name) or getattr(operator, name, None) or getattr(builtins, name)
+
+    def _await_next(self, iterator: Any) -> Any:
+        return self._await(iterator.__anext__())
+
+    def _await(self, awaitable: Any) -> Any:
+        async def wait() -> Any:
+            return await awaitable
+
+        self.loop = self.loop or asyncio.new_event_loop()
+        return self.loop.run_until_complete(wait())
+
+    def send(self, message: dict[str, Any]) -> None:
+        try:
+            self.writer.write(json.dumps(message).encode() + b"\n")
+            self.writer.flush()
+        except OSError as error:
+            self.is_lost = True
+            raise ConnectionLost("the other process has exited") from error
+
+    def receive(self) -> dict[str, Any]:
+        try:
+            line = self.reader.readline(MAX_MESSAGE_BYTES)
+            message = json.loads(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            self.is_lost = True
+            raise ConnectionLost("the other process has exited or sent an invalid message")
+        return message
+
+    def serve(self) -> None:
+        while True:
+            self.send(self.handle(self.receive()))
+
+    def export(self, value: Any) -> int:
+        if id(value) not in self.handles:
+            self.check_export(value)
+            self.handles[id(value)] = len(self.exported)
+            self.exported.append(value)
+        return self.handles[id(value)]
+
+
+def get_data(value: Any) -> Any:
+    """Return the data of an object whose class extends a type of data."""
+    return next(convert(value) for base, convert in DATA_OF_BASE.items() if isinstance(value, base))
+
+
+class Encoder:
+    def __init__(self, peer: Peer, containers: Iterable[Any] = ()) -> None:
+        self.peer = peer
+        self.containers = list(containers)
+        self.positions = {id(container): index for index, container in enumerate(self.containers)}
+
+    def encode(self, value: Any) -> Any:
+        kind: type[Any] = type(value)
+        if kind in (bool, str, float, type(None)):
+            return value
+        if kind is int:
+            return value if value.bit_length() <= MAX_PLAIN_INT_BITS else ["int", hex(value)]
+        if id(value) in self.positions:
+            return ["same", self.positions[id(value)]]
+        if CONTAINERS.get(kind.__name__) is kind:
+            self.positions[id(value)] = len(self.containers)
+            self.containers.append(value)
+            return self.encode_container(value)
+        if kind in TAG_OF_TYPE:
+            tag = TAG_OF_TYPE[kind]
+            return [tag, *(self.encode(item) for item in VALUES[tag][1](value))]
+        if isinstance(value, proxies.RemoteObject):
+            return ["yours", value._handle]
+        if isinstance(value, type):
+            return self._encode_class(value)
+        if isinstance(value, BaseException):
+            return self.encode_exception(value)
+        if kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
+            return ["array", value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]
+        if isinstance(value, tuple) and _is_plain_namedtuple(kind):
+            return ["namedtuple", kind.__name__, kind._fields, *map(self.encode, value)]  # pyright: ignore
+        data = [self.encode(get_data(value))] if isinstance(value, tuple(DATA_OF_BASE)) else []
+        return ["mine", self.peer.export(value), _describe_kind(value), *data]
+
+    def encode_container(self, container: Any) -> Any:
+        if isinstance(container, bytearray):
+            items: Any = container.decode("latin-1")
+        elif isinstance(container, dict):
+            items = [[self.encode(key), self.encode(item)] for key, item in container.items()]
+        else:
+            items = [self.encode(item) for item in container]
+        factory = getattr(container, "default_factory", None)
+        return [type(container).__name__, items, *([] if factory is None else [self.encode(factory)])]
+
+    def _encode_class(self, kind: type[Any]) -> Any:
+        module, name = kind.__module__, kind.__name__
+        if module in TYPE_MODULES and getattr(sys.modules[module], name, None) is kind:
+            return ["type", module, name]
+        if not issubclass(kind, BaseException):
+            return ["mine", self.peer.export(kind), "class"]
+        if "_remote_handle" in vars(kind):
+            return ["yours", vars(kind)["_remote_handle"]]
+        if module.partition(".")[0] in sys.stdlib_module_names and name == kind.__qualname__:
+            return ["type", module, name, self._encode_class(kind.__bases__[0])]
+        bases = [self.encode(base) for base in kind.__bases__ if issubclass(base, BaseException)]
+        return ["exception type", self.peer.export(kind), name, *bases]
+
+    def encode_exception(self, error: BaseException) -> Any:
+        fields: dict[str, Any] = {k: v for k, v in vars(error).items() if not k.startswith("_")}
+        kind = self._encode_class(type(error))
+        try:
+            return ["exception", kind, self.encode(error.args), self.encode(fields)]
+        except (TypeError, ValueError, RecursionError):  # its arguments cannot be sent
+            return ["exception", kind, self.encode((str(error),)), self.encode({})]
+
+
+class Decoder:
+    def __init__(self, peer: Peer, containers: Iterable[Any] = ()) -> None:
+        self.peer = peer
+        self.containers = list(containers)
+
+    def decode(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        tag, *args = value
+        if tag in CONTAINERS:
+            return self._decode_container(tag, *args)
+        if tag in VALUES:
+            return VALUES[tag][2](*map(self.decode, args))
+        return getattr(self, f"_decode_{tag.replace(' ', '_')}")(*args)
+
+    def _decode_container(self, tag: str, items: Any, *factory: Any) -> Any:
+        container = CONTAINERS[tag](*map(self.decode, factory))
+        self.containers.append(container)
+        if isinstance(items, str):
+            container += items.encode("latin-1")
+        elif isinstance(container, dict):
+            for key, item in items:
+                container[self.decode(key)] = self.decode(item)
+        else:
+            add = container.add if isinstance(container, set) else container.append
+            for item in items:
+                add(self.decode(item))
+        return container
+
+    def _decode_int(self, text: str) -> int:
+        return int(text, 16)
+
+    def _decode_same(self, position: int) -> Any:
+        return self.containers[position]
+
+    def _decode_array(self, dtype: str, shape: list[int], content: str) -> Any:
+        import numpy  # only if an answer or a test uses it
+
+        kind = numpy.dtype(dtype)
+        if kind.hasobject:
+            raise TypeError("arrays of objects cannot be sent")
+        array = numpy.frombuffer(content.encode("latin-1"), kind).reshape(shape).copy()
+        return array if shape else array[()]
+
+    def _decode_namedtuple(self, name: str, fields: list[str], *items: Any) -> Any:
+        kind: Any = collections.namedtuple(name, fields)  # pyright: ignore[reportUntypedNamedTuple]
+        return kind(*map(self.decode, items))
+
+    def _decode_yours(self, handle: int) -> Any:
+        return self.peer.exported[handle]
+
+    def _decode_mine(self, handle: int, kind: str, *data: Any) -> Any:
+        if handle not in self.peer.imported:
+            self.peer.imported[handle] = proxies.create_proxy(
+                self.peer, handle, kind, *(self.decode(item) for item in data)
+            )
+        return self.peer.imported[handle]
+
+    def _decode_type(self, module: str, name: str, *base: Any) -> Any:
+        kind = getattr(sys.modules.get(module), name, None)
+        is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
+        package = module.partition(".")[0]
+        # If the answer raises SkipTest, the test has failed.
+        if is_exception and package in sys.stdlib_module_names and package != "unittest":
+            return kind
+        if isinstance(kind, type) and module in TYPE_MODULES:
+            return kind
+        return type(name, (self.decode(base[0]),), {"__module__": module})
+
+    def _decode_exception_type(self, handle: int, name: str, *bases: Any) -> Any:
+        if handle not in self.peer.imported:
+            parents = tuple(self.decode(base) for base in bases)
+            self.peer.imported[handle] = type(name, parents, {"_remote_handle": handle})
+        return self.peer.imported[handle]
+
+    def _decode_exception(self, kind: Any, args: Any, fields: Any) -> BaseException:
+        error_type = self.decode(kind)
+        error = error_type.__new__(error_type, *self.decode(args))
+        for name, item in self.decode(fields).items():
+            if not name.startswith("_"):
+                setattr(error, name, item)
+        return error
+
+
+def _is_plain_namedtuple(kind: type[Any]) -> bool:
+    public = [name for name in vars(kind) if not name.startswith("_")]
+    return kind.__bases__ == (tuple,) and public == list(getattr(kind, "_fields", [None]))
+
+
+def _describe_kind(value: Any) -> str:
+    if inspect.iscoroutine(value) or inspect.isawaitable(value):
+        return "coroutine"
+    if inspect.isgenerator(value):
+        return "generator"
+    if hasattr(type(value), "__next__"):
+        return "iterator"
+    return "function" if callable(value) else "object"
