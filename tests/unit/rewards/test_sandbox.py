@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
+import sys
+import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -253,14 +257,33 @@ class Five(unittest.TestCase):
 async def test_pytest_runner_ignores_tests_that_the_file_skips(kind: str) -> None:
     section = {"type": "tests", "runner": "pytest", "sandbox": {"kind": kind, "seconds": 30}}
     async with start_scorer(**section, reward="share") as scorer:
-        skips = "__import__('pytest').skip('no')"  # skips also the test that is expected to fail
-        for code, (passed, total) in {"1": (1, 2), "0": (0, 2), skips: (0, 3)}.items():
+        skips = "__import__('pytest').skip('no')"
+        for code, (passed, total) in {"1": (1, 2), "0": (0, 2), skips: (0, 2)}.items():
             reward = await score_text(scorer, {"tests": PYTEST}, f"def f(): return {code}")
             assert (reward.detail["passed"], reward.detail["total"]) == (passed, total), reward.detail
             assert reward.value == passed / total
     async with start_scorer(**section) as scorer:
         complete = PYTEST.replace("    raise ValueError\n\ndef", "\ndef")
         assert (await score_text(scorer, {"tests": complete}, "def f(): return 1")).value == 1.0
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+async def test_thread_that_an_answer_leaves_does_not_delay_its_score(kind: str, isolate: bool) -> None:
+    code = (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\ndef f(): return 1"
+    )
+    tests = {"tests": "from answer import f\ndef test_f(): assert f() == 1"}
+    for runner in ("python", "pytest"):
+        sandbox = {"kind": kind, "seconds": 100}
+        async with start_scorer(type="tests", runner=runner, isolate=isolate, sandbox=sandbox) as scorer:
+            assert (await score_text(scorer, tests, code)).value == 1.0
+
+
+async def test_isolated_answer_finds_no_tests_in_its_files(kind: str) -> None:
+    code = "import os\ndef f(): return sorted(name for _, _, names in os.walk('.') for name in names)"
+    async with start_scorer(type="tests", sandbox={"kind": kind, "seconds": 60}) as scorer:
+        tests = "assert 'run_answer.py' in f()\nassert not {'tests.json', 'run_tests.py', 'key'} & set(f())"
+        assert (await score_text(scorer, {"tests": tests}, code)).value == 1.0
 
 
 async def test_endless_answers_score_zero_under_contention(kind: str) -> None:
@@ -286,7 +309,7 @@ async def test_tests_reward_supports_all_mode_and_custom_commands(kind: str) -> 
         assert (await score_text(scorer, tests, "def f(x): return x + 1")).value == 1.0
     own = {"tests": "from answer import f\nassert f(1) == 2"}
     async with start_scorer(
-        type="tests", runner=["python", "test_answer.py"], sandbox={"kind": kind}
+        type="tests", runner=["python", "test_answer.py"], isolate=False, sandbox={"kind": kind}
     ) as scorer:
         assert (await score_text(scorer, own, "def f(x): return 2")).value == 1.0
         assert (await score_text(scorer, own, "def f(x): return 1")).value == 0.0
@@ -328,3 +351,42 @@ async def test_command_reward_runs_a_listed_script(kind: str, program: str, tmp_
         with pytest.raises(ConfigError, match=f"reward.command.*{message}"):
             async with start_scorer(**section, files=[str(script)]):
                 pass
+
+
+KILLED_OWNER = """
+import asyncio, sys
+from instar.rewards.sandbox.base import SandboxJob, SandboxLimits
+from instar.rewards.sandbox.factory import create_sandbox
+
+async def main():
+    sandbox = await create_sandbox(sys.argv[1])
+    await sandbox.run(SandboxJob(["sh", "-c", "echo > started; sleep 300"]), SandboxLimits(seconds=300))
+
+asyncio.run(main())
+"""
+
+
+def test_folders_of_a_killed_owner_are_removed_at_start(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind != "landlock":
+        pytest.skip("the folder of a job is in memory")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", KILLED_OWNER, kind]
+    owners = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    try:
+        while len(list(tmp_path.glob("instar-job-*/started"))) < 2:
+            time.sleep(0.05)
+        owners[0].kill()
+        owners[0].wait()
+        assert len(list(tmp_path.iterdir())) == 2
+        asyncio.run(create_sandbox(kind))
+        (kept,) = tmp_path.iterdir()
+        assert (kept / "started").exists()
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.wait()
+    asyncio.run(create_sandbox(kind))
+    assert list(tmp_path.iterdir()) == []
