@@ -24,6 +24,16 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the coroutine's result. If the caller is cancelled, wait for the coroutine, then raise."""
+    task = asyncio.create_task(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def map_concurrently(
     function: Callable[[S], Awaitable[T]], items: Iterable[S], max_concurrent: int | None = None
 ) -> list[T]:

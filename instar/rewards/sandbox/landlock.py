@@ -15,6 +15,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from instar.async_utils import finish
 from instar.errors import ConfigError
 from instar.rewards.sandbox import launcher, seccomp, supervise
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
@@ -49,8 +50,10 @@ class LandlockSandbox(Sandbox):
                     os.chown(path, uid, uid)
             return await supervise.supervise_job(self._launch(job, limits, folder, uid), job, limits)
         finally:
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
-            os.close(lock)
+            try:
+                await finish(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            finally:
+                os.close(lock)
 
     def _launch(
         self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None

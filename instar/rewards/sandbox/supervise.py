@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from instar.async_utils import finish
 from instar.errors import ScoreError
 from instar.rewards.sandbox.base import SandboxJob, SandboxLimitName, SandboxLimits, SandboxResult
 
@@ -169,7 +170,7 @@ async def _watch(
     try:
         exceeded = await _wait_or_exceed(process, launch, limits, output_full)
     finally:
-        await asyncio.shield(_kill_and_wait(process, launch, tasks))
+        await finish(_kill_and_wait(process, launch, tasks))
     return exceeded, bytes(output)
 
 
