@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from instar.config import ExactRewardConfig, RunConfig, TestsRewardConfig
+from instar.config import ExactRewardConfig, RunConfig, rules
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.factory import create_scorers
 from instar.rewards.rules.answers import extract_answer, find_last_number, parse_number, settings_version
@@ -216,8 +216,8 @@ def test_sandbox_runner_counts_only_tests_that_ran(
 
 def test_custom_command_as_runner_requires_isolate_false() -> None:
     with pytest.raises(ValidationError, match=r"isolate: given true with the custom command \['sh'\]"):
-        TestsRewardConfig(type="tests", runner=["sh"])
-    assert TestsRewardConfig(type="tests", runner=["sh"], isolate=False).runner == ["sh"]
+        rules.TestsRewardConfig(type="tests", runner=["sh"])
+    assert rules.TestsRewardConfig(type="tests", runner=["sh"], isolate=False).runner == ["sh"]
 
 
 def test_bubblewrap_ignores_files_before_the_root_is_switched() -> None:

@@ -274,7 +274,7 @@ async def test_thread_that_an_answer_leaves_does_not_delay_its_score(kind: str, 
     )
     tests = {"tests": "from answer import f\ndef test_f(): assert f() == 1"}
     for runner in ("python", "pytest"):
-        sandbox = {"kind": kind, "seconds": 100}
+        sandbox = {"kind": kind, "seconds": 50}
         async with start_scorer(type="tests", runner=runner, isolate=isolate, sandbox=sandbox) as scorer:
             assert (await score_text(scorer, tests, code)).value == 1.0
 
