@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,12 +73,11 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
 
 
 async def test_agent_cannot_avoid_the_judge_with_the_judges_model_name(gateway: RunningGateway) -> None:
-    session = await gateway.open(channel="train")
-    body = {"model": JUDGE_AGENT, "messages": [{"role": "user", "content": "What is 6 times 7?"}]}
-    assert (await gateway.control("/v1/chat/completions", body, session.api_key)).status_code == 200
+    transcript = make_answer_transcript("42")
+    calls = [replace(call, model=JUDGE_AGENT) for call in transcript.calls]
+    transcript = replace(transcript, calls=calls)
     judge = create_run_model_judge()
     await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN))
-    transcript = Transcript(session.session_id, await gateway.calls(session), None)
     (reward,) = await judge.score(TASK, transcript)
     assert reward.value == 0.5
     await judge.close()
