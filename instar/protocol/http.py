@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from instar.http.auth import find_key_hash, hash_key
 from instar.protocol.base import ProtocolError, to_protocol_error
 
 T = TypeVar("T")
+_SEQUENCE_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,18})\b')
 
 
 class KeyStore:
@@ -101,6 +103,12 @@ def parse_json(body: bytes | memoryview | msgspec.Raw, message_type: type[T]) ->
         return msgspec.json.decode(body, type=message_type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"the request cannot be parsed: {error}") from None
+
+
+def find_sequence_id(body: bytes) -> int | None:
+    """Return the sequence id in a body that may be invalid JSON, or None if there is none."""
+    match = _SEQUENCE_ID.search(body)
+    return int(match[1]) if match else None
 
 
 def json_response(value: Any, status: int = 200) -> Response:

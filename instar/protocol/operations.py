@@ -16,6 +16,9 @@ DELIVERED_RESULT_TTL_SECONDS = 300.0
 """A delivered result is kept for this long, in case the client did not receive the response."""
 
 OperationFunction = Callable[[], Awaitable[Any]]
+REJECTED = "rejected request"
+"""The kind of an operation that only uses up the sequence id of a request that could not be parsed."""
+_CONTINUE = "continue with the next sequence id that was not sent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class _Operation:
     result: asyncio.Future[OperationResult]
     queue: _SequenceQueue | None
     seq: int | None
+    offset: int
     key: str | None
     expires_at: float = float("inf")
 
@@ -44,6 +48,8 @@ class _Operation:
 class _SequenceQueue:
     name: str
     next_seq: int = 1
+    offset: int = 0
+    """The offset of the last operation that was started."""
     is_running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
     """The operations by sequence id, including finished operations with a kept result."""
@@ -60,8 +66,9 @@ class OperationScheduler:
 
     Each model has a queue, whose operations run in the order of their sequence ids. The first sequence id
     is 1. If a sequence id does not arrive in time, the operations that wait for it fail, and the
-    queue continues when the sequence id arrives. An operation without a sequence id runs immediately. After a
-    failed operation, the next operation of its queue runs, because clients decide what a failure means.
+    queue continues with the next sequence id after theirs. An operation without a sequence id runs
+    immediately. After a failed operation, the next operation of its queue runs, because clients decide what a
+    failure means.
     """
 
     def __init__(self, limits: ServiceLimits | None = None) -> None:
@@ -82,13 +89,15 @@ class OperationScheduler:
         *,
         queue_name: str | None = None,
         seq: int | None = None,
+        offset: int = 0,
         key: str | None = None,
     ) -> str:
         """Submit an operation and return its id. If an earlier operation has the same ``key`` and owner, or
-        the same queue and sequence id, return the id of that operation. Raises ProtocolError 429 if there are
-        too many operations, and 409 if the earlier operation is of a different kind."""
+        the same queue and sequence id, return the id of that operation. ``offset`` is the difference between
+        ``seq`` and the client's sequence id, which errors name. Raises ProtocolError 429 if there are too
+        many operations, and 409 if the earlier operation is of a different kind."""
         self._sweep()
-        repeated = self._find_repeated(kind, owner, queue_name, seq, key)
+        repeated = self._find_repeated(kind, owner, queue_name, seq, offset, key)
         if repeated is not None:
             return repeated.operation_id
         if self._is_closed:
@@ -103,7 +112,7 @@ class OperationScheduler:
         if queue_name is not None and seq is not None:
             sequence_queue = self._queues.setdefault(queue_name, _SequenceQueue(queue_name))
         future = asyncio.get_running_loop().create_future()
-        operation = _Operation(new_id("op"), kind, owner, function, future, sequence_queue, seq, key)
+        operation = _Operation(new_id("op"), kind, owner, function, future, sequence_queue, seq, offset, key)
         self._operations[operation.operation_id] = operation
         if key is not None:
             self._operations_by_key[owner, key] = operation
@@ -114,6 +123,15 @@ class OperationScheduler:
             sequence_queue.operations[seq] = operation
             self._advance(sequence_queue)
         return operation.operation_id
+
+    def reject(self, owner: str, queue_name: str, seq: int, error: ProtocolError, *, offset: int = 0) -> str:
+        """Use up the sequence id of a request that was rejected with ``error``, so that later operations do
+        not wait for it. Raises ProtocolError like `submit`."""
+
+        async def fail() -> None:
+            raise error
+
+        return self.submit(REJECTED, owner, fail, queue_name=queue_name, seq=seq, offset=offset)
 
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
         """Return the result of the operation, or None if the operation is not done after ``timeout`` seconds.
@@ -137,6 +155,7 @@ class OperationScheduler:
             self._fail_waiting(
                 sequence_queue, ProtocolError(f"{queue_name} ended before this operation ran", 404)
             )
+            sequence_queue.operations.clear()
 
     async def close(self) -> None:
         self._is_closed = True
@@ -151,23 +170,29 @@ class OperationScheduler:
             self._finish(operation, OperationResult(error=error))
 
     def _find_repeated(
-        self, kind: str, owner: str, queue_name: str | None, seq: int | None, key: str | None
+        self, kind: str, owner: str, queue_name: str | None, seq: int | None, offset: int, key: str | None
     ) -> _Operation | None:
         operation = self._operations_by_key.get((owner, key)) if key is not None else None
+        subject = "this idempotency key"
         if operation is None and queue_name is not None and seq is not None:
-            if seq < 1:
-                raise ProtocolError(f"sequence id: received {seq}; sequence ids begin with 1")
             sequence_queue = self._queues.get(queue_name, _SequenceQueue(queue_name))
+            highest_seq = sequence_queue.next_seq + self._limits.max_operations
+            if not 1 <= seq <= highest_seq:
+                raise ProtocolError(
+                    f"sequence id: received {seq - offset} for {queue_name}; sequence ids begin with 1, and the "
+                    f"highest one allowed now is {highest_seq - offset}"
+                )
             operation = sequence_queue.operations.get(seq)
+            subject = f"sequence id {seq - offset} of {queue_name}"
             if operation is None and seq < sequence_queue.next_seq:
                 raise ProtocolError(
-                    f"the operation with sequence id {seq} of {queue_name} has already run, and its result "
-                    "has expired",
+                    f"the operation with {subject} has already run and its result has expired, or it did not "
+                    f"arrive in time; {_CONTINUE}",
                     409,
                 )
         if operation is not None and (operation.kind != kind or operation.owner != owner):
-            subject = "this idempotency key" if operation.key == key else f"sequence id {seq} of {queue_name}"
-            raise ProtocolError(f"{subject} belongs to another operation ({operation.kind})", 409)
+            hint = f"; {_CONTINUE}" if operation.kind == REJECTED else ""
+            raise ProtocolError(f"{subject} belongs to another operation ({operation.kind}){hint}", 409)
         return operation
 
     # --- running ---
@@ -176,15 +201,13 @@ class OperationScheduler:
         """Start the next operation in a queue. If its sequence id has not arrived, start the gap timer."""
         if queue.is_running or self._is_closed:
             return
-        while (operation := queue.operations.get(queue.next_seq)) is not None and operation.result.done():
-            if operation.operation_id not in self._operations:
-                del queue.operations[queue.next_seq]
-            queue.next_seq += 1
+        operation = queue.operations.get(queue.next_seq)
         if operation is not None:
             queue.cancel_gap_timer()
             queue.is_running = True
+            queue.offset = operation.offset
             self._start(operation)
-        elif queue.gap_timer is None and any(not o.result.done() for o in queue.operations.values()):
+        elif queue.gap_timer is None and any(seq > queue.next_seq for seq in queue.operations):
             loop = asyncio.get_running_loop()
             queue.gap_timer = loop.call_later(self._limits.sequence_gap_timeout, self._on_gap_timeout, queue)
 
@@ -193,10 +216,13 @@ class OperationScheduler:
         self._fail_waiting(
             queue,
             ProtocolError(
-                f"the operation was not run, because sequence id {queue.next_seq} of {queue.name} did not "
-                f"arrive within {self._limits.sequence_gap_timeout:g} s"
+                f"the operation was not run, because sequence id {queue.next_seq - queue.offset} of "
+                f"{queue.name} did not arrive within {self._limits.sequence_gap_timeout:g} s; repeat the "
+                f"operations since then and {_CONTINUE}"
             ),
         )
+        # Otherwise all later operations would wait for a sequence id that the client may never send.
+        queue.next_seq = max(queue.operations) + 1
 
     def _fail_waiting(self, queue: _SequenceQueue, error: ProtocolError) -> None:
         for seq, operation in queue.operations.items():
@@ -217,6 +243,7 @@ class OperationScheduler:
         self._finish(operation, result)
         if operation.queue is not None:
             operation.queue.is_running = False
+            operation.queue.next_seq += 1
             self._advance(operation.queue)
 
     def _finish(self, operation: _Operation, result: OperationResult) -> None:
@@ -236,7 +263,5 @@ class OperationScheduler:
             del self._operations[operation.operation_id]
             if operation.key is not None:
                 self._operations_by_key.pop((operation.owner, operation.key), None)
-            queue, seq = operation.queue, operation.seq
-            # An operation that failed because of a gap is kept until the queue has passed its sequence id.
-            if queue is not None and seq is not None and seq < queue.next_seq:
-                queue.operations.pop(seq, None)
+            if operation.queue is not None and operation.seq is not None:
+                operation.queue.operations.pop(operation.seq, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +13,14 @@ from google.protobuf.message import DecodeError
 
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
-from instar.protocol.http import parse_json
+from instar.protocol.http import find_sequence_id, parse_json
 from instar.protocol.tinker import messages
 from instar.protocol.tinker.datums import Array, TinkerDatum, to_samples
 from instar.protocol.tinker.requests import (
     TinkerChunk,
     TinkerForward,
     TinkerForwardBackward,
+    TinkerModelRequest,
     TinkerPassInput,
     TinkerTensor,
 )
@@ -29,6 +32,7 @@ _LOSS_OPTIONS = {
     "cispo": ("clip_low_threshold", "clip_high_threshold"),
     "dro": ("beta",),
 }
+_MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]+)"')
 _DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT32: np.int32}
 
 
@@ -75,6 +79,17 @@ def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
     return TinkerPass(
         request.model_id, request.seq_id, False, _parse_json_batch(request.forward_backward_input)
     )
+
+
+def find_rejected_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
+    """Return the ids in a request that cannot be parsed, as far as they can be read."""
+    if is_protobuf:
+        message = messages.ForwardBackwardRequest()
+        with contextlib.suppress(DecodeError):  # the fields before the error are set
+            message.ParseFromString(body)
+        return TinkerModelRequest(message.model_id, message.seq_id or None)
+    match = _MODEL_ID.search(body)
+    return TinkerModelRequest(match[1].decode("utf-8", "replace") if match else "", find_sequence_id(body))
 
 
 def _build_batch(

@@ -12,7 +12,13 @@ from instar.protocol.base import ProtocolError
 from instar.protocol.http import json_response
 from instar.protocol.models import TrainingModel
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
-from instar.protocol.tinker.passes import TinkerBatch, TinkerPass, parse_json_pass, parse_protobuf_pass
+from instar.protocol.tinker.passes import (
+    TinkerBatch,
+    TinkerPass,
+    find_rejected_ids,
+    parse_json_pass,
+    parse_protobuf_pass,
+)
 from instar.protocol.tinker.requests import (
     TinkerCreateModel,
     TinkerLoadWeights,
@@ -28,6 +34,7 @@ from instar.types import Json
 EPHEMERAL_TTL_SECONDS = 7 * 86400.0
 """Unnamed weights are kept for this long, unless their session ends earlier."""
 OPTIMIZER = "adamw"
+TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
 
 class TinkerTrainingRoutes(TinkerRoutes):
@@ -35,12 +42,32 @@ class TinkerTrainingRoutes(TinkerRoutes):
         router.add("POST", "create_model", self.create_model)
         router.add("POST", "unload_model", self.unload_model)
         router.add("POST", "get_info", self.get_info)
-        router.add("POST", "forward_backward", self.forward_backward)
-        router.add("POST", "forward", self.forward)
-        router.add("POST", "optim_step", self.optim_step)
-        router.add("POST", "save_weights", self.save_weights)
-        router.add("POST", "save_weights_for_sampler", self.save_for_sampler)
-        router.add("POST", "load_weights", self.load_weights)
+        for path, handler in (
+            ("forward_backward", self.forward_backward),
+            ("forward", self.forward),
+            ("optim_step", self.optim_step),
+            ("save_weights", self.save_weights),
+            ("save_weights_for_sampler", self.save_for_sampler),
+            ("load_weights", self.load_weights),
+        ):
+            router.add("POST", path, self._use_up_rejected_ids(handler))
+
+    def _use_up_rejected_ids(self, handler: TinkerHandler) -> TinkerHandler:
+        """Return a handler that uses up the sequence id of a request that ``handler`` rejects, because
+        clients do not send the sequence id again and later operations wait for it."""
+
+        async def handle(request: TinkerRequest) -> Response:
+            try:
+                return await handler(request)
+            except ProtocolError as error:
+                if error.status in (400, 409):
+                    ids = find_rejected_ids(request.body, is_protobuf=_is_protobuf(request))
+                    if ids.seq_id is not None and ids.model_id:
+                        model = self._service.find_model(ids.model_id, request.owner)
+                        self._operations.reject(request.owner, model.model_id, ids.seq_id, error)
+                raise
+
+        return handle
 
     async def create_model(self, request: TinkerRequest) -> Response:
         body = request.parse(TinkerCreateModel)
@@ -92,7 +119,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         )
 
     async def forward_backward(self, request: TinkerRequest) -> Response:
-        if request.http.headers.get("content-type", "").startswith(PROTOBUF):
+        if _is_protobuf(request):
             return self._submit_pass(request, parse_protobuf_pass(request.body))
         return self._submit_pass(request, parse_json_pass(request.body, forward_only=False))
 
@@ -182,6 +209,10 @@ class TinkerTrainingRoutes(TinkerRoutes):
             key=request.idempotency_key,
         )
         return json_response({"request_id": request_id, "model_id": model.model_id})
+
+
+def _is_protobuf(request: TinkerRequest) -> bool:
+    return request.http.headers.get("content-type", "").startswith(PROTOBUF)
 
 
 async def _forward_backward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult:

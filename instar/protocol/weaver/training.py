@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 
 from instar.backends.loss_values import compute_loss
 from instar.protocol.base import ProtocolError
-from instar.protocol.http import json_response, parse_json
+from instar.protocol.http import find_sequence_id, json_response, parse_json
 from instar.protocol.models import TrainingModel
 from instar.protocol.operations import OperationFunction, OperationScheduler
 from instar.protocol.service import TrainingService
@@ -75,6 +76,7 @@ class WeaverTerminate(msgspec.Struct):
 
 
 SequencedFunction = Callable[[TrainingModel, WeaverSequencedPayload, TensorPack], Awaitable[Any]]
+SubmitFunction = Callable[[int, int], str]
 
 
 class WeaverCallOrder:
@@ -83,7 +85,8 @@ class WeaverCallOrder:
     Weaver's SDK numbers passes, steps and exports, but neither saves nor loads. A call without a number must
     run after all calls that arrived before it and before all calls that arrive later. The call gets a
     sequence id here, and the sequence ids of later calls move up by one. ``submit`` receives the sequence id
-    and returns the operation's id. If ``submit`` raises, the sequence id is not used.
+    and by how much it was moved, and returns the operation's id. If ``submit`` raises, the sequence id is not
+    used.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class WeaverCallOrder:
         self._inserted_after: list[int] = []
         """For each call without a number, the highest number that had arrived by then."""
 
-    def submit_numbered(self, seq: int, call_id: str | None, submit: Callable[[int], str]) -> str:
+    def submit_numbered(self, seq: int, call_id: str | None, submit: SubmitFunction) -> str:
         """Submit a call with the client's sequence id and return the operation's id. A retry has the same
         ``call_id``. Raises ProtocolError 409 if a different call has the sequence id."""
         previous = self._call_ids.get(seq)
@@ -102,14 +105,16 @@ class WeaverCallOrder:
                 "another model and load a saved state",
                 409,
             )
-        operation_id = submit(seq + bisect_left(self._inserted_after, seq))
+        offset = bisect_left(self._inserted_after, seq)
+        operation_id = submit(seq + offset, offset)
         self._call_ids[seq] = call_id
         self._highest_seq = max(self._highest_seq, seq)
         return operation_id
 
-    def submit_unnumbered(self, submit: Callable[[int], str]) -> str:
+    def submit_unnumbered(self, submit: SubmitFunction) -> str:
         # A retried call runs twice, which is harmless for a save or a load.
-        operation_id = submit(self._highest_seq + len(self._inserted_after) + 1)
+        offset = len(self._inserted_after) + 1
+        operation_id = submit(self._highest_seq + offset, offset)
         self._inserted_after.append(self._highest_seq)
         return operation_id
 
@@ -200,18 +205,40 @@ class WeaverTrainingRoutes:
     ) -> Response:
         # Invalid content is an error of the operation, because later calls wait for the sequence id.
         model = self._find_model(request)
-        request, pack = unpack_request(request, self._service.limits.max_body)
-        payload = request.parse(WeaverSequencedRequest).payload
-        if payload.tensor_transport not in TRANSPORTS:
-            raise ProtocolError(
-                f"tensor_transport: received {payload.tensor_transport!r}; supported: {', '.join(TRANSPORTS)}"
-            )
+        with self._rejected_ids_used_up(request, model):
+            request, pack = unpack_request(request, self._service.limits.max_body)
+            payload = request.parse(WeaverSequencedRequest).payload
+            if payload.tensor_transport not in TRANSPORTS:
+                raise ProtocolError(
+                    f"tensor_transport: received {payload.tensor_transport!r}; "
+                    f"supported: {', '.join(TRANSPORTS)}"
+                )
         return await self._run_in_order(
             kind, request, model, lambda: function(model, payload, pack), payload.seq_id
         )
 
+    @contextmanager
+    def _rejected_ids_used_up(self, request: WeaverRequest, model: TrainingModel) -> Generator[None]:
+        """Use up the sequence id of a request that is rejected in the block, because clients do not send it
+        again and later calls wait for it."""
+        try:
+            yield
+        except ProtocolError as error:
+            rejection = error
+
+            def submit(queue_seq: int, offset: int) -> str:
+                return self._operations.reject(
+                    request.owner, model.model_id, queue_seq, rejection, offset=offset
+                )
+
+            if (seq := find_sequence_id(request.body)) is not None:
+                self._get_order(model).submit_numbered(seq, request.call_id, submit)
+            raise
+
     async def export(self, request: WeaverRequest) -> Response:
-        model, body = self._find_model(request), request.parse(WeaverExportSampler)
+        model = self._find_model(request)
+        with self._rejected_ids_used_up(request, model):
+            body = request.parse(WeaverExportSampler)
 
         async def run() -> Any:
             info = await model.export(body.path or new_id("sampler"), ttl=body.ttl_seconds)
@@ -250,17 +277,20 @@ class WeaverTrainingRoutes:
         function: OperationFunction,
         seq: int | None = None,
     ) -> Response:
-        def submit(queue_seq: int) -> str:
+        def submit(queue_seq: int, offset: int) -> str:
             return self._operations.submit(
-                kind, request.owner, function, queue_name=model.model_id, seq=queue_seq
+                kind, request.owner, function, queue_name=model.model_id, seq=queue_seq, offset=offset
             )
 
-        order = self._call_orders.setdefault(model, WeaverCallOrder())
+        order = self._get_order(model)
         if seq is None:
             operation_id = order.submit_unnumbered(submit)
         else:
             operation_id = order.submit_numbered(seq, request.call_id, submit)
         return await self._operation_routes.respond(operation_id, request)
+
+    def _get_order(self, model: TrainingModel) -> WeaverCallOrder:
+        return self._call_orders.setdefault(model, WeaverCallOrder())
 
     async def checkpoints(self, request: WeaverRequest) -> Response:
         """Return a model's checkpoints, even if the model has ended."""

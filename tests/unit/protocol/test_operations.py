@@ -157,18 +157,46 @@ async def test_failed_operation_is_reported_and_the_next_one_runs(
 
 
 async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: OperationScheduler) -> None:
-    waiting = [operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq) for seq in (3, 2)]
+    behind = [operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq) for seq in (3, 2)]
+    for operation in behind:
+        reported = await get_error(operations, operation)
+        assert "sequence id 1 of m" in str(reported)
+    with pytest.raises(ProtocolError, match="did not arrive in time; continue with the next") as late:
+        operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
+    assert late.value.status == 409
+    assert operations.submit("step", "me", return_value(2), queue_name="m", seq=2) == behind[1]
+    for seq in (4, 5):
+        operation = operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq)
+        assert await get_value(operations, operation) == seq
+
+
+async def test_sequence_gaps_between_waiting_operations_time_out_together(
+    operations: OperationScheduler,
+) -> None:
+    waiting = [operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq) for seq in (2, 5)]
     for operation in waiting:
-        error = await get_error(operations, operation)
-        assert "sequence id 1 of m" in str(error)
-    # The queue continues: failed operations stay failed, and later operations run.
-    fourth = operations.submit("step", "me", return_value(4), queue_name="m", seq=4)
+        assert "sequence id 1 of m" in str(await get_error(operations, operation))
+    assert (
+        await get_value(operations, operations.submit("step", "me", return_value(6), queue_name="m", seq=6))
+        == 6
+    )
+
+
+async def test_sequence_id_far_ahead_of_the_queue_is_rejected(operations: OperationScheduler) -> None:
+    with pytest.raises(ProtocolError, match=r"received 1000 for m.* highest one allowed now is 9"):
+        operations.submit("step", "me", return_value(1), queue_name="m", seq=1000)
     assert (
         await get_value(operations, operations.submit("step", "me", return_value(1), queue_name="m", seq=1))
         == 1
     )
-    assert await get_value(operations, fourth) == 4
-    assert operations.submit("step", "me", return_value(2), queue_name="m", seq=2) == waiting[1]
+
+
+async def test_rejected_sequence_id_is_passed_by_later_operations(operations: OperationScheduler) -> None:
+    second = operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
+    operations.reject("me", "m", 1, ProtocolError("learning_rate: received nan"))
+    assert await get_value(operations, second) == 2
+    with pytest.raises(ProtocolError, match=r"rejected request.; continue with the next"):
+        operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
 
 
 async def test_sequence_gap_that_closes_in_time_fails_nothing(operations: OperationScheduler) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from instar.protocol.tinker import messages
 from tests.unit.protocol.tinker.conftest import KEY, MINT_KEY, NAME
 from tests.unit.protocol.tinker.raw import RawTinkerClient
 
@@ -60,6 +61,36 @@ def test_json_steps_out_of_order_run_in_order(raw: RawTinkerClient, model: str) 
     first = raw.submit("forward_backward", make_pass_request(model, 1))
     after, _, before = [raw.retrieve_result(request)["metrics"] for request in (last, middle, first)]
     assert after["loss:sum"] < before["loss:sum"]
+
+
+def invalid_step(model: str, seq: int, learning_rate: str) -> bytes:
+    fields = f'"model_id": "{model}", "seq_id": {seq}, "adam_params": {{"learning_rate": {learning_rate}}}'
+    return b"{%s}" % fields.encode()
+
+
+@pytest.mark.parametrize("learning_rate", ["NaN", "null", "1e-4]"])
+def test_rejected_step_does_not_block_later_steps(
+    raw: RawTinkerClient, model: str, learning_rate: str
+) -> None:
+    last = raw.submit("forward_backward", both(model, 3))
+    raw.submit("forward_backward", both(model, 1))
+    rejected = raw.post("optim_step", invalid_step(model, 2, learning_rate))
+    assert rejected.status_code == 400
+    assert "cannot be parsed" in rejected.json()["detail"]
+    assert raw.retrieve_result(last)["metrics"]["loss:sum"] > 0
+    again = raw.post("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
+    assert again.status_code == 422
+    assert "rejected request" in again.json()["detail"]
+
+
+def test_rejected_pass_and_save_do_not_block_later_steps(raw: RawTinkerClient, model: str) -> None:
+    damaged = messages.ForwardBackwardRequest(model_id=model, seq_id=1).SerializeToString() + b"\xff\xff"
+    protobuf = {"Content-Type": "application/x-protobuf"}
+    assert raw.post("forward_backward", damaged, **protobuf).status_code == 400
+    invalid = {"forward_backward_input": {"data": 1}, "model_id": model, "seq_id": 2}
+    assert raw.post("forward_backward", invalid).status_code == 400
+    assert raw.post("save_weights", {"path": 1, "model_id": model, "seq_id": 3}).status_code == 400
+    assert raw.retrieve_result(raw.submit("forward_backward", both(model, 4)))["metrics"]["loss:sum"] > 0
 
 
 def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:

@@ -17,11 +17,11 @@ class PlacedCalls:
 
     def submit_numbered(self, seq: int, call: str | None) -> str:
         return self.order.submit_numbered(
-            seq, call, lambda place: self.places.setdefault(place, f"seq {seq}")
+            seq, call, lambda place, _: self.places.setdefault(place, f"seq {seq}")
         )
 
     def submit_unnumbered(self, name: str) -> str:
-        return self.order.submit_unnumbered(lambda place: self.places.setdefault(place, name))
+        return self.order.submit_unnumbered(lambda place, _: self.places.setdefault(place, name))
 
     def in_order(self) -> list[str]:
         assert sorted(self.places) == list(range(1, len(self.places) + 1))
@@ -82,7 +82,7 @@ def test_sequence_id_of_another_call_is_rejected() -> None:
 
 
 def test_failed_submission_leaves_the_order_unchanged() -> None:
-    def refuse(place: int) -> str:
+    def refuse(place: int, offset: int) -> str:
         raise ProtocolError("too many", 429)
 
     calls = PlacedCalls()

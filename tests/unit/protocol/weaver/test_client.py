@@ -205,6 +205,29 @@ def test_failed_call_does_not_block_later_calls(trainer: TrainingClient) -> None
     assert trainer.optim_step(AdamParams(learning_rate=0.0))["metrics"]["lr"] == 0
 
 
+def test_rejected_request_does_not_block_later_calls(trainer: TrainingClient) -> None:
+    http, headers = trainer._service.http, {"content-type": "application/json", "X-WEAVER-API-KEY": KEY}
+
+    def send(path: str, body: str) -> dict[str, Any]:
+        path = f"/api/v1/models/{trainer.model_id}/{path}"
+        return http._client.post(path, content=body, headers=headers).json()
+
+    trainer.save_state(name="first")
+    bodies = {
+        "optimizer-steps": '{"payload": {"seq_id": 1, "adam_params": {"learning_rate": NaN}}}',
+        "forward-passes": '{"payload": {"seq_id": 2, "tensor_transport": "pigeon"}}',
+        "export-sampler": '{"seq_id": 3, "ttl_seconds": "long"}',
+    }
+    for path, body in bodies.items():
+        assert send(path, body)["error"] == "invalid_request"
+    done = send("export-sampler", '{"seq_id": 4}')
+    assert done["status"] == "done", done
+    reused = send("export-sampler", '{"seq_id": 2}')
+    assert reused["error"] == "conflict"
+    assert "sequence id 2" in reused["message"]
+    assert "rejected request" in reused["message"]
+
+
 def test_unsupported_options_are_rejected_by_name(connect: Connect) -> None:
     client = connect()
     with pytest.raises(WeaverAPIError, match="training_mode: received 'full_ft'"):
