@@ -133,7 +133,8 @@ class Backend(ABC):
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         """Apply the accumulated gradient and clear it. ``adam.lr`` is the learning rate of this step. Raises
         NonFiniteError if the gradient is not finite: the gradient is cleared, and the weights and moments do
-        not change."""
+        not change. Also raises NonFiniteError if a weight is not finite after the step. Such weights are
+        neither saved nor published; `load_state` replaces them."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 
-from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, type_shorthand
+from instar.config.base import PluginConfig, Positive, Seconds, Section, type_shorthand
 
 
 class LoraConfig(Section):
@@ -125,19 +125,22 @@ BackendConfig = Annotated[
 ]
 
 
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamConfig(Section):
     """The Adam optimizer. Every field is passed explicitly to every backend."""
 
-    lr: Annotated[float, Field(gt=0)] = 2e-4
-    """Learning rate after warm-up."""
-    beta1: Unit = 0.9
-    """Decay rate of the first moment."""
-    beta2: Unit = 0.95
-    """Decay rate of the second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Term added to the denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    lr: Annotated[float, Field(gt=0, le=10)] = 2e-4
+    """Learning rate after warm-up, at most 10."""
+    beta1: DecayRate = 0.9
+    """Decay rate of the first moment, below 1."""
+    beta2: DecayRate = 0.95
+    """Decay rate of the second moment, below 1."""
+    eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
+    """Term added to the denominator, from 1e-30 to 1."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Decoupled weight decay, at most 10."""
     grad_clip_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum global gradient norm; 0 disables clipping."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import re
 import shutil
 import tempfile
@@ -29,6 +30,8 @@ import msgspec
 from instar.backends.folders import write_folder
 from instar.errors import ConfigError
 from instar.protocol.base import CheckpointInfo, ProtocolError
+
+logger = logging.getLogger(__name__)
 
 METADATA_FILE = "checkpoint.json"
 ADAPTER_FOLDER = "adapter"
@@ -66,7 +69,11 @@ class CheckpointStore:
         self._rename_lock = threading.Lock()
         self._metadata: dict[str, _CheckpointMetadata] = {}
         for file in folder.glob(f"*/*/*/{METADATA_FILE}"):
-            meta = msgspec.json.decode(file.read_bytes(), type=_CheckpointMetadata)
+            try:
+                meta = msgspec.json.decode(file.read_bytes(), type=_CheckpointMetadata)
+            except (OSError, ValueError) as error:  # one damaged checkpoint must not stop the server
+                logger.warning("ignored the checkpoint %s, because %s: %s", file.parent, METADATA_FILE, error)
+                continue
             self._metadata[meta.info.path] = meta
 
     def close(self) -> None:

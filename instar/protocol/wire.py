@@ -84,7 +84,8 @@ def build_loss_config(loss: str, options: Mapping[str, Any]) -> LossConfig:
 def _make_invalid_value_error(section: str, error: ValidationError) -> ProtocolError:
     first = error.errors()[0]
     field = str(first["loc"][0])
-    return ProtocolError(f"{section}.{_REQUEST_NAMES.get(field, field)}: {first['msg']}")
+    name = _REQUEST_NAMES.get(field, field)
+    return ProtocolError(f"{section}.{name}: received {first['input']}; {first['msg']}")
 
 
 def align_with_tokens(target_values: NDArray[Any], token_count: int, *, first: float) -> Floats:

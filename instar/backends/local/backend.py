@@ -211,6 +211,10 @@ class LocalBackend(ThreadedBackend):
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._optim_steps += 1
+        if name := state.find_non_finite(self._parameters):
+            raise NonFiniteError(
+                f"the step made {name} not finite; load an earlier state and lower the learning rate"
+            )
         return OptimStepResult.from_norm(adam, grad_norm)
 
 

@@ -10,18 +10,32 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from instar.backends.folders import write_folder
-from instar.errors import BackendError
+from instar.errors import BackendError, NonFiniteError
 
 FORMAT = 1
 TENSORS_FILE = "state.safetensors"
 METADATA_FILE = "state.json"
 
 
+def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of a tensor with a NaN or an infinity, or None if there is none."""
+    return next((name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()), None)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors to a file. Raises NonFiniteError if one of them, except a gradient that was not
+    applied, is not finite."""
+    applied = {name: tensor for name, tensor in tensors.items() if not name.startswith("grad/")}
+    if name := find_non_finite(applied):
+        raise NonFiniteError(
+            f"{name} is not finite, so {path.name} was not written; load an earlier state and lower the "
+            "learning rate"
+        )
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
         path,
@@ -104,6 +118,8 @@ def load_training_state(
         tensors = load_file(path / TENSORS_FILE)
     except FileNotFoundError as error:
         raise BackendError(f"{path} contains no saved training state: {error.filename} is missing") from error
+    except (ValueError, SafetensorError) as error:
+        raise BackendError(f"the training state in {path} is damaged: {error}") from error
     if metadata.get("format") != FORMAT:
         raise BackendError(
             f"{path} has format {metadata.get('format')!r}, but this version of Instar reads only {FORMAT}"
@@ -117,6 +133,8 @@ def load_training_state(
             f"{path} is the state of another model or adapter: {len(differing_names)} tensors differ, for "
             f"example {name} (shape {saved_shapes.get(name)} in the state, {shapes.get(name)} in the model)"
         )
+    if name := find_non_finite({name: tensors[name] for name in shapes}):
+        raise NonFiniteError(f"{path} cannot be loaded, because {name} is not finite")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[f"weight/{name}"])

@@ -135,10 +135,20 @@ class VerlBackend(ThreadedBackend):
         grad_norm = float(self._workers.call("step", adam)[0])
         if not math.isfinite(grad_norm):
             raise NonFiniteError(f"the gradient norm is {grad_norm}; the step was not applied")
+        self._require_finite_weights()
         return OptimStepResult.from_norm(adam, grad_norm)
+
+    def _require_finite_weights(self) -> None:
+        if not self._workers.call("has_finite_weights")[0]:
+            raise NonFiniteError(
+                "the weights are not finite; load an earlier state and lower the learning rate"
+            )
 
     @in_thread
     def publish(self, path: Path) -> Artifact:
+        # The workers would wait for each other if only the one that writes raised an error.
+        self._require_finite_weights()
+
         def fill(folder: Path) -> None:
             self._workers.call("publish", str(folder.resolve()))
 
@@ -147,6 +157,8 @@ class VerlBackend(ThreadedBackend):
 
     @in_thread
     def save_state(self, path: Path) -> None:
+        self._require_finite_weights()
+
         def fill(folder: Path) -> None:
             self._workers.call("save", str(folder.resolve()))
             (folder / STATE_FILE).write_text(json.dumps(self._state_settings(), indent=1) + "\n")

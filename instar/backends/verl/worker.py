@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 if os.environ.get("INSTAR_VERL_DEVICE") == "cpu":
     from instar.backends.verl.cpu import use_cpu
@@ -86,9 +87,7 @@ class InstarWorker(TinkerTrainingWorker):
             parameter.grad = None
         output = self.forward_backward(_make_tensordict(samples, max_tokens))
         finite_micro_batches: list[bool] = tu.get(output, "finite")
-        finite_on_all_ranks = torch.tensor([int(all(finite_micro_batches))])
-        dist.all_reduce(finite_on_all_ranks, op=dist.ReduceOp.MIN)
-        is_finite = bool(finite_on_all_ranks.item())
+        is_finite = _all_ranks(all(finite_micro_batches))
         for parameter, grad in zip(parameters, previous_grads, strict=True):
             if not is_finite:
                 parameter.grad = grad
@@ -107,6 +106,13 @@ class InstarWorker(TinkerTrainingWorker):
             "weight_decay": adam.weight_decay,
         }
         return float(self.optimizer_step(settings)["grad_norm"])
+
+    def has_finite_weights(self) -> bool:
+        """Return True if all trained weights are finite on all ranks."""
+        self._module.state_dict()  # discards gathered weights, as in `next_weights`
+        trained = (p.detach() for p in self._module.parameters() if p.requires_grad)
+        shards = (p.to_local() if isinstance(p, DTensor) else p for p in trained)
+        return _all_ranks(all(bool(torch.isfinite(shard).all()) for shard in shards))
 
     def save(self, folder: str) -> None:
         self.save_checkpoint(folder)
@@ -167,6 +173,13 @@ class InstarWorker(TinkerTrainingWorker):
         method averages the loss over ranks and gathers memory and speed metrics."""
         finite = output["metrics"].get("finite", [])
         return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
+
+
+def _all_ranks(value: bool) -> bool:
+    """Return True if the value is true on every rank."""
+    minimum = torch.tensor([int(value)])
+    dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
+    return bool(minimum.item())
 
 
 def _sum_loss(

@@ -22,7 +22,7 @@ from instar.backends.base import Backend
 from instar.backends.local.backend import LocalBackend
 from instar.backends.local.state import hash_adapter, write_folder
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
-from instar.errors import BackendError
+from instar.errors import BackendError, NonFiniteError
 from tests.unit.backends.conformance import ADAM, BackendConformance, make_sample, make_tree_samples, read_all
 
 
@@ -109,6 +109,34 @@ async def test_bf16_adapter_keeps_small_updates(model_folder: Path, tmp_path: Pa
         if "lora_A" in name:
             change = (weights[2][name] - weights[1][name]).abs()
             assert (change > 1e-6).float().mean() > 0.9, name
+    await backend.close()
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(rank=4), None])
+async def test_non_finite_weights_are_neither_saved_nor_published(
+    model_folder: Path, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    backend = make_local(model_folder, LocalBackendConfig(lora=lora))
+    await backend.forward_backward(make_tree_samples(), LossConfig())
+    # The config rejects this setting, which divides by zero in the first step.
+    adam = AdamConfig().model_copy(update={"beta1": 1.0})
+    with pytest.raises(NonFiniteError, match=r"the step made .* not finite"):
+        await backend.optim_step(adam)
+    with pytest.raises(NonFiniteError, match="not finite"):
+        await backend.save_state(tmp_path / "state")
+    with pytest.raises(NonFiniteError, match="not finite"):
+        await backend.publish(tmp_path / "policy")
+    assert read_all(tmp_path) == {}
+    await backend.close()
+
+
+async def test_damaged_state_is_named(model_folder: Path, tmp_path: Path) -> None:
+    backend = make_local(model_folder)
+    await backend.save_state(tmp_path / "state")
+    file = tmp_path / "state" / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(BackendError, match=r"state.* is damaged"):
+        await backend.load_state(tmp_path / "state")
     await backend.close()
 
 
@@ -233,7 +261,7 @@ def test_write_folder_is_atomic(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="full"):
         write_folder(tmp_path / "target", fail)
-    assert list(tmp_path.iterdir()) == []
+    assert read_all(tmp_path) == {}
     for text in ("one", "two"):
         write_folder(tmp_path / "target", lambda folder, text=text: (folder / "f").write_text(text) and None)
         assert (tmp_path / "target" / "f").read_text() == text

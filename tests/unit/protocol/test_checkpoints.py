@@ -155,3 +155,14 @@ async def test_invalid_checkpoint_paths_are_rejected(checkpoints: CheckpointStor
 async def test_checkpoint_ttl_must_be_positive(checkpoints: CheckpointStore) -> None:
     with pytest.raises(ProtocolError, match="more than 0 seconds"):
         await write(checkpoints, "x", ttl=0)
+
+
+async def test_damaged_checkpoint_does_not_hide_the_others(
+    checkpoints: CheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, intact = await write(checkpoints, "step-1"), await write(checkpoints, "step-2")
+    (checkpoints.folder(damaged) / "checkpoint.json").write_text("{")
+    checkpoints.close()
+    with closing(CheckpointStore(tmp_path / "data")) as again:
+        assert again.list_checkpoints("me") == [intact]
+    assert "step-1, because checkpoint.json" in caplog.text

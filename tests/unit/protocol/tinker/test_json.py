@@ -93,6 +93,13 @@ def test_rejected_pass_and_save_do_not_block_later_steps(raw: RawTinkerClient, m
     assert raw.retrieve_result(raw.submit("forward_backward", both(model, 4)))["metrics"]["loss:sum"] > 0
 
 
+def test_optimizer_settings_out_of_range_are_rejected_by_name(raw: RawTinkerClient, model: str) -> None:
+    raw.submit("forward_backward", both(model, 1))
+    step = {"adam_params": ADAM | {"beta1": 1.0}, "model_id": model, "seq_id": 2}
+    error = raw.retrieve_result(raw.submit("optim_step", step))["error"]
+    assert error == "adam_params.beta1: received 1.0; Input should be less than 1"
+
+
 def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:
     first = raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "a"})
     assert raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "a"}) == first
