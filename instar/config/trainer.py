@@ -155,7 +155,8 @@ class TrainerConfig(Section):
     """Number of steps between two checkpoints. After a crash, the steps since the last checkpoint are
     repeated."""
     keep_checkpoints: Positive = 2
-    """Number of checkpoints and published artifacts to keep, newest first."""
+    """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
+    damaged, the run resumes from the next older one, so keep at least 2."""
     tensorboard: bool | None = None
     """Write TensorBoard event files next to metrics.jsonl. Default: yes, if TensorBoard is installed."""
 

@@ -105,13 +105,15 @@ def advance_step(
         refresh_consumed(db, _get_group_ids(db, run_id, step))
 
 
-def release_steps(db: Database, run_id: str, after: int) -> list[int]:
-    """Release every unsaved step later than ``after`` together with its claims. Return the numbers of the
-    released steps. Recovery calls this function."""
+def release_steps(db: Database, run_id: str, after: int, *, saved: bool = False) -> list[int]:
+    """Release every unsaved step later than ``after`` with its claims, and return the numbers of the released
+    steps. If ``saved``, also release saved and committed steps, because their weights are lost. Recovery uses
+    this."""
+    states = [state.value for state in (STATE_ORDER if saved else STATE_ORDER[:2])]
     rows = db.execute(
-        "SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN (?, ?) ORDER BY step"
-        f"{db.for_update}",
-        (run_id, after, StepState.CLAIMED.value, StepState.SUBMITTED.value),
+        f"SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN ({db.json_texts.format('?')}) "
+        f"ORDER BY step{db.for_update}",
+        (run_id, after, json.dumps(states)),
     ).fetchall()
     released = [int(row["step"]) for row in rows]
     for step in released:

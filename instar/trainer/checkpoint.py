@@ -1,20 +1,28 @@
-"""Save and load the checkpoints of a run, which contain the states of the backend and the trainer.
+"""Save and verify the checkpoints of a run, which contain the states of the backend and the trainer.
 
 A checkpoint folder is written under a temporary name, flushed to disk and then renamed, so that it exists
-only when it is complete.
+only when it is complete. It contains the hashes of its files, so that later damage is found.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from instar.backends.base import Backend
 from instar.backends.folders import flush_to_disk
-from instar.errors import InstarError
-from instar.types import Json
+from instar.errors import InstarError, NonFiniteError
+from instar.types import Artifact, Json
+
+logger = logging.getLogger(__name__)
+
+HASHES_FILE = "hashes.json"
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -39,27 +47,97 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
     scratch.mkdir(parents=True)
     await backend.save_state(scratch / "backend")
     (scratch / "trainer.json").write_bytes(msgspec.json.encode(state))
-    flush_to_disk(scratch / "trainer.json")
-    flush_to_disk(scratch)
+    hashes = await asyncio.to_thread(_hash_files, scratch)
+    (scratch / HASHES_FILE).write_bytes(msgspec.json.encode(hashes))
+    for path in (scratch / "trainer.json", scratch / HASHES_FILE, scratch):
+        flush_to_disk(path)
     scratch.rename(target)
     flush_to_disk(target.parent)
     return target
 
 
-def read_trainer_state(path: Path) -> TrainerState:
+def _hash_files(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every file by its path in the folder."""
+    hashes: dict[str, str] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            hashes[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def _find_damage(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint and name the file, or return None if the checkpoint is intact.
+    Only the trainer's state is checked in a checkpoint of an earlier Instar, which has no hashes."""
+    if not path.is_dir():
+        return "it does not exist; to resume on another machine, set `dir` to a folder that both can access"
+    name = HASHES_FILE
     try:
-        return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
-    except FileNotFoundError as error:
+        if (path / HASHES_FILE).exists():
+            expected = msgspec.json.decode((path / HASHES_FILE).read_bytes(), type=dict[str, str])
+            actual = _hash_files(path)
+            for name, digest in expected.items():
+                if actual.get(name) != digest:
+                    return f"{name}: {'its sha256 differs' if name in actual else 'the file is missing'}"
+        name = "trainer.json"
+        _read_trainer_state(path)
+    except (OSError, ValueError) as error:
+        return f"{name}: {error}"
+    return None
+
+
+def _read_trainer_state(path: Path) -> TrainerState:
+    return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
+
+
+async def load_newest_intact(
+    run_dir: Path, backend: Backend, steps: Sequence[int]
+) -> tuple[TrainerState, frozenset[Path]]:
+    """Load the newest intact checkpoint of these saved steps into the backend. Return the trainer's state and
+    the newer checkpoints, which are damaged. Raises InstarError if no checkpoint is intact."""
+    damaged: dict[Path, str] = {}
+    for step in reversed(steps):
+        path = checkpoint_path(run_dir, step)
+        damage = await asyncio.to_thread(_find_damage, path) or await _load_state(backend, path)
+        if damage is None:
+            break
+        damaged[path] = damage
+    else:
+        path, damage = next(iter(damaged.items()))
         raise InstarError(
-            f"The store refers to the checkpoint {path}, which does not exist. To resume on another machine, "
-            "set `dir` to a folder that both machines can access."
-        ) from error
+            f"The checkpoint {path} is damaged or missing ({damage}), and no older checkpoint is intact. "
+            "Restore it from a backup, or start a new run."
+        )
+    if damaged:
+        details = ", ".join(f"{path} ({damage})" for path, damage in damaged.items())
+        lost = list(range(step + 1, steps[-1] + 1))
+        logger.warning(
+            "damaged: %s. The updates of the steps %s are lost, and their samples are trained again",
+            details,
+            lost,
+        )
+    logger.info("resuming after step %s", step)
+    return _read_trainer_state(path), frozenset(damaged)
 
 
-def discard_checkpoints_after(run_dir: Path, step: int) -> None:
-    """Remove the checkpoints of later steps. The store does not refer to them."""
+async def _load_state(backend: Backend, path: Path) -> str | None:
+    """Load the backend's state and return None, or the reason why the state cannot be used."""
+    try:
+        await backend.load_state(path / "backend")
+    except NonFiniteError as error:  # an earlier version of Instar may have saved such weights
+        return str(error)
+    return None
+
+
+def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path]) -> None:
+    """Remove the checkpoints of later steps, which the store does not refer to. The ones in ``damaged`` are
+    moved to the folder "damaged" of the run, where the user can inspect them."""
     for path in (run_dir / "checkpoints").glob("step-*"):
-        if path > checkpoint_path(run_dir, step):
+        if path in damaged:
+            target = run_dir / "damaged" / path.name
+            shutil.rmtree(target, ignore_errors=True)
+            target.parent.mkdir(exist_ok=True)
+            path.rename(target)
+        elif path > checkpoint_path(run_dir, step):
             shutil.rmtree(path)
 
 
@@ -69,6 +147,10 @@ def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Pa
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     return [path for path in entries[:-count] if path not in exclude]
+
+
+def is_pruned(artifact: Artifact) -> bool:
+    return artifact.kind in ("adapter", "weights") and not Path(artifact.path).exists()
 
 
 def prune_folder(folder: Path, count: int, exclude: frozenset[Path]) -> None:

@@ -26,10 +26,11 @@ from instar.store.base import Store
 from instar.trainer.checkpoint import (
     TrainerState,
     checkpoint_path,
-    discard_checkpoints_after,
     find_outdated,
+    is_pruned,
+    load_newest_intact,
     prune_folder,
-    read_trainer_state,
+    remove_checkpoints_after,
     save_checkpoint,
 )
 from instar.trainer.monitor import Monitor, read_steps
@@ -319,27 +320,27 @@ class Trainer:
     # --- recovery ----------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Load the last saved state, release the claims of later steps and tombstone their versions."""
+        """Load the last saved state that is intact, release the claims of later steps and tombstone their
+        versions."""
         self.doing = "recovering"
         rows = await self.store.steps(self.run_id)
         saved = [
             row for row in rows if row.state_path and row.state in (StepState.SAVED, StepState.COMMITTED)
         ]
+        damaged = frozenset[Path]()
         if saved:
-            path = checkpoint_path(self.config.run_dir, saved[-1].step)
-            state = read_trainer_state(path)
-            await self.backend.load_state(path / "backend")
+            steps = [row.step for row in saved]
+            state, damaged = await load_newest_intact(self.config.run_dir, self.backend, steps)
             self.step = self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
-            logger.info("resuming after step %s", state.step)
         else:
             await self.backend.start()
-        discard_checkpoints_after(self.config.run_dir, self.saved_step)
         await self._tombstone_abandoned_versions()
-        released = await self.store.release_steps(self.run_id, after=self.saved_step)
+        released = await self.store.release_steps(self.run_id, after=self.saved_step, saved=bool(damaged))
         if released:
-            logger.info("released the claims of %s unsaved step(s): %s", len(released), released)
+            logger.info("released the claims of %s step(s): %s", len(released), released)
+        remove_checkpoints_after(self.config.run_dir, self.saved_step, damaged)
         if saved:
             await self._restore_published_version()
             await self._commit()
@@ -348,7 +349,8 @@ class Trainer:
                 if row.step not in recorded and row.metrics:
                     self.monitor.record("train", row.step, {**row.metrics, "version": row.version})
         head = await self.store.latest_policy(self.policy_id)
-        if head.artifact.kind == "live":
+        # The files of the head may have been pruned if newer checkpoints were damaged.
+        if head.artifact.kind == "live" or is_pruned(head.artifact):
             await self._publish_files(head.version)
             head = await self.store.latest_policy(self.policy_id)
         self._schedule_renewal(head)

@@ -173,6 +173,7 @@ class GroupAndStepTests:
         assert await store.release_steps(RUN, after=2) == [3]
         assert await store.release_steps(RUN, after=-1) == [2]
         assert await store.release_steps(RUN, after=-1) == []
+        assert await store.release_steps(RUN, after=0, saved=True) == [1]
         assert [step.step for step in await store.steps(RUN)] == [0, 1]
         assert [claim.sample_key for claim in await store.claims(RUN)] == ["k0", "k1", "d"]
         assert len(await store.claims("other")) == 1

@@ -200,7 +200,7 @@ async def test_recovery_with_missing_checkpoint_names_it(config: RunConfig) -> N
     await run_until_crash(config, "saved", 1)
     (config.run_dir / "checkpoints").rename(config.run_dir / "elsewhere")
     async with open_trainer(config) as harness:
-        with pytest.raises(InstarError, match="step-000001, which does not exist"):
+        with pytest.raises(InstarError, match=r"step-000001 is damaged or missing \(it does not exist"):
             await harness.trainer.run()
 
 
