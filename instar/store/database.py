@@ -63,7 +63,7 @@ class Database(Protocol):
         """Return True if the connection is lost and the read should be repeated on a new one."""
         ...
 
-    # For the writer. SAVEPOINT, RELEASE and ROLLBACK TO are the same in all databases.
+    # For the writer. SAVEPOINT and RELEASE are the same in all databases.
 
     def begin(self) -> None:
         """Begin a write transaction. Wait for the lock or the server until a deadline."""
@@ -74,6 +74,12 @@ class Database(Protocol):
 
     def rollback(self) -> None:
         """Roll back the transaction if there is one. A lost connection is not an error."""
+
+    def rollback_savepoint(self) -> None:
+        """Undo the changes since the savepoint ``job``."""
+
+    def on_committed(self) -> None:
+        """Handle the event that the last writes are on disk, before their callers are told."""
 
     def is_rolled_back(self, error: Exception) -> bool:
         """Return True if the error ended the complete transaction and not only the statement."""

@@ -78,6 +78,11 @@ class PostgresDatabase:
         with contextlib.suppress(psycopg.Error):
             self._connection.execute("ROLLBACK")
 
+    def rollback_savepoint(self) -> None:
+        self.execute("ROLLBACK TO job")
+
+    def on_committed(self) -> None: ...
+
     def is_rolled_back(self, error: Exception) -> bool:
         return self.is_connection_lost(error) or is_transient(error)
 

@@ -18,7 +18,7 @@ from instar.errors import StoreError
 from instar.store import migrations
 from instar.store.base import Store
 from instar.store.reader import ReaderPool
-from instar.store.sqlite_database import SqliteDatabase, connect, translate_error
+from instar.store.sqlite_database import SqliteDatabase, connect, counter_path, translate_error
 from instar.store.writer import Writer
 
 READER_THREADS = 4
@@ -52,7 +52,10 @@ def _translated_errors(path: Path) -> Generator[None]:
 def _open_for_writing(path: Path) -> SqliteDatabase:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # only the owner may read the texts of agents and people
+        path.touch(mode=0o600, exist_ok=False)  # only the owner may read the texts of agents and people
+        counter_path(path).unlink(missing_ok=True)  # it belongs to a store that was deleted
+    except FileExistsError:
+        pass
     except OSError as error:
         raise StoreError(f"cannot create {path}: {error}") from error
     with _translated_errors(path), ExitStack() as on_failure:
@@ -60,6 +63,7 @@ def _open_for_writing(path: Path) -> SqliteDatabase:
         on_failure.callback(connection.close)
         migrations.create_or_migrate(connection, path)
         connection.wait_in_begin()
+        connection.count_calls()
         on_failure.pop_all()
         return connection
 

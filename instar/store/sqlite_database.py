@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
 import random
 import sqlite3
@@ -12,15 +14,72 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
-from instar.store.schema import Table
+from instar.store.schema import CALLS, Table
+
+logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_SECONDS = 30.0
 
 MAX_INSERT_ROWS = 32
+COUNTER_BYTES = 8
 
 _UNIQUE_CODES = (sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY)
 # Quota and file-size limits, and a shared-memory file that cannot grow, are reported as I/O errors.
 _DISK_FULL_CODES = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP)
+
+
+def counter_path(path: Path) -> Path:
+    return path.with_name(path.name + "-acknowledged")
+
+
+class CallCounter:
+    """A file beside the store with the row number of its last committed call, written by all processes.
+
+    SQLite silently drops the commits that it cannot read in a truncated or damaged write-ahead log. So the
+    row number is compared with the database at the next start. It is written after the commit and before the
+    callers are told, to mapped memory: a system call would release the interpreter lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        file = os.open(counter_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(file).st_size != COUNTER_BYTES:
+                # On a full disk this fails, but a write to mapped memory would end the process.
+                os.pwrite(file, bytes(COUNTER_BYTES), 0)
+                os.truncate(file, COUNTER_BYTES)
+            self._memory = mmap.mmap(file, COUNTER_BYTES)
+        finally:
+            os.close(file)
+        self._acknowledged = self._read()
+
+    def check(self, last_call: int) -> None:
+        """Report the acknowledged calls that the database, whose last call has this row number, has lost.
+        The row number must be read later than this object was created, because other processes write."""
+        if self._acknowledged > last_call:
+            logger.warning(
+                "%s acknowledged calls are missing in %s (row numbers %s to %s), and other writes of that "
+                "time may be missing too: its write-ahead log was truncated or damaged, or an older copy of "
+                "the file was restored. If you need them, restore the files of the store from a backup",
+                self._acknowledged - last_call,
+                self._path,
+                last_call + 1,
+                self._acknowledged,
+            )
+            self._write(last_call)
+
+    def record(self, last_call: int) -> None:
+        if last_call > self._read():
+            self._write(last_call)
+
+    def _read(self) -> int:
+        return int.from_bytes(self._memory[:], "little")
+
+    def _write(self, last_call: int) -> None:
+        self._memory[:] = last_call.to_bytes(COUNTER_BYTES, "little")
+
+    def close(self) -> None:
+        self._memory.close()
 
 
 class SqliteDatabase(sqlite3.Connection):
@@ -32,12 +91,35 @@ class SqliteDatabase(sqlite3.Connection):
     json_array_sql: ClassVar[str] = "SELECT value FROM json_each({})"
     path: Path
     busy_timeout = BUSY_TIMEOUT_SECONDS
+    _counter: CallCounter | None = None
+    _last_call: int | None = None
+    """The row number of the last call that was inserted and not rolled back since the last commit."""
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT_SECONDS) -> None:
         """Make `begin` itself wait for the lock. SQLite sleeps for up to 100 ms at a time while it waits, so
         that a process that writes without pause would starve the others."""
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
+
+    def count_calls(self) -> None:
+        """Report acknowledged calls that are missing, and count the calls from now on."""
+        try:
+            counter = CallCounter(self.path)
+            counter.check(self.execute("SELECT MAX(seq) FROM calls").fetchone()[0] or 0)
+            self._counter = counter
+        except OSError as error:  # the store works without the counter
+            logger.warning("cannot count the acknowledged calls of %s: %s", self.path, error)
+
+    def on_committed(self) -> None:
+        if self._last_call is not None and self._counter is not None:
+            self._counter.record(self._last_call)
+        self._last_call = None
+
+    def close(self) -> None:
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
+        super().close()
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
         """Insert the rows in statements of 32, 16, 8, … rows, so that only a few statements are ever
@@ -56,7 +138,9 @@ class SqliteDatabase(sqlite3.Connection):
         return True
 
     def _insert_rows(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        self.execute(table.insert_many_sql(len(rows)), tuple(chain.from_iterable(rows)))
+        cursor = self.execute(table.insert_many_sql(len(rows)), tuple(chain.from_iterable(rows)))
+        if table is CALLS:
+            self._last_call = cursor.lastrowid
 
     def lock_name(self, name: str) -> None:
         return
@@ -81,7 +165,12 @@ class SqliteDatabase(sqlite3.Connection):
     def commit(self) -> None:
         self.execute("COMMIT")
 
+    def rollback_savepoint(self) -> None:
+        self._last_call = None
+        self.execute("ROLLBACK TO job")
+
     def rollback(self) -> None:
+        self._last_call = None
         if self.in_transaction:
             self.execute("ROLLBACK")
 

@@ -133,6 +133,7 @@ class Writer:
             except Exception as error:  # noqa: BLE001 any error: if the writer thread died, all callers would hang
                 self._db.rollback()
                 _fail(jobs, error)
+            self._db.on_committed()
             _wake_callers(jobs)
             # The callers have already been woken, so that this does not delay them.
             self._previous_batch_size = len(jobs)
@@ -255,7 +256,7 @@ class Writer:
         except Exception as error:  # any error of a write belongs to its caller
             if self._db.is_rolled_back(error):
                 raise
-            self._db.execute("ROLLBACK TO job")
+            self._db.rollback_savepoint()
             self._db.execute("RELEASE job")
             return error
         self._db.execute("RELEASE job")

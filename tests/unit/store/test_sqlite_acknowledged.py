@@ -1,0 +1,103 @@
+"""Acknowledged calls that a damaged write-ahead log has lost are reported at the next start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from instar.errors import ConflictError
+from instar.store.sqlite import SqliteStore
+
+from .factories import make_call, make_session
+from .processes import start
+
+
+def kill_writer(path: Path) -> int:
+    """Write to the store in a process that is killed, and return the number of acknowledged calls."""
+    child = start("write", path, "0")
+    assert child.stdout is not None
+    lines = [child.stdout.readline() for _ in range(300)]
+    child.send_signal(signal.SIGKILL)
+    rest, _ = child.communicate(timeout=30)
+    return len(lines) + rest.count("\n")
+
+
+def count_calls(path: Path) -> int:
+    database = sqlite3.connect(path)
+    count = database.execute("SELECT COUNT(*) FROM calls").fetchone()[0]
+    database.close()
+    return count
+
+
+async def reopen(path: Path) -> None:
+    await SqliteStore(path).close()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.db"
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])
+async def test_missing_acknowledged_calls_are_reported_once(
+    path: Path, caplog: pytest.LogCaptureFixture, kept: float
+) -> None:
+    await reopen(path)
+    acknowledged = kill_writer(path)
+    log = path.with_name("store.db-wal")
+    os.truncate(log, int(log.stat().st_size * kept))
+    # A different program may open the file first.
+    missing = acknowledged - count_calls(path)
+    assert missing > 0
+    await reopen(path)
+    [warning] = warnings(caplog)
+    assert str(path) in warning
+    # The writes of the last group may have been stored without having been acknowledged.
+    assert missing - 8 <= int(warning.split()[0]) <= missing + 8
+    caplog.clear()
+    await reopen(path)
+    assert warnings(caplog) == []
+
+
+async def test_killed_writer_without_damage_is_not_reported(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        kill_writer(path)
+        await reopen(path)
+    assert warnings(caplog) == []
+
+
+async def test_failed_writes_are_not_reported_as_missing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SqliteStore(path)
+    await store.open_session(make_session())
+    await store.add_calls([make_call("a")])
+    # The batch is undone, and then written one by one.
+    writes = (store.add_calls([make_call(name)]) for name in ("b", "a", "a", "a"))
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), *[ConflictError] * 3]
+    await store.close()
+    await reopen(path)
+    assert warnings(caplog) == []
+
+
+async def test_new_store_after_a_deleted_one_is_not_reported(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill_writer(path)
+    for file in (path, path.with_name("store.db-wal"), path.with_name("store.db-shm")):
+        file.unlink()
+    await reopen(path)
+    assert warnings(caplog) == []
