@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Generator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -52,10 +52,9 @@ def _translated_errors(path: Path) -> Generator[None]:
 def _open_for_writing(path: Path) -> SqliteDatabase:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600, exist_ok=False)  # only the owner may read the texts of agents and people
-        counter_path(path).unlink(missing_ok=True)  # it belongs to a store that was deleted
-    except FileExistsError:
-        pass
+        with suppress(FileExistsError):
+            path.touch(mode=0o600, exist_ok=False)  # only the owner may read the texts of agents and people
+            counter_path(path).unlink(missing_ok=True)  # it belongs to a store that was deleted
     except OSError as error:
         raise StoreError(f"cannot create {path}: {error}") from error
     with _translated_errors(path), ExitStack() as on_failure:

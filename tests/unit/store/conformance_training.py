@@ -163,6 +163,14 @@ class GroupAndStepTests:
         with pytest.raises(StoreError, match="not claimed"):
             await store.advance_step(RUN, 9, StepState.SAVED)
 
+    async def test_release_steps_with_saved_removes_all_later_steps(self, store: Store) -> None:
+        for number, state in enumerate([StepState.COMMITTED, StepState.SAVED, StepState.COMMITTED]):
+            await store.claim_step(RUN, number, [make_claim(f"k{number}")])
+            await store.advance_step(RUN, number, state)
+        assert await store.release_steps(RUN, after=0, saved=True) == [1, 2]
+        assert [step.step for step in await store.steps(RUN)] == [0]
+        assert [claim.sample_key for claim in await store.claims(RUN)] == ["k0"]
+
     async def test_release_steps_removes_only_unsaved_steps(self, store: Store) -> None:
         states = [StepState.COMMITTED, StepState.SAVED, StepState.SUBMITTED, StepState.CLAIMED]
         for number, state in enumerate(states):
@@ -173,7 +181,6 @@ class GroupAndStepTests:
         assert await store.release_steps(RUN, after=2) == [3]
         assert await store.release_steps(RUN, after=-1) == [2]
         assert await store.release_steps(RUN, after=-1) == []
-        assert await store.release_steps(RUN, after=0, saved=True) == [1]
         assert [step.step for step in await store.steps(RUN)] == [0, 1]
         assert [claim.sample_key for claim in await store.claims(RUN)] == ["k0", "k1", "d"]
         assert len(await store.claims("other")) == 1
