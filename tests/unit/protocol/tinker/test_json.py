@@ -72,8 +72,8 @@ def invalid_step(model: str, seq: int, learning_rate: str) -> bytes:
 def test_rejected_step_does_not_block_later_steps(
     raw: RawTinkerClient, model: str, learning_rate: str
 ) -> None:
-    last = raw.submit("forward_backward", both(model, 3))
-    raw.submit("forward_backward", both(model, 1))
+    last = raw.submit("forward_backward", make_pass_request(model, 3))
+    raw.submit("forward_backward", make_pass_request(model, 1))
     rejected = raw.post("optim_step", invalid_step(model, 2, learning_rate))
     assert rejected.status_code == 400
     assert "cannot be parsed" in rejected.json()["detail"]
@@ -90,11 +90,16 @@ def test_rejected_pass_and_save_do_not_block_later_steps(raw: RawTinkerClient, m
     invalid = {"forward_backward_input": {"data": 1}, "model_id": model, "seq_id": 2}
     assert raw.post("forward_backward", invalid).status_code == 400
     assert raw.post("save_weights", {"path": 1, "model_id": model, "seq_id": 3}).status_code == 400
-    assert raw.retrieve_result(raw.submit("forward_backward", both(model, 4)))["metrics"]["loss:sum"] > 0
+    assert (
+        raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model, 4)))["metrics"][
+            "loss:sum"
+        ]
+        > 0
+    )
 
 
 def test_optimizer_settings_out_of_range_are_rejected_by_name(raw: RawTinkerClient, model: str) -> None:
-    raw.submit("forward_backward", both(model, 1))
+    raw.submit("forward_backward", make_pass_request(model, 1))
     step = {"adam_params": ADAM | {"beta1": 1.0}, "model_id": model, "seq_id": 2}
     error = raw.retrieve_result(raw.submit("optim_step", step))["error"]
     assert error == "adam_params.beta1: received 1.0; Input should be less than 1"
