@@ -111,8 +111,8 @@ def release_steps(db: Database, run_id: str, after: int, *, saved: bool = False)
     this."""
     states = [state.value for state in (STATE_ORDER if saved else STATE_ORDER[:2])]
     rows = db.execute(
-        f"SELECT step FROM steps WHERE run_id = ? AND step > ? AND state IN ({db.json_texts.format('?')}) "
-        f"ORDER BY step{db.for_update}",
+        "SELECT step FROM steps WHERE run_id = ? AND step > ? "
+        f"AND state IN ({db.json_array_sql.format('?')}) ORDER BY step{db.for_update}",
         (run_id, after, json.dumps(states)),
     ).fetchall()
     released = [int(row["step"]) for row in rows]
