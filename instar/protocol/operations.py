@@ -179,8 +179,8 @@ class OperationScheduler:
             highest_seq = sequence_queue.next_seq + self._limits.max_operations
             if not 1 <= seq <= highest_seq:
                 raise ProtocolError(
-                    f"sequence id: received {seq - offset} for {queue_name}; sequence ids begin with 1, and the "
-                    f"highest one allowed now is {highest_seq - offset}"
+                    f"sequence id: received {seq - offset} for {queue_name}; sequence ids begin with 1, and "
+                    f"the highest one allowed now is {highest_seq - offset}"
                 )
             operation = sequence_queue.operations.get(seq)
             subject = f"sequence id {seq - offset} of {queue_name}"

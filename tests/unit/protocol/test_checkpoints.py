@@ -161,7 +161,7 @@ async def test_damaged_checkpoint_does_not_hide_the_others(
     checkpoints: CheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged, intact = await write(checkpoints, "step-1"), await write(checkpoints, "step-2")
-    (checkpoints.folder(damaged) / "checkpoint.json").write_text("{")
+    (checkpoints.get_folder(damaged) / "checkpoint.json").write_text("{")
     checkpoints.close()
     with closing(CheckpointStore(tmp_path / "data")) as again:
         assert again.list_checkpoints("me") == [intact]
