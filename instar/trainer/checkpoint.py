@@ -78,15 +78,19 @@ def _find_damage(path: Path) -> str | None:
             for name, digest in expected.items():
                 if actual.get(name) != digest:
                     return f"{name}: {'its sha256 differs' if name in actual else 'the file is missing'}"
-        name = "trainer.json"
-        _read_trainer_state(path)
+        read_trainer_state(path)
     except (OSError, ValueError) as error:
         return f"{name}: {error}"
+    except InstarError as error:
+        return str(error)
     return None
 
 
-def _read_trainer_state(path: Path) -> TrainerState:
-    return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
+def read_trainer_state(path: Path) -> TrainerState:
+    try:
+        return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
+    except (OSError, ValueError) as error:
+        raise InstarError(f"trainer.json of the checkpoint {path} cannot be read: {error}") from error
 
 
 async def load_newest_intact(
@@ -116,7 +120,7 @@ async def load_newest_intact(
             lost,
         )
     logger.info("resuming after step %s", step)
-    return _read_trainer_state(path), frozenset(damaged)
+    return read_trainer_state(path), frozenset(damaged)
 
 
 async def _load_state(backend: Backend, path: Path) -> str | None:
