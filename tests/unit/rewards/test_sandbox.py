@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
-import tempfile
-import time
 import uuid
 from pathlib import Path
 
@@ -351,41 +347,3 @@ async def test_command_reward_runs_a_listed_script(kind: str, program: str, tmp_
         with pytest.raises(ConfigError, match=f"reward.command.*{message}"):
             async with start_scorer(**section, files=[str(script)]):
                 pass
-
-
-KILLED_OWNER = """
-import asyncio, sys
-from instar.rewards.sandbox.base import SandboxJob, SandboxLimits
-from instar.rewards.sandbox.factory import create_sandbox
-
-async def main():
-    sandbox = await create_sandbox(sys.argv[1])
-    await sandbox.run(SandboxJob(["sh", "-c", "echo > started; sleep 300"]), SandboxLimits(seconds=300))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("kind", ["landlock"])  # with bubblewrap, the folder of a job is in memory
-def test_folders_of_a_killed_owner_are_removed_at_start(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-P", "-c", KILLED_OWNER, kind]
-    owners = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    try:
-        while len(list(tmp_path.glob("instar-job-*/started"))) < 2:
-            time.sleep(0.05)
-        owners[0].kill()
-        owners[0].wait()
-        assert len(list(tmp_path.iterdir())) == 2
-        asyncio.run(create_sandbox(kind))
-        (kept,) = tmp_path.iterdir()
-        assert (kept / "started").exists()
-    finally:
-        for owner in owners:
-            owner.kill()
-            owner.wait()
-    asyncio.run(create_sandbox(kind))
-    assert list(tmp_path.iterdir()) == []
