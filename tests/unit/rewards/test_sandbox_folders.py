@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from instar.rewards.sandbox.factory import create_sandbox
-from tests.unit.rewards.sandboxes import available_sandboxes
+from tests.unit.rewards.sandboxes import sandbox_problem
 
 KILLED_OWNER = """
 import asyncio
@@ -28,7 +28,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif("landlock" not in available_sandboxes(), reason="Landlock is not available")
+@pytest.mark.skipif(sandbox_problem("landlock") is not None, reason=str(sandbox_problem("landlock")))
 def test_folders_of_a_killed_owner_are_removed_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
