@@ -112,4 +112,4 @@ class CheckpointInfo:
     expires_at: float | None = None
     has_optimizer: bool = False
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whether each of `TRAINED_PARTS` was trained."""
+    """Maps each of `TRAINED_PARTS` to True if it was trained."""

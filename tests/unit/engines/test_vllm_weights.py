@@ -85,7 +85,7 @@ async def test_server_is_resumed_if_the_response_to_the_pause_was_lost(
 
 
 async def test_replies_that_never_settle_are_aborted(server: StatefulFakeVllm, client: VllmClient) -> None:
-    weights = create_weights(client, settle_timeout=0.1)
+    weights = create_weights(client, quiet_seconds=0.5, settle_timeout=1.2)
     reply = await start_reply(client, weights)
 
     async def send_events() -> None:
