@@ -36,12 +36,13 @@ class PostgresTestServer:
     """A server that starts when the object is created.
 
     ``fsync`` is for benchmarks: without it a crash of the machine loses rows, but a crash of the server does
-    not. ``host`` is the address to listen on; hosts of the same network may connect as well.
+    not. ``host`` is the address to listen on; hosts of the same network may connect as well. ``folder`` is an
+    empty folder for the server's files.
     """
 
-    def __init__(self, *, fsync: bool = False, host: str = "127.0.0.1") -> None:
+    def __init__(self, *, fsync: bool = False, host: str = "127.0.0.1", folder: Path | None = None) -> None:
         self.bin = find_server_binaries()
-        self.folder = Path(tempfile.mkdtemp(prefix="instar-pg-", dir="/tmp"))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="instar-pg-", dir="/tmp"))
         self.as_user = _unprivileged_user()
         self.port = _free_port()
         self._fsync = fsync
@@ -81,10 +82,14 @@ class PostgresTestServer:
         self.query(f"SET session_replication_role = replica; {statements}", schema=schema)
 
     def query(self, sql: str, *values: object, schema: str = "public") -> list[tuple[Any, ...]]:
-        with psycopg.connect(self.socket_url, autocommit=True) as connection:
-            connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
+        with self.connect(schema) as connection:
             cursor = connection.execute(sql.encode(), values or None)
             return cursor.fetchall() if cursor.description else []
+
+    def connect(self, schema: str) -> psycopg.Connection[tuple[Any, ...]]:
+        connection = psycopg.connect(self.socket_url, autocommit=True)
+        connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
+        return connection
 
     def start(self, timeout: float = 30.0) -> None:
         settings = {
@@ -124,6 +129,9 @@ class PostgresTestServer:
             self._process.send_signal(stop_signal)
             self._process.wait(30)
             self._process = None
+
+    def has_exited(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
 
     def remove(self) -> None:
         self.stop(signal.SIGQUIT)

@@ -1,14 +1,12 @@
-"""Run many schedules in several processes, and keep the results of finished chunks in a file.
+"""Run many schedules in several processes.
 
 A chunk is a range of crash points or of random seeds, or one planted bug. A campaign that was interrupted
-continues after the chunks in the file, if neither the package nor the simulation has changed since.
+continues after the chunks in its state file.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import multiprocessing
 import os
 import signal
@@ -23,8 +21,8 @@ from typing import Literal
 
 from torture_parts.bugs import BUGS
 from torture_parts.schedules import Outcome, Schedule, Simulator, open_folder, quiet_logs
+from torture_parts.state import StateFile
 
-ROOT = Path(__file__).parents[2]
 RANDOM_SCHEDULES = 20_000
 CHUNK = 100
 BUG_SCHEDULES = 600
@@ -150,7 +148,7 @@ def run_campaign(
     random_schedules: int,
     seconds: float | None,
     processes: int,
-    state_file: Path | None,
+    state: StateFile,
     on_progress: Callable[[Campaign, float], None],
 ) -> Campaign:
     """Run all crash points and planted bugs, and then random schedules until ``seconds`` have passed."""
@@ -162,7 +160,7 @@ def run_campaign(
     ):
         crash_points = pool.submit(_count_crash_points).result()
         campaign = Campaign(crash_points + random_schedules, crash_points)
-        campaign.results += _read_state(state_file)
+        campaign.results += [ChunkResult(**row) for row in state.rows]
         done = {(result.kind, result.start, result.stop) for result in campaign.results}
         chunks = (
             chunk
@@ -184,7 +182,7 @@ def run_campaign(
                 raise
             for future in finished:
                 campaign.results.append(future.result())
-                _append_state(state_file, campaign.results[-1])
+                state.append(asdict(campaign.results[-1]))
             on_progress(campaign, time.monotonic() - started)
 
 
@@ -209,37 +207,3 @@ def repeat_schedule(name: str) -> Outcome:
         if kind == "random":
             return simulator.run(simulator.make_random(int(number)))
         return simulator.run(next(islice(simulator.list_crash_points(), int(number), None)))
-
-
-# --- the file of a campaign that can be resumed -------------------------------------------------
-
-
-def hash_sources() -> str:
-    """Return a hash of the package and the simulation. Results of other sources are not continued."""
-    digest = hashlib.blake2b(digest_size=8)
-    for folder in (ROOT / "instar", Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def _read_state(path: Path | None) -> list[ChunkResult]:
-    """Return the finished chunks. A file of other sources is removed."""
-    if path is None:
-        return []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text().splitlines() if path.exists() else []
-    sources = hash_sources()
-    if not lines or json.loads(lines[0]) != {"sources": sources}:
-        path.write_text(json.dumps({"sources": sources}) + "\n")
-        return []
-    # The last line is incomplete if the campaign was killed while it wrote.
-    complete = [line for line in lines if line.endswith("}")]
-    path.write_text("\n".join(complete) + "\n")
-    return [ChunkResult(**json.loads(line)) for line in complete[1:]]
-
-
-def _append_state(path: Path | None, result: ChunkResult) -> None:
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")

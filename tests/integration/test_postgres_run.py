@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 
 from instar.rollout.base import AgentSession
 from tests.postgres import PASSWORD, PostgresTestServer
 from tests.tiny import make_tiny_model
 from tests.torture import workload
-from tests.torture.run_process import ROOT, RunProcess, make_config
-
-PASSWORD_VARIABLE = "OF_THE_STORE"
+from tests.torture.postgres_run import PASSWORD_VARIABLE, PostgresRun
+from tests.torture.run_process import RunProcess, make_config
 
 
 @pytest.fixture(scope="module")
@@ -40,48 +36,17 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
     await workload.agent(task, session, ledger=ledger)
 
 
-class PostgresRun(RunProcess):
-    """A run that gets the password of its server from the environment."""
-
-    def __init__(self, folder: Path, config: dict[str, Any], server: PostgresTestServer) -> None:
-        config["store"] = {
-            "type": "postgres",
-            "url": server.tcp_url,
-            "db_schema": server.new_schema(),
-            "password_env": PASSWORD_VARIABLE,
-        }
-        config["rollout"]["agent"]["function"] = f"{__name__}:agent"
-        super().__init__(folder, config)
-        self.server = server
-
-    def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
-        return super().start(resume=resume, **{PASSWORD_VARIABLE: PASSWORD, **env})
-
-    def query(self, sql: str, *values: object) -> list[Any]:
-        try:
-            schema = self.config["store"]["db_schema"]
-            return self.server.query(sql.replace("?", "%s"), *values, schema=schema)
-        except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
-            return []  # the table does not exist yet, or the server restarts
-
-    def run_command(self, *arguments: str) -> str:
-        completed = subprocess.run(
-            [sys.executable, "-m", "instar.cli.main", *arguments],
-            cwd=ROOT,
-            env={**os.environ, PASSWORD_VARIABLE: PASSWORD},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert completed.returncode == 0, completed.stderr
-        return completed.stdout
+def make_run(folder: Path, model: Path, server: PostgresTestServer, *, steps: int) -> PostgresRun:
+    config = make_config(folder, model, steps=steps)
+    config["rollout"]["agent"]["function"] = f"{__name__}:agent"
+    return PostgresRun(folder, config, server)
 
 
 @pytest.mark.timeout(240)
 def test_run_on_postgres_finishes_and_can_be_inspected(
     model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
-    run = PostgresRun(tmp_path, make_config(tmp_path, model, steps=2), postgres)
+    run = make_run(tmp_path, model, postgres, steps=2)
     run.start()
     run.finish()
     run.assert_consistent()
@@ -111,7 +76,7 @@ def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
 def test_run_on_postgres_survives_kill_and_server_restart(
     model: Path, tmp_path: Path, postgres: PostgresTestServer
 ) -> None:
-    run = PostgresRun(tmp_path, make_config(tmp_path, model, steps=5), postgres)
+    run = make_run(tmp_path, model, postgres, steps=5)
 
     def count_committed_steps() -> int:
         return (

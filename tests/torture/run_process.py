@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -142,6 +143,20 @@ class StoredRun:
         assert [version for _, _, version in steps if version is not None] == published
 
 
+def list_descendants(pid: int) -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue  # the process has exited
+    tree = {pid}
+    while children := {child for child, parent in parents.items() if parent in tree} - tree:
+        tree |= children
+    return tree - {pid}
+
+
 class RunProcess(StoredRun):
     """An `instar train` process that can be started, killed and resumed."""
 
@@ -151,6 +166,7 @@ class RunProcess(StoredRun):
         self.config = config
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(config))
+        self.roles = ROLES
         self.process: subprocess.Popen[bytes] | None = None
         self.output = folder / "output.txt"
 
@@ -191,18 +207,20 @@ class RunProcess(StoredRun):
     def list_processes(self) -> dict[int, str]:
         """Return the names of the run's live role processes by process id, read from the process table
         and not from the run's store."""
-        roles: dict[int, str] = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:
-                continue  # the process has exited in the meantime
-            if "instar.cluster.role" in arguments and str(self.run_dir) in arguments and state != "Z":
-                roles[int(entry.name)] = arguments[arguments.index("instar.cluster.role") + 1]
-        return roles
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return {pid: role for pid in pids if (role := self.find_role(pid)) is not None}
+
+    def find_role(self, pid: int) -> str | None:
+        """Return the name of the role that the process runs, or None if it is not a live role of this run."""
+        entry = Path(f"/proc/{pid}")
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if "instar.cluster.role" not in arguments or str(self.run_dir) not in arguments:
+                return None
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return None  # the process has exited in the meantime
+        return None if state == "Z" else arguments[arguments.index("instar.cluster.role") + 1]
 
     def kill_role(self, role: str) -> bool:
         """Kill the role with SIGKILL; return False if it is not running."""
@@ -212,15 +230,22 @@ class RunProcess(StoredRun):
                 return True
         return False
 
+    def kill_tree(self) -> None:
+        """Kill the run and all its processes with SIGKILL."""
+        assert self.process is not None
+        for pid in (self.process.pid, *list_descendants(self.process.pid), *self.list_processes()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
     def is_ready(self) -> bool:
         """True if every role is running and reports that it has finished loading."""
-        alive = self.list_processes()
         try:
             endpoints = self.query("SELECT pid, doing FROM endpoints")
         except sqlite3.OperationalError:
             return False
-        ready = {alive.get(pid) for pid, doing in endpoints if not doing.startswith(("loading", "starting"))}
-        return ready >= set(ROLES)
+        loaded = [pid for pid, doing in endpoints if not doing.startswith(("loading", "starting"))]
+        return set(map(self.find_role, loaded)) >= set(self.roles)
 
     def has_exited(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -250,7 +275,16 @@ class RunProcess(StoredRun):
 
     def assert_replies_recorded(self) -> None:
         """Check that every reply that the agent received completely is in the store."""
-        received = set((self.folder / "ledger.txt").read_text().splitlines())
+        assert self.list_acknowledged(), "the agent recorded no reply"
+        lost = self.list_lost()
+        assert not lost, f"acknowledged and not recorded: {lost}"
+
+    def list_acknowledged(self) -> set[str]:
+        """Return the ids of the replies that the agent received completely."""
+        ledger = self.folder / "ledger.txt"
+        return set(ledger.read_text().splitlines()) if ledger.exists() else set()
+
+    def list_lost(self) -> list[str]:
+        """Return the acknowledged replies that are not in the store."""
         stored = {row[0] for row in self.query("SELECT request_id FROM calls WHERE status = 'ok'")}
-        assert received, "the agent recorded no reply"
-        assert received <= stored, f"acknowledged and not recorded: {sorted(received - stored)}"
+        return sorted(self.list_acknowledged() - stored)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import queue
-import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,16 +23,15 @@ from tests.torture.kill_switch import (
     write_interpreter,
 )
 from tests.torture.run_process import Fingerprint, RunProcess, make_config
+from tests.torture.tortured_run import KILLS as KILLED_ROLES
+from tests.torture.tortured_run import Setup, Torture, TorturedRun
 
 pytestmark = pytest.mark.alone  # the test itself runs several processes concurrently
 STEPS = 6
 KILLS = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
 """The number of kills at random moments."""
-MAX_RESTARTS = 4
-"""The most kills of one role under one supervisor, which gives up on a role that keeps crashing."""
 CONCURRENT_RUNS = 2
 """The number of concurrent runs; a run that is starting leaves a core idle."""
-VICTIMS = {"trainer": 4, "gateway": 3, "rollout": 3, "whole run": 2}
 
 ReportProgress = Callable[[str], None]
 
@@ -143,30 +141,11 @@ def kill_at_random(
     folder: Path, model: Path, seed: int, reference: Fingerprint, report: ReportProgress
 ) -> int:
     """Kill a run at random moments until it finishes; return the number of kills."""
-    folder.mkdir()
-    rng = random.Random(seed)
-    run = RunProcess(folder, make_config(folder, model, steps=STEPS))
-    run.start()
-    restarts = dict.fromkeys(VICTIMS, 0)
-    kills = 0
-    while rng.random() < 0.2 or run.wait_until(run.is_ready):
-        time.sleep(rng.uniform(0.0, 1.2))
-        (victim,) = rng.choices(list(VICTIMS), list(VICTIMS.values()))
-        if restarts[victim] == MAX_RESTARTS or run.has_exited():
-            continue
-        if victim == "whole run":
-            run.kill()
-            run.assert_no_orphans()
-            restarts = dict.fromkeys(VICTIMS, 0)
-            run.start(resume=(run.run_dir / "config.json").exists())
-        elif not run.kill_role(victim):
-            continue
-        restarts[victim] += 1
-        kills += 1
-        report(f"seed {seed}, kill {kills}: {victim}, {run.progress()}")
-    run.finish()
-    assert run.fingerprint() == reference, run.explain()
-    return kills
+    torture = Torture(STEPS, max_kills=100, faults=KILLED_ROLES)
+    with TorturedRun(folder, model, Setup(), torture, f"seed {seed}") as run:
+        result = run.run(reference, report=lambda text: report(f"seed {seed}: {text}"))
+        assert result.is_correct, result
+    return result.kill_count
 
 
 @pytest.mark.timeout(900)

@@ -12,8 +12,10 @@ from typing import Any, cast
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionChunk
 
-from instar.rewards.base import Transcript
+from instar.config import PluginConfig
+from instar.rewards.base import Scorer, Transcript
 from instar.rollout.base import AgentSession
+from instar.types import Reward, RewardSource, Task
 
 ADD: Any = {
     "type": "function",
@@ -41,6 +43,20 @@ def tasks(count: int = 64) -> list[dict[str, Any]]:
 def rule(task: dict[str, Any], transcript: Transcript) -> float:
     """Return 1 for the right number and 0.5 for the next one, so that rewards differ within a group."""
     return {0: 1.0, 1: 0.5}.get(int(transcript.final_text) - int(task["number"]), 0.0)
+
+
+class BackgroundRule(Scorer):
+    """Applies `rule` in the rewards role."""
+
+    name = "rule"
+    background = True
+
+    def __init__(self, config: PluginConfig) -> None:
+        del config  # this scorer has no settings
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        value = rule(task.data, transcript)
+        return [Reward(transcript.session_id, value, RewardSource.RULE, scorer=self.name)]
 
 
 async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:

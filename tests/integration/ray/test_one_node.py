@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.run_process import RunProcess, make_config
+from tests.torture.run_process import RunProcess, list_descendants, make_config
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +28,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_run(folder: Path, model: Path, **trainer: Any) -> RunProcess:
     return RunProcess(folder, {**make_config(folder, model, **trainer), "cluster": {"type": "ray"}})
-
-
-def list_descendants(pid: int) -> set[int]:
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue  # the process has exited
-    tree = {pid}
-    while children := {child for child, parent in parents.items() if parent in tree} - tree:
-        tree |= children
-    return tree - {pid}
 
 
 def is_alive(pid: int) -> bool:

@@ -1,0 +1,212 @@
+"""Torture many runs, a few at a time, until enough of their processes were killed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.postgres import find_server_binaries
+from tests.tiny import make_tiny_model
+from tests.torture.role_server import RoleServer
+from tests.torture.run_process import Fingerprint
+from tests.torture.tortured_run import Setup, Torture, TorturedRun, TortureResult
+from torture_parts.state import StateFile
+
+KILLS = 1000
+KILLS_IN_STEP = 300
+SHARES = {
+    Setup("sqlite", "local", "sync"): 0.35,
+    Setup("sqlite", "local", "async"): 0.15,
+    Setup("postgres", "local", "sync"): 0.2,
+    Setup("postgres", "local", "async"): 0.1,
+    Setup("sqlite", "ray", "sync"): 0.1,
+    Setup("postgres", "ray", "async"): 0.1,
+}
+"""The share of the kills that each setup gets. A run on Ray starts slowly."""
+STEPS = 24
+KILLS_PER_RUN = 40
+PROGRESS_SECONDS = 10.0
+MIN_RUN_SECONDS = 30.0
+"""No run is started if less time is left, because it would end almost without faults."""
+CONCURRENT_RUNS = 3
+"""More than the cores of a small machine, because a run waits while its roles are restarted."""
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    setup: str
+    number: int
+    result: TortureResult
+
+
+@dataclass
+class KillCampaign:
+    """The results of all runs so far."""
+
+    quotas: Mapping[Setup, float]
+    """The number of kills that each setup needs."""
+    runs: list[FinishedRun] = field(default_factory=list[FinishedRun])
+
+    @property
+    def results(self) -> list[TortureResult]:
+        return [run.result for run in self.runs]
+
+    @property
+    def kills(self) -> int:
+        return sum(result.kill_count for result in self.results)
+
+    @property
+    def kills_in_step(self) -> int:
+        return sum(result.kills_in_step for result in self.results)
+
+    @property
+    def share(self) -> float:
+        """The share of the kills that is done. Kills beyond the quota of a setup do not count."""
+        covered = sum(min(self.count_kills(setup.name), quota) for setup, quota in self.quotas.items())
+        total = sum(self.quotas.values())
+        return min(covered / total, self.kills_in_step / (KILLS_IN_STEP * total / KILLS), 1.0)
+
+    def count_kills(self, setup: str) -> int:
+        return sum(run.result.kill_count for run in self.runs if run.setup == setup)
+
+    def count_faults(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for result in self.results:
+            counts.update(result.other_faults)
+        return counts
+
+    def count_victims(self) -> Counter[str]:
+        counts: Counter[str] = Counter()
+        for result in self.results:
+            counts.update(result.kills)
+        return counts
+
+    def choose_setup(self, running: Collection[Setup]) -> Setup | None:
+        """Return the setup that is farthest from its quota, or None if the running ones are enough."""
+        if self.share == 1.0:
+            return None
+        needs = {
+            setup: 1 - (self.count_kills(setup.name) + KILLS_PER_RUN * Counter(running)[setup]) / quota
+            for setup, quota in self.quotas.items()
+            # A second Ray cluster would only compete for the cores.
+            if quota > 0 and not (setup.runner == "ray" and any(other.runner == "ray" for other in running))
+        }
+        setup = max(needs, key=lambda setup: needs[setup], default=None)
+        if setup is not None and needs[setup] <= 0 and running:
+            return None
+        return setup
+
+
+def list_possible_setups(names: Sequence[str], log: Callable[[str], None]) -> list[Setup]:
+    """Return the chosen setups, or all, without those that need software that is not installed."""
+    setups = [setup for setup in SHARES if not names or setup.name in names]
+    try:
+        find_server_binaries()
+    except pytest.skip.Exception as reason:
+        log(f"without the setups on PostgreSQL: {reason}")
+        setups = [setup for setup in setups if setup.store != "postgres"]
+    if find_spec("ray") is None:
+        log("without the setups on Ray: it is not installed")
+        setups = [setup for setup in setups if setup.runner != "ray"]
+    return setups
+
+
+@dataclass
+class KillRunner:
+    """Runs the campaign. A run that went wrong is copied to ``failed_folder``."""
+
+    torture: Torture
+    failed_folder: Path
+    log: Callable[[str], None]
+    is_over: threading.Event = field(default_factory=threading.Event)
+    _active: list[TorturedRun] = field(default_factory=list[TorturedRun])
+    _logged_at: float = 0.0
+
+    def run(
+        self, campaign: KillCampaign, state: StateFile, *, seconds: float | None, concurrent_runs: int
+    ) -> None:
+        campaign.runs += [
+            FinishedRun(row["setup"], row["number"], TortureResult(**row["result"])) for row in state.rows
+        ]
+        numbers = Counter({setup.name: 0 for setup in campaign.quotas})
+        for run in campaign.runs:
+            numbers[run.setup] = max(numbers[run.setup], run.number + 1)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        running: dict[Future[FinishedRun], Setup] = {}
+        with ExitStack() as resources:
+            folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="instar-torture-")))
+            model = make_tiny_model(folder / "model", hidden=32, context=2048)
+            server = RoleServer()
+            resources.callback(server.close)
+            pool = resources.enter_context(ThreadPoolExecutor())
+            self.torture = replace(self.torture, trainer_python=str(server.program))
+            self.log("training without faults, to compare with")
+            reference = self._train_reference(folder / "reference", model)
+            try:
+                while True:
+                    if deadline is not None and time.monotonic() > deadline:
+                        self.is_over.set()
+                    can_start = deadline is None or time.monotonic() + MIN_RUN_SECONDS < deadline
+                    while len(running) < concurrent_runs and (can_start or not campaign.runs):
+                        if (setup := campaign.choose_setup(running.values())) is None:
+                            break
+                        number, numbers[setup.name] = numbers[setup.name], numbers[setup.name] + 1
+                        running[pool.submit(self._torture, folder, model, setup, number, reference)] = setup
+                    if not running:
+                        return
+                    self._log_progress(campaign)
+                    for future in wait(running, timeout=1.0, return_when=FIRST_COMPLETED).done:
+                        del running[future]
+                        campaign.runs.append(future.result())
+                        state.append(asdict(campaign.runs[-1]))
+                        self._log_run(campaign)
+            except KeyboardInterrupt:
+                for active in list(self._active):
+                    active.abort()
+                raise
+
+    def _train_reference(self, folder: Path, model: Path) -> Fingerprint:
+        with TorturedRun(folder, model, Setup(), self.torture, "") as run:
+            return run.run_undisturbed()
+
+    def _torture(
+        self, folder: Path, model: Path, setup: Setup, number: int, reference: Fingerprint
+    ) -> FinishedRun:
+        name = f"{setup.name} {number}"
+        folder = folder / name.replace(" ", "-")
+        with TorturedRun(folder, model, setup, self.torture, name) as run:
+            self._active.append(run)
+            result = run.run(reference if setup.mode == "sync" else None, should_end=self.is_over.is_set)
+            self._active.remove(run)
+            if not result.is_correct:
+                with suppress(shutil.Error):  # sockets cannot be copied
+                    shutil.copytree(folder, self.failed_folder / folder.name, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        return FinishedRun(setup.name, number, result)
+
+    def _log_progress(self, campaign: KillCampaign) -> None:
+        if time.monotonic() - self._logged_at > PROGRESS_SECONDS:
+            active = [run.result for run in self._active]
+            kills = campaign.kills + sum(result.kill_count for result in active)
+            in_step = campaign.kills_in_step + sum(result.kills_in_step for result in active)
+            self._logged_at = time.monotonic()
+            self.log(f"{kills} of {sum(campaign.quotas.values()):.0f} kills, {in_step} in a step")
+
+    def _log_run(self, campaign: KillCampaign) -> None:
+        run = campaign.runs[-1]
+        result = run.result
+        outcome = "as without faults" if result.is_correct else "WRONG"
+        self.log(
+            f"{run.setup} {run.number}: {outcome} after {result.kill_count} kills in {result.seconds:.0f} s"
+        )

@@ -1,0 +1,97 @@
+"""Faults of the machine that a run is on: full disks, jumps of the clock, processes that are stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import struct
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from tests.torture.hooks.sitecustomize import CLOCK_ENV
+
+HOOKS = Path(__file__).parent / "hooks"
+
+
+class Clock:
+    """The offset of the wall clock of all processes that have the environment."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset = 0.0
+        file.write_bytes(struct.pack("d", 0.0))
+        self.env = {CLOCK_ENV: str(file)}
+
+    def jump(self, seconds: float) -> None:
+        self._offset += seconds
+        with self._file.open("r+b") as file:  # the processes have mapped this file, so it is not replaced
+            file.write(struct.pack("d", self._offset))
+
+
+class Disk(ABC):
+    @abstractmethod
+    def fill(self) -> None:
+        """Let every write of more data fail until `free` is called."""
+
+    @abstractmethod
+    def free(self) -> None: ...
+
+    def remove(self) -> None:
+        """Remove the disk with its content."""
+        return
+
+
+class SmallDisk(Disk):
+    """A file system in memory, mounted on an existing folder. Only root can mount it."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        options = f"size={megabytes}m,mode=755"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "instar-torture", str(folder)], check=True)
+        self._folder = folder
+        self._filler = folder / "filler"
+
+    def fill(self) -> None:
+        with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(2**16))
+
+    def free(self) -> None:
+        self._filler.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        # Lazily, because a process that exits may still have a file open.
+        subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
+
+
+class FileSizeLimit(Disk):
+    """A limit on the size of files instead of a full disk, which needs no rights."""
+
+    def __init__(self, list_processes: Callable[[], Collection[int]]) -> None:
+        self._list_processes = list_processes
+
+    def fill(self) -> None:
+        self._set_limit(0)
+
+    def free(self) -> None:
+        self._set_limit(None)
+
+    def _set_limit(self, limit: int | None) -> None:
+        for pid in self._list_processes():
+            with contextlib.suppress(ProcessLookupError):
+                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit is None else limit, hard))
+
+
+def stop_process(pid: int, seconds: float) -> None:
+    """Stop the process for a while with SIGSTOP."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            time.sleep(seconds)
+        finally:
+            os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,34 @@
+"""Python imports this module when it starts, because its folder is on the PYTHONPATH of a tortured run.
+
+It adds an offset to the wall clock of the process, and plants a bug if the run must show that bugs are found.
+"""
+
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CLOCK_ENV = "TORTURE_CLOCK"
+BUG_ENV = "TORTURE_BUG"
+
+
+def shift_clock(file: str) -> None:
+    """Add the number of seconds in the file, which may change at any time, to the wall clock."""
+    with Path(file).open("rb") as opened:
+        shared = mmap.mmap(opened.fileno(), 8, access=mmap.ACCESS_READ)
+    read_offset = struct.Struct("d").unpack_from
+    real_time: Callable[[], float] = time.time
+    real_time_ns: Callable[[], int] = time.time_ns
+    time.time = lambda: real_time() + read_offset(shared)[0]
+    time.time_ns = lambda: real_time_ns() + int(read_offset(shared)[0] * 1e9)
+
+
+if CLOCK_ENV in os.environ:
+    shift_clock(os.environ[CLOCK_ENV])
+if BUG_ENV in os.environ and "instar.cluster.role" in sys.orig_argv:
+    from tests.torture.planted_bugs import plant_bug
+
+    plant_bug(os.environ[BUG_ENV], sys.orig_argv[sys.orig_argv.index("instar.cluster.role") + 1])

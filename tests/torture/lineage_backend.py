@@ -1,0 +1,62 @@
+"""A backend that keeps a list of the samples in its weights, independently of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from instar.backends.base import ForwardBackwardResult, OptimStepResult
+from instar.backends.local.backend import LocalBackend
+from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig, PluginConfig
+from instar.types import Artifact, Sample
+
+LINEAGE_FILE = "lineage.json"
+
+
+class LineageBackend(LocalBackend):
+    """The local backend. A saved state also contains the keys of the samples of every optimizer step. Each
+    call takes at least the setting ``call_seconds``, like those of a larger model."""
+
+    def __init__(self, model: ModelConfig, config: PluginConfig, *, seed: int = 0) -> None:
+        settings = {"type": "local", **config.args}
+        self._call_seconds: float = settings.pop("call_seconds", 0.0)
+        super().__init__(model, LocalBackendConfig.model_validate(settings), seed=seed)
+        self._order = asyncio.Lock()
+        """Keeps the order of the calls of a step, which are submitted together."""
+        self._submitted: list[str] = []
+        self._trained: list[list[str]] = []
+
+    async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
+        async with self._order:
+            await asyncio.sleep(self._call_seconds)
+            self._submitted += [sample.sample_key for sample in samples]
+            return await super().forward_backward(samples, loss)
+
+    async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
+        async with self._order:
+            await asyncio.sleep(self._call_seconds)
+            result = await super().optim_step(adam)
+            self._trained.append(self._submitted)
+            self._submitted = []
+            return result
+
+    async def save_state(self, path: Path) -> None:
+        await asyncio.sleep(self._call_seconds)
+        await super().save_state(path)
+        (path / LINEAGE_FILE).write_text(json.dumps(self._trained))
+
+    async def publish(self, path: Path) -> Artifact:
+        await asyncio.sleep(self._call_seconds)
+        return await super().publish(path)
+
+    async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
+        await super().load_state(path, optimizer=optimizer)
+        self._trained = read_lineage(path)
+        self._submitted = []
+
+
+def read_lineage(state: Path) -> list[list[str]]:
+    """Return the keys of the samples of every optimizer step in a saved state."""
+    return json.loads((state / LINEAGE_FILE).read_text())

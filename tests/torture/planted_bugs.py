@@ -1,0 +1,65 @@
+"""Bugs that are planted in the processes of a run, to show that the torture finds such bugs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from instar.types import Call
+
+COMMIT_DELAY_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    role: str
+    plant: Callable[[], None]
+
+
+def acknowledge_before_commit() -> None:
+    """Let the gateway acknowledge calls that it stores only later."""
+    from instar.store.base import Store
+
+    add_calls: Any = Store.add_calls
+    commits: set[asyncio.Task[None]] = set()
+
+    async def add_calls_later(self: Store, calls: Sequence[Call], **options: Any) -> None:
+        async def commit() -> None:
+            await asyncio.sleep(COMMIT_DELAY_SECONDS)
+            await add_calls(self, calls, **options)
+
+        commits.add(asyncio.create_task(commit()))
+
+    setattr(Store, "add_calls", add_calls_later)  # noqa: B010 - a type checker would reject the assignment
+
+
+def load_unrecorded_state() -> None:
+    """Let the trainer continue from the newest state on disk, even if the store does not refer to it."""
+    from instar.cluster.roles import trainer as role
+    from instar.trainer.loop import Trainer
+
+    class TrainerThatLoadsTheLatest(Trainer):
+        async def recover(self) -> None:
+            await super().recover()
+            latest = self.config.run_dir / "latest"
+            if latest.exists():
+                await self.backend.load_state(latest)
+
+        async def _save_and_commit(self, step: int) -> int:
+            await self.backend.save_state(self.config.run_dir / "latest")
+            return await super()._save_and_commit(step)
+
+    setattr(role, "Trainer", TrainerThatLoadsTheLatest)  # noqa: B010 - a type checker would reject the assignment
+
+
+BUGS = {
+    "early-acknowledgement": PlantedBug("gateway", acknowledge_before_commit),
+    "unrecorded-state": PlantedBug("trainer", load_unrecorded_state),
+}
+
+
+def plant_bug(name: str, role: str) -> None:
+    if BUGS[name].role == role:
+        BUGS[name].plant()

@@ -1,0 +1,54 @@
+"""A run with a PostgreSQL store that can be started, killed and compared with another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from tests.postgres import PASSWORD, PostgresTestServer
+from tests.torture.run_process import ROOT, RunProcess
+
+PASSWORD_VARIABLE = "OF_THE_STORE"
+
+
+class PostgresRun(RunProcess):
+    """A run that gets the password of its server from the environment."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], server: PostgresTestServer) -> None:
+        config["store"] = {
+            "type": "postgres",
+            "url": server.tcp_url,
+            "db_schema": server.new_schema(),
+            "password_env": PASSWORD_VARIABLE,
+        }
+        super().__init__(folder, config)
+        self.server = server
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+
+    def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
+        return super().start(resume=resume, **{PASSWORD_VARIABLE: PASSWORD, **env})
+
+    def query(self, sql: str, *values: object) -> list[Any]:
+        try:
+            if self._connection is None or self._connection.closed:
+                self._connection = self.server.connect(self.config["store"]["db_schema"])
+            return self._connection.execute(sql.replace("?", "%s").encode(), values or None).fetchall()
+        except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
+            return []  # the table does not exist yet, or the server restarts
+
+    def run_command(self, *arguments: str) -> str:
+        completed = subprocess.run(
+            [sys.executable, "-m", "instar.cli.main", *arguments],
+            cwd=ROOT,
+            env={**os.environ, PASSWORD_VARIABLE: PASSWORD},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout

@@ -1,0 +1,222 @@
+"""Roles that start immediately: each is forked from a process that has already imported its modules.
+
+`RoleServer.program` takes the place of the interpreter of a role, such as `backend.python`. It passes its
+arguments, environment and open files to the server, forwards signals to the forked process, and exits like
+it. If one of the two is killed, so is the other.
+
+As a program, ``python -m tests.torture.role_server FOLDER MODULES PADDING`` is the server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.torture.certificates import single_certificate_env
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 180.0
+MAX_MESSAGE_BYTES = 200_000
+MAX_FILES = 64
+TRAINER_MODULES = ("tests.torture.lineage_backend", "instar.cluster.roles.trainer", "peft")
+PROGRAM = """#!{python} -IS
+import json, os, signal, socket, sys
+
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.connect({address!r})
+files = [int(name) for name in os.listdir("/proc/self/fd") if int(name) not in (0, server.fileno())]
+files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]
+start = dict(arguments=sys.argv[1:], env=dict(os.environ), cwd=os.getcwd(), files=files)
+socket.send_fds(server, [json.dumps(start).encode()], files)
+pid = int(server.recv(100))
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+status = int(server.recv(100) or -signal.SIGKILL)
+if status < 0:
+    if status != -signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+class RoleServer:
+    """A server for trainers."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="instar-roles-")
+        folder = Path(self._folder.name)
+        self.program = folder / "python"
+        self.program.write_text(PROGRAM.format(python=sys.executable, address=str(folder / "socket")))
+        self.program.chmod(0o755)
+        padding = "-" * 500  # room for the arguments of a role in the process table
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.torture.role_server",
+                str(folder),
+                ",".join(TRAINER_MODULES),
+                padding,
+            ],
+            cwd=ROOT,
+            env={**os.environ, **single_certificate_env(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+        )
+        deadline = time.monotonic() + START_SECONDS
+        while not (folder / "ready").exists():
+            assert self._process.poll() is None, "the role server has exited"
+            assert time.monotonic() < deadline, f"the role server did not start within {START_SECONDS:g} s"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._folder.cleanup()
+
+
+class _Server:
+    def __init__(self, listener: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(sys.stdin, selectors.EVENT_READ, self._exit)
+        self._listener = listener
+        self._children: dict[socket.socket, int] = {}
+
+    def serve(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                key.data(key.fileobj)
+
+    def _exit(self, _: Any) -> NoReturn:
+        """Exit, because the parent has exited, with all children."""
+        for pid in self._children.values():
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _accept(self, _: Any) -> None:
+        connection, _ = self._listener.accept()
+        data, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_FILES)
+        if not data:  # the program was killed
+            connection.close()
+            return
+        pid = os.fork()
+        if pid == 0:
+            _run_role(json.loads(data), files)
+        for file in files:
+            os.close(file)
+        self._children[connection] = pid
+        self._selector.register(connection, selectors.EVENT_READ, self._kill)
+        exit_file = os.pidfd_open(pid)
+        self._selector.register(
+            exit_file, selectors.EVENT_READ, lambda _: self._report(connection, exit_file)
+        )
+        _send(connection, pid)
+
+    def _kill(self, connection: socket.socket) -> None:
+        """Kill the child, because its program was killed."""
+        os.kill(self._children[connection], signal.SIGKILL)
+        self._selector.unregister(connection)
+
+    def _report(self, connection: socket.socket, exit_file: int) -> None:
+        _, status = os.waitpid(self._children.pop(connection), 0)
+        self._selector.unregister(exit_file)
+        os.close(exit_file)
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
+            _send(connection, os.waitstatus_to_exitcode(status))
+        connection.close()
+
+
+def _send(connection: socket.socket, number: int) -> None:
+    try:
+        connection.send(str(number).encode())
+    except OSError:
+        return  # the program was killed
+
+
+def _run_role(start: dict[str, Any], files: list[int]) -> NoReturn:
+    code: int | str | None = 1
+    try:
+        os.setsid()
+        _move_files(files, start["files"])
+        os.environ.clear()
+        os.environ.update(start["env"])
+        os.chdir(start["cwd"])
+        flag, module, *arguments = start["arguments"]
+        assert flag == "-m"
+        sys.argv = [module, *arguments]
+        sys.orig_argv = [sys.executable, *start["arguments"]]
+        _show_arguments(sys.orig_argv)
+        random.seed()
+        import_module("instar.types")._id_generator.seed(os.urandom(32))
+        import_module("tests.torture.hooks.sitecustomize")
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as exit_request:
+        code = exit_request.code
+    except BaseException:  # noqa: BLE001 - the interpreter, too, prints whatever ends a program
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _move_files(files: list[int], targets: list[int]) -> None:
+    """Give the files the numbers of the targets, and close all files of the server."""
+    above = max(targets) + 1
+    moved = [fcntl(file, F_DUPFD_CLOEXEC, above) for file in files]
+    for file in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - these are numbers
+        if file not in moved:
+            try:
+                os.close(file)
+            except OSError:
+                continue  # the folder that was being listed
+    os.open(os.devnull, os.O_RDONLY)
+    for file, target in zip(moved, targets, strict=True):
+        os.dup2(file, target)
+        os.close(file)
+
+
+def _show_arguments(arguments: list[str]) -> None:
+    """Let the process table show the arguments, by which the processes of a run are found."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    first, end = int(fields[45]), int(fields[46])
+    text = b"".join(argument.encode() + b"\0" for argument in arguments)
+    assert len(text) < end - first, "the padding is too short"
+    with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+        memory.seek(first)
+        memory.write(text.ljust(end - first, b"\0"))
+
+
+def main() -> None:
+    folder, modules, _ = sys.argv[1:]
+    for module in modules.split(","):
+        import_module(module)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not be forked"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(Path(folder) / "socket"))
+    listener.listen(64)
+    (Path(folder) / "ready").touch()
+    _Server(listener).serve()
+
+
+if __name__ == "__main__":
+    main()
