@@ -211,12 +211,12 @@ async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], na
 def is_transient(error: BaseException) -> bool:
     """Return True if a retry may succeed: a connection was lost, there were too many requests, or a server
     was not ready. The causes of the error are also checked, because SDKs wrap transport errors."""
-    httpx = sys.modules.get("httpx")
+    clients = (sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
     connection_errors: tuple[type[BaseException], ...] = (
         ConnectionError,
         aiohttp.ClientConnectionError,
         EngineUnavailable,
-        *((httpx.TransportError,) if httpx else ()),
+        *(client.TransportError for client in clients),
     )
     visited: set[int] = set()
     cause: BaseException | None = error
