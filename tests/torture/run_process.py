@@ -68,6 +68,12 @@ class Fingerprint:
     adapter: str
     optimizer: str
 
+    def list_differences(self, other: Fingerprint) -> list[str]:
+        """Return the rows that only one of the two has, and the names of the hashes that differ."""
+        rows = {*self.trained, *self.dropped} ^ {*other.trained, *other.dropped}
+        hashes = [name for name in ("adapter", "optimizer") if getattr(self, name) != getattr(other, name)]
+        return [*hashes, *sorted(map(str, rows))]
+
 
 class StoredRun:
     """The store of a run, finished or in progress."""

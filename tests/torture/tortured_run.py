@@ -259,7 +259,8 @@ class TorturedRun:
         if reference is None:
             run.assert_consistent()
         else:
-            assert run.fingerprint() == reference, "the result differs from that of an undisturbed run"
+            different = run.fingerprint().list_differences(reference)
+            assert not different, f"the result differs from that of an undisturbed run: {different}"
 
     def _write_log(self, text: str) -> None:
         with (self.folder / "faults.txt").open("a") as file:
