@@ -177,7 +177,7 @@ class KillRunner:
                 raise
 
     def _train_reference(self, folder: Path, model: Path) -> Fingerprint:
-        with TorturedRun(folder, model, Setup(), self.torture, "") as run:
+        with TorturedRun(folder, model, Setup(), replace(self.torture, bug=None), "") as run:
             return run.run_undisturbed()
 
     def _torture(

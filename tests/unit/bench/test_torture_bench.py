@@ -80,3 +80,21 @@ def test_simulation_planted_bug_is_found(schedules: ModuleType, folder: Path, na
     (bug,) = [bug for bug in BUGS if bug.name == name]
     simulator = schedules.Simulator(folder, bug.components)
     assert any(simulator.run(simulator.make_random(seed)).violations for seed in range(40))
+
+
+def test_state_file_after_a_kill_keeps_complete_rows_of_the_same_sources(
+    schedules: ModuleType, tmp_path: Path
+) -> None:
+    from torture_parts.state import StateFile  # pyright: ignore[reportMissingImports]
+
+    path = tmp_path / "state" / "kills.jsonl"
+    StateFile(path).append({"number": 0})
+    with path.open("a") as file:
+        file.write('{"number": 1')
+    state = StateFile(path)
+    assert state.rows == [{"number": 0}]
+    state.append({"number": 1})
+    assert StateFile(path).rows == [{"number": 0}, {"number": 1}]
+    _, rest = path.read_text().split("\n", 1)
+    path.write_text('{"sources": "others"}\n' + rest)
+    assert StateFile(path).rows == []
