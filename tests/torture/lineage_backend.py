@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local.backend import LocalBackend
@@ -20,7 +21,7 @@ class LineageBackend(LocalBackend):
     call takes at least the setting ``call_seconds``, like those of a larger model."""
 
     def __init__(self, model: ModelConfig, config: PluginConfig, *, seed: int = 0) -> None:
-        settings = {"type": "local", **config.args}
+        settings: dict[str, Any] = {"type": "local", **config.args}
         self._call_seconds: float = settings.pop("call_seconds", 0.0)
         super().__init__(model, LocalBackendConfig.model_validate(settings), seed=seed)
         self._order = asyncio.Lock()

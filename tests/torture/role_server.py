@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from fcntl import F_DUPFD_CLOEXEC, fcntl
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -124,9 +125,7 @@ class _Server:
         self._children[connection] = pid
         self._selector.register(connection, selectors.EVENT_READ, self._kill)
         exit_file = os.pidfd_open(pid)
-        self._selector.register(
-            exit_file, selectors.EVENT_READ, lambda _: self._report(connection, exit_file)
-        )
+        self._selector.register(exit_file, selectors.EVENT_READ, partial(self._report, connection))
         _send(connection, pid)
 
     def _kill(self, connection: socket.socket) -> None:

@@ -172,7 +172,7 @@ class RunProcess(StoredRun):
         self.config = config
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(config))
-        self.roles = ROLES
+        self.roles: tuple[str, ...] = ROLES
         self.process: subprocess.Popen[bytes] | None = None
         self.output = folder / "output.txt"
 

@@ -43,6 +43,8 @@ KILLS = {
 """The weights of the victims of SIGKILL."""
 OTHER_FAULTS = {"stop": 3, "full disk": 2, "clock jump": 2}
 KILLS_OF_ALL = ("supervisor", "process tree")
+KILLS_OF_TRAFFIC = ("gateway", "rollout", "engine")
+"""The victims that are killed while agents run."""
 MAX_RESTARTS = {"local": 4, "ray": 6}
 """The most kills of one role under one supervisor, by runner. The supervisor gives up on a role that crashes
 more than six times, and the last restarts take longer than starting a run anew, except on Ray."""
@@ -54,7 +56,7 @@ READY_SHARE = 0.6
 """The share of faults that wait until all roles run. The others may hit a role that starts or recovers."""
 MAX_PAUSE_SECONDS = 1.0
 MAX_STEP_SECONDS = 0.6
-"""The longest time between the start of a step and a kill of its trainer."""
+"""The longest time between the start of a step or session and a kill in it."""
 CALL_SECONDS = 0.1
 """The time that each call to the backend takes at least, so that a step lasts about as long as the above."""
 MAX_STOP_SECONDS = 3.0
@@ -281,6 +283,8 @@ class TorturedRun:
             fault = self._rng.choice(KILLS_OF_ALL)
         if is_in_step and self._run.wait_until(self._is_in_step, DEADLINE):
             time.sleep(self._rng.uniform(0, MAX_STEP_SECONDS))
+        elif fault in KILLS_OF_TRAFFIC and self._run.wait_until(self._has_open_session, DEADLINE):
+            time.sleep(self._rng.uniform(0, MAX_STEP_SECONDS))
         else:
             time.sleep(self._rng.uniform(0, MAX_PAUSE_SECONDS))
         if self._run.has_exited():
@@ -294,6 +298,12 @@ class TorturedRun:
 
     def _is_in_step(self) -> bool:
         return self._has_recovered() and bool(self._run.query(OPEN_STEP_SQL))
+
+    def _has_open_session(self) -> bool:
+        try:
+            return bool(self._run.query("SELECT 1 FROM sessions WHERE status = 'open' LIMIT 1"))
+        except sqlite3.OperationalError:
+            return False  # the store does not exist yet
 
     def _has_recovered(self) -> bool:
         """True if the trainer runs and has released the steps that an earlier trainer left open."""
