@@ -281,12 +281,15 @@ class TorturedRun:
         is_in_step = fault == "trainer"
         if self._restarts[fault] == MAX_RESTARTS[runner]:
             fault = self._rng.choice(KILLS_OF_ALL)
-        if is_in_step and self._run.wait_until(self._is_in_step, DEADLINE):
-            time.sleep(self._rng.uniform(0, MAX_STEP_SECONDS))
-        elif fault in KILLS_OF_TRAFFIC and self._run.wait_until(self._has_open_session, DEADLINE):
-            time.sleep(self._rng.uniform(0, MAX_STEP_SECONDS))
-        else:
+        condition = (
+            self._is_in_step
+            if is_in_step
+            else (self._has_open_session if fault in KILLS_OF_TRAFFIC else None)
+        )
+        if condition is None:
             time.sleep(self._rng.uniform(0, MAX_PAUSE_SECONDS))
+        elif self._run.wait_until(condition, DEADLINE):
+            time.sleep(self._rng.uniform(0, MAX_STEP_SECONDS))
         if self._run.has_exited():
             return None
         if fault not in OTHER_FAULTS:
