@@ -20,7 +20,7 @@ help:
 	@echo "make bench-gateway   compare the gateway with similar servers"
 	@echo "make bench-fidelity  measure the share of agent traffic that becomes exact training data"
 	@echo "make style        measure file sizes, docstrings, names and other style limits"
-	@echo "make docs         write docs/configuration.md from the config docstrings"
+	@echo "make docs         write docs/configuration.md and docs/openapi.json from the code"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment"
 
@@ -54,7 +54,7 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/style.py
-	$(BIN)/python -m instar.cli.reference --check docs/configuration.md
+	$(BIN)/python -m instar.cli.reference --check docs/configuration.md docs/openapi.json
 	$(BIN)/python tools/licences.py
 	$(BIN)/python tools/audit.py
 
@@ -108,7 +108,7 @@ bench-fidelity: install
 	$(BIN)/python bench/fidelity.py
 
 docs: install
-	$(BIN)/python -m instar.cli.reference docs/configuration.md
+	$(BIN)/python -m instar.cli.reference docs/configuration.md docs/openapi.json
 
 clean:
 	rm -rf $(VENV)

@@ -57,18 +57,28 @@ def start_peer(peer: Peer, environment: Path, folder: Path, stub_url: str) -> Ge
 
 def install_peer(peer: Peer, environment: Path, log: Log) -> None:
     """Install the peer into its own virtual environment, unless an earlier run did so in the same way."""
-    recipe = repr((peer.steps, peer.extra_requirements))
+    install_packages(environment, peer.label, peer.steps, log, peer.extra_requirements)
+
+
+def install_packages(
+    environment: Path,
+    label: str,
+    steps: Sequence[Sequence[str]],
+    log: Log,
+    extra_requirements: tuple[str, str, str] | None = None,
+) -> None:
+    recipe = repr((steps, extra_requirements))
     marker = environment / "installed"
     if marker.is_file() and marker.read_text() == recipe:
         return
-    log(f"installing {peer.label} into {environment}")
+    log(f"installing {label} into {environment}")
     output = environment.with_suffix(".log")
     environment.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", "--clear", environment], output)
-    for step in peer.steps:
+    for step in steps:
         _pip(environment, step, output, log)
-    if peer.extra_requirements:
-        _pip(environment, _requirements(environment, *peer.extra_requirements), output, log)
+    if extra_requirements:
+        _pip(environment, _requirements(environment, *extra_requirements), output, log)
     marker.write_text(recipe)
 
 

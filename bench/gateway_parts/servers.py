@@ -42,6 +42,7 @@ class GatewayProcess:
     def __init__(self, announcement: dict[str, str]) -> None:
         self.url = announcement["base_url"].removesuffix("/v1")
         self.admin_key = announcement["admin_key"]
+        self.agent_key = announcement["api_key"]
         self.store = Path(announcement["run_dir"]) / "store.db"
         self.pid = self._read_pid()
 
@@ -83,15 +84,16 @@ class GatewayProcess:
 
 @contextlib.contextmanager
 def start_gateway(
-    folder: Path, engine: dict[str, Any], *, max_in_flight: int = 1024
+    folder: Path, engine: dict[str, Any], *, max_context: int = 200_000, **limits: Any
 ) -> Generator[GatewayProcess]:
+    """Run a gateway. ``limits`` are settings of its section in the configuration."""
     folder.mkdir(parents=True)
     settings = {
         "name": "bench",
         "dir": str(folder / "run"),
-        "model": {"name": MODEL, "max_context": 200_000},
+        "model": {"name": MODEL, "max_context": max_context},
         "engine": engine,
-        "gateway": {"max_in_flight": max_in_flight},
+        "gateway": {"max_in_flight": 1024, **limits},
     }
     config_path, log = folder / "run.yaml", folder / "log"
     config_path.write_text(yaml.safe_dump(settings))

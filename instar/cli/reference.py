@@ -1,9 +1,13 @@
-"""Write docs/configuration.md from the docstrings in instar/config, or check that it is current."""
+"""Write docs/configuration.md from the docstrings in instar/config and docs/openapi.json from the gateway's
+routes, or check that they are current."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import sys
+import tempfile
 import typing
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from instar.cli.config_errors import sections_in
-from instar.config import RunConfig
+from instar.config import GatewayConfig, RunConfig
+from instar.gateway.app import create_app
+from instar.store.sqlite import SqliteStore
 
 HEAD = """# Configuration
 
@@ -21,6 +27,24 @@ One YAML file describes a run. This page is generated from `instar/config/` (`ma
 Sections marked with `type` have variants, selected by the value of `type:`. A relative path in the file
 is relative to the file; one given by `--set` is relative to the working folder.
 """
+
+
+async def render_api() -> str:
+    """Return the OpenAPI description of the gateway's routes."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore(Path(folder) / "store.db")
+        app = create_app(
+            store=store,
+            engine=None,
+            renderer=None,
+            run_id="run",
+            agent_id="agent",
+            policy_id="policy",
+            config=GatewayConfig(),
+            admin_key="none",
+        )
+        await store.close()
+    return json.dumps(app.description, indent=1) + "\n"
 
 
 def render() -> str:
@@ -92,14 +116,15 @@ def _default(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("path", type=Path)
+    parser.add_argument("paths", type=Path, nargs="+", help="configuration.md, openapi.json")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    text = render()
-    if not arguments.check:
-        arguments.path.write_text(text, encoding="utf-8")
-    elif not arguments.path.is_file() or arguments.path.read_text(encoding="utf-8") != text:
-        sys.exit(f"{arguments.path} is outdated; run `make docs`.")
+    for path in arguments.paths:
+        text = asyncio.run(render_api()) if path.suffix == ".json" else render()
+        if not arguments.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path} is outdated; run `make docs`.")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,11 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from instar.config import GatewayConfig, ModelRoute, RunConfig, SamplingConfig, UpstreamEngineConfig
@@ -22,10 +25,12 @@ from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService
+from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
 from instar.gateway.pipeline.pipeline import CallPipeline, RouteMatch
 from instar.gateway.pipeline.record import Recorder
 from instar.gateway.pipeline.resolve import SessionResolver
+from instar.gateway.pipeline.respond import JSON
 from instar.gateway.provider_source import ProviderSource
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
@@ -50,7 +55,7 @@ HASH_KEY_NAME = "message-hashes"
 @asynccontextmanager
 async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
-) -> AsyncGenerator[Starlette]:
+) -> AsyncGenerator[GatewayApp]:
     """Yield the app for a run. The caller closes the store and the engine."""
     from instar.gateway.upstream.http import HttpUpstream
 
@@ -98,7 +103,7 @@ def create_app(
     upstreams: Mapping[str, HttpUpstream] | None = None,
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
-) -> Starlette:
+) -> GatewayApp:
     """Return the gateway's app.
 
     ``train_sampling`` replaces the sampling settings of every call in the train channel. If ``upstream`` is
@@ -146,10 +151,14 @@ class GatewayApp(Starlette):
     def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
         error_types = (ApiError, StoreError, HTTPException, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
-        super().__init__(routes=control.routes(), lifespan=lifespan, exception_handlers=handlers)
+        description = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
+        routes = [*control.routes(), description]
+        super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
         self.router.redirect_slashes = False  # A redirect would lead to the host of the Host header.
         self._pipeline = pipeline
         dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
+        self.description = describe_api(routes, dialects)
+        """The OpenAPI description of all routes."""
         self._dialects = {f"/v1{path}": d for d in dialects for path in (d.path, d.count_path) if path}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -158,6 +167,10 @@ class GatewayApp(Starlette):
             await super().__call__(scope, receive, send)
         else:
             await self._pipeline.handle(route, scope, receive, send)
+
+    async def _get_description(self, http: HttpRequest) -> Response:
+        """Return this description."""
+        return Response(msgspec.json.encode(self.description), media_type=JSON)
 
     def _match(self, path: str) -> RouteMatch | None:
         session_id = None

@@ -1,17 +1,11 @@
 """The wire types of the gateway's control API, and the error of all its routes.
 
-POST /sessions                  OpenSession      → OpenedSession
-POST /sessions/{id}/complete    CompleteSession  → EndedSession
-POST /sessions/{id}/fail        FailSession      → EndedSession
-GET  /sessions/{id}                              → SessionView
-POST /feedback                  FeedbackBody     → FeedbackView
-GET  /feedback?session={id}                      → FeedbackList
-"""
+``ControlApi.routes`` assigns the types to routes, and ``GET /openapi.json`` describes all of them."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -23,6 +17,39 @@ SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """The range of the store's integers."""
+
+
+class HealthView(msgspec.Struct, omit_defaults=True):
+    status: str
+    engine: Literal["none", "down", "up"]
+    reason: str | None = None
+    """Why the engine is down."""
+    version: int | None = None
+    """The policy version that the engine samples with."""
+
+
+class StatsView(msgspec.Struct):
+    loop_lag_p99_ms: float
+    rss_mb: float
+    in_flight: int
+    """The number of model calls that are being handled."""
+    sessions_in_memory: int
+
+
+class ModelView(msgspec.Struct):
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "instar"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelView]
+    object: str = "list"
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int
 
 
 class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -7,33 +7,42 @@ import resource
 import sys
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 
 from instar.errors import EngineError
 from instar.gateway.auth import Action, Caller
-from instar.gateway.base import ApiError, CompleteSession, FailSession, OpenedSession, OpenSession
+from instar.gateway.base import (
+    ApiError,
+    CompleteSession,
+    EndedSession,
+    FailSession,
+    HealthView,
+    ModelList,
+    ModelView,
+    OpenedSession,
+    OpenSession,
+    SessionView,
+    StatsView,
+)
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.messages import format_models
-from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService
+from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService, FeedbackView
+from instar.gateway.openapi import PREFIXES, ApiRoute
 from instar.gateway.pipeline.parse import RequestReader, parse_retry_evidence
 from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
-from instar.gateway.token_api import SubmissionService, parse_submission
+from instar.gateway.token_api import RecordedCalls, SubmissionBody, SubmissionService, parse_submission
 
 T = TypeVar("T")
-PREFIXES = ("/v1", "/s/{session}/v1")
-POST = ["POST"]
 _LAG_SAMPLE_SECONDS = 0.05
 _MAX_LAG_SAMPLES = 6000  # five minutes
 
@@ -83,54 +92,57 @@ class ControlApi:
         self._states = states
         self._services = services
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[ApiRoute]:
+        end, feedback = self.end_session, self.add_feedback
         return [
-            *(Route(f"{prefix}/models", self.list_models) for prefix in PREFIXES),
-            *(Route(f"{prefix}/models/{{model:path}}", self.get_model) for prefix in PREFIXES),
-            Route("/healthz", self.health),
-            Route("/stats", self.stats),
-            Route("/sessions", self.open_session, methods=POST),
-            Route("/sessions/{session}", self.get_session),
-            Route("/sessions/{session}/complete", partial(self.end_session, CompleteSession), methods=POST),
-            Route("/sessions/{session}/fail", partial(self.end_session, FailSession), methods=POST),
-            Route("/sessions/{session}/calls", self.submit_calls, methods=POST),
-            Route("/feedback", self.list_feedback),
-            *(Route(f"{prefix}/feedback", self.add_feedback, methods=POST) for prefix in ("", *PREFIXES)),
+            *(ApiRoute(f"{prefix}/models", self.list_models, ModelList) for prefix in PREFIXES),
+            *(ApiRoute(f"{prefix}/models/{{model:path}}", self.get_model, ModelView) for prefix in PREFIXES),
+            ApiRoute("/healthz", self.health, HealthView, is_public=True),
+            ApiRoute("/stats", self.stats, StatsView),
+            ApiRoute("/sessions", self.open_session, OpenedSession, body_type=OpenSession),
+            ApiRoute("/sessions/{session}", self.get_session, SessionView),
+            ApiRoute("/sessions/{session}/complete", end, EndedSession, body_type=CompleteSession),
+            ApiRoute("/sessions/{session}/fail", end, EndedSession, body_type=FailSession),
+            ApiRoute("/sessions/{session}/calls", self.submit_calls, RecordedCalls, body_type=SubmissionBody),
+            ApiRoute("/feedback", self.list_feedback, FeedbackList, query=("session",)),
+            *(
+                ApiRoute(f"{prefix}/feedback", feedback, FeedbackView, body_type=FeedbackBody)
+                for prefix in ("", *PREFIXES)
+            ),
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
+        """List the models."""
         await self._authorize_models(http)
         if "anthropic-version" in http.headers:
             return Response(format_models([self._policy_id]), media_type=JSON)
-        return _to_response({"object": "list", "data": [_format_model(self._policy_id)]})
+        return _to_response(ModelList([ModelView(self._policy_id)]))
 
     async def get_model(self, http: HttpRequest) -> Response:
+        """Describe a model. Every name is accepted."""
         await self._authorize_models(http)
-        return _to_response(_format_model(http.path_params["model"]))
+        return _to_response(ModelView(http.path_params["model"]))
 
     async def health(self, http: HttpRequest) -> Response:
+        """Report whether the gateway and its engine respond."""
         if self._router.engine is None:
-            return _to_response({"status": "ok", "engine": "none"})
+            return _to_response(HealthView("ok", "none"))
         try:
             async with asyncio.timeout(2):
                 status = await self._router.engine.engine.status()
         except (EngineError, TimeoutError) as error:
-            return _to_response({"status": "ok", "engine": "down", "reason": str(error)})
-        return _to_response({"status": "ok", "engine": "up", "version": status.version})
+            return _to_response(HealthView("ok", "down", reason=str(error)))
+        return _to_response(HealthView("ok", "up", version=status.version))
 
     async def stats(self, http: HttpRequest) -> Response:
+        """Report the load of the gateway."""
         await self._authenticate(http, Action.READ_STATS)
-        return _to_response(
-            {
-                "loop_lag_p99_ms": self._services.loop_lag.p99() * 1000,
-                "rss_mb": _memory_mb(),
-                "in_flight": self._reader.in_flight,
-                "sessions_in_memory": len(self._states),
-            }
-        )
+        lag_ms = self._services.loop_lag.p99() * 1000
+        return _to_response(StatsView(lag_ms, _memory_mb(), self._reader.in_flight, len(self._states)))
 
-    async def open_session(self, http: HttpRequest) -> Response:
-        caller, body = await self._read(http, OpenSession, Action.OPEN_SESSION)
+    async def open_session(self, body_type: type[OpenSession], http: HttpRequest) -> Response:
+        """Open a session and return its key."""
+        caller, body = await self._read(http, body_type, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
         # The Host header is not used, because anyone who sends the request chooses it.
         host, port = http.scope["server"]
@@ -139,26 +151,31 @@ class ControlApi:
         opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _to_response(opened, 201)
 
-    async def end_session(self, kind: type[CompleteSession | FailSession], http: HttpRequest) -> Response:
-        caller, body = await self._read(http, kind, Action.END_SESSION)
+    async def end_session(
+        self, body_type: type[CompleteSession | FailSession], http: HttpRequest
+    ) -> Response:
+        """End a session and record its rewards."""
+        caller, body = await self._read(http, body_type, Action.END_SESSION)
         return _to_response(await self._services.sessions.end(http.path_params["session"], caller, body))
 
     async def get_session(self, http: HttpRequest) -> Response:
+        """Return a session with its calls and rewards."""
         caller = await self._authenticate(http, Action.READ_SESSION)
         return _to_response(await self._services.sessions.view(http.path_params["session"], caller))
 
-    async def submit_calls(self, http: HttpRequest) -> Response:
-        caller = await self._authenticate(http, Action.SUBMIT_CALLS)
+    async def submit_calls(self, body_type: type[SubmissionBody], http: HttpRequest) -> Response:
+        """Record calls that a program sampled itself."""
+        caller, body = await self._read(http, body_type, Action.SUBMIT_CALLS)
         engine = self._router.require_engine().engine
-        body = await self._reader.read_http(caller, http)
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
         latest = (await self._store.latest_policy(state.session.policy_id)).version
-        calls = parse_submission(body, engine.info.vocab_size, latest)
+        calls = parse_submission(body.calls, engine.info.vocab_size, latest)
         assert self._services.submissions is not None, "a gateway with an engine accepts submissions"
-        return _to_response({"call_ids": await self._services.submissions.submit(state, calls)}, 201)
+        return _to_response(RecordedCalls(await self._services.submissions.submit(state, calls)), 201)
 
-    async def add_feedback(self, http: HttpRequest) -> Response:
-        caller, body = await self._read(http, FeedbackBody, Action.GIVE_FEEDBACK)
+    async def add_feedback(self, body_type: type[FeedbackBody], http: HttpRequest) -> Response:
+        """Record feedback on a session or a reply."""
+        caller, body = await self._read(http, body_type, Action.GIVE_FEEDBACK)
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
                 message = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}."
@@ -169,6 +186,7 @@ class ControlApi:
         return _to_response(view, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
+        """List the feedback on a session, or on all sessions."""
         await self._authenticate(http, Action.LIST_FEEDBACK)
         session_id = http.query_params.get("session")
         return _to_response(FeedbackList(await self._services.feedback.list_feedback(session_id)))
@@ -188,10 +206,6 @@ class ControlApi:
         caller = await self._authenticate(http, action)
         body = await self._reader.read_http(caller, http)
         return caller, decode_body(msgspec.json.Decoder(body_class), body or b"{}")
-
-
-def _format_model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "instar"}
 
 
 def _to_response(value: Any, status: int = 200) -> Response:

@@ -18,7 +18,7 @@ import numpy as np
 from instar.gateway.base import invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
-from instar.gateway.dialects.common import check_token_ids, decode_body, parse_stop
+from instar.gateway.dialects.common import check_token_ids, parse_stop
 from instar.gateway.dialects.tokens import NonNegativeInt, TokenParams, check_token_params
 from instar.gateway.pipeline.record import Recorder, RequestMeta, SampledReply
 from instar.gateway.session_states import SessionState, SessionStates
@@ -73,7 +73,8 @@ class SubmissionBody(msgspec.Struct, forbid_unknown_fields=True):
     calls: list[CallBody]
 
 
-_decoder = msgspec.json.Decoder(SubmissionBody)
+class RecordedCalls(msgspec.Struct):
+    call_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +134,9 @@ class SubmissionService:
 
 
 def parse_submission(
-    body: bytes, vocab_size: int, latest_version: int, *, max_calls: int = MAX_SUBMITTED_CALLS
+    calls: Sequence[CallBody], vocab_size: int, latest_version: int, *, max_calls: int = MAX_SUBMITTED_CALLS
 ) -> list[SubmittedCall]:
     """Return the submitted calls. Raise ApiError (400) with the path of the first invalid value."""
-    calls = decode_body(_decoder, body).calls
     if not calls:
         raise invalid_value("'calls' is empty.", "calls")
     if len(calls) > max_calls:

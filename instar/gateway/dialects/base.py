@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import orjson
 
 from instar.gateway.base import ApiError
@@ -142,6 +143,12 @@ class Dialect(ABC):
     prompt_param: str = "prompt"
     """The name of the field that contains a prompt of token ids in a request body."""
     stream_writer_class: type[StreamWriter]
+    decoder: msgspec.json.Decoder[Any]
+    """The decoder of request bodies."""
+    ranges: Mapping[str, tuple[float, float]]
+    """The ranges of the numbers in a request body."""
+    response_type: type[msgspec.Struct]
+    """The type of a complete response. It may lack fields that our responses have."""
     stream_content_type: str = "text/event-stream"
     is_token_level: bool = False
     """True if clients exchange token ids. Our engine always samples such calls, and they are not matched to

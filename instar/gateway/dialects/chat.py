@@ -28,9 +28,13 @@ from instar.gateway.dialects import common
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, TokenLogprobs
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
-from instar.wire.openai import ChatContentPart, ChatRequestBody, ChatRequestMessage, ChatToolChoice
-
-_decoder = msgspec.json.Decoder(ChatRequestBody)
+from instar.wire.openai import (
+    ChatContentPart,
+    ChatRequestBody,
+    ChatRequestMessage,
+    ChatResponse,
+    ChatToolChoice,
+)
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -44,6 +48,8 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "moderation": (),
 }
+
+
 _RANGES = {**common.RANGES, "max_completion_tokens": common.RANGES["max_tokens"]}
 
 
@@ -191,10 +197,13 @@ class ChatDialect(Dialect):
     parses_messages_independently = True
     id_prefix = "chatcmpl"
     stream_writer_class = ChatStreamWriter
+    decoder = msgspec.json.Decoder(ChatRequestBody)
+    ranges = _RANGES
+    response_type = ChatResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        wire = common.decode_body(_decoder, body)
-        common.check_ranges(wire, _RANGES)
+        wire = common.decode_body(self.decoder, body)
+        common.check_ranges(wire, self.ranges)
         if not wire.messages:
             raise invalid_value("'messages' is empty.", "messages")
         errors = _find_unsupported(wire)

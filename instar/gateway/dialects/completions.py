@@ -17,11 +17,10 @@ from instar.gateway.dialects import common
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoices, TokenLogprobs
 from instar.record.base import ReplyDelta
 from instar.types import Json
-from instar.wire.openai import CompletionsRequestBody
+from instar.wire.openai import ChatResponse, CompletionsRequestBody
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 _MAX_TOKEN_ID = (1 << 31) - 1
-_decoder = msgspec.json.Decoder(CompletionsRequestBody)
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (0,),  # Only the logprobs of the sampled tokens are known.
@@ -82,14 +81,17 @@ class CompletionsDialect(Dialect):
     messages_param = "prompt"
     id_prefix = "cmpl"
     stream_writer_class = CompletionsStreamWriter
+    decoder = msgspec.json.Decoder(CompletionsRequestBody)
+    ranges = common.RANGES
+    response_type = ChatResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        parsed = common.decode_body(_decoder, body)
+        parsed = common.decode_body(self.decoder, body)
         scores_prompt = (
             bool(parsed.echo) and parsed.max_tokens == 0 and parsed.logprobs == 0 and not parsed.stream
         )
-        checked = [name for name in common.RANGES if not (scores_prompt and name == "max_tokens")]
-        common.check_ranges(parsed, {name: common.RANGES[name] for name in checked})
+        checked = [name for name in self.ranges if not (scores_prompt and name == "max_tokens")]
+        common.check_ranges(parsed, {name: self.ranges[name] for name in checked})
         errors = common.find_unsupported_values(parsed, _SUPPORTED_VALUES)
         if parsed.echo and not scores_prompt:
             message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."

@@ -18,10 +18,10 @@ from instar.gateway.dialects.base import (
     TokenLogprobs,
 )
 from instar.gateway.dialects.common import format_named_event
-from instar.gateway.dialects.messages_request import parse_count_request, parse_request
+from instar.gateway.dialects.messages_request import DECODER, RANGES, parse_count_request, parse_request
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json
-from instar.wire.anthropic import MessagesRequestBody
+from instar.wire.anthropic import MessagesRequestBody, MessagesResponse
 
 SIGNATURE = "instar"
 """The signature of thinking blocks. Clients require a signature; the gateway never verifies it."""
@@ -236,6 +236,9 @@ class MessagesDialect(Dialect):
     id_prefix = "msg"
     count_path = "/messages/count_tokens"
     stream_writer_class = MessagesStreamWriter
+    decoder = DECODER
+    ranges = RANGES
+    response_type = MessagesResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
         return parse_request(body)

@@ -55,10 +55,10 @@ IGNORED_TOOL_TYPES = ("tool_search_tool_",)
 """The prefixes of ignored tool types. The model is offered all tools that a tool search could find, so it
 does not need the search."""
 
-_decoder = msgspec.json.Decoder(MessagesRequestBody)
+DECODER = msgspec.json.Decoder(MessagesRequestBody)
 _encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # Models also write spaces after , and :
 
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (0, math.inf),
     "temperature": (0, 1),
     "top_p": (0, 1),
@@ -100,10 +100,10 @@ def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRe
 
 
 def _decode(raw: bytes) -> MessagesRequestBody:
-    body = common.decode_body(_decoder, raw)
+    body = common.decode_body(DECODER, raw)
     if not body.messages:
         raise invalid_value("'messages' is empty.", "messages")
-    common.check_ranges(body, _RANGES)
+    common.check_ranges(body, RANGES)
     common.parse_stop(body.stop_sequences, "stop_sequences")
     _check_tool_choice(body.tool_choice, body.tools or ())
     return body

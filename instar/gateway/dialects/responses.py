@@ -42,9 +42,12 @@ from instar.gateway.dialects.responses_items import RequestTools, parse_items, p
 from instar.gateway.dialects.responses_output import ResponseOutput
 from instar.record.base import ReplyDelta
 from instar.types import Json, Message
-from instar.wire.openai import ResponsesReasoning, ResponsesRequestBody, ResponsesToolChoice
-
-_decoder = msgspec.json.Decoder(ResponsesRequestBody)
+from instar.wire.openai import (
+    ResponsesReasoning,
+    ResponsesRequestBody,
+    ResponsesResponse,
+    ResponsesToolChoice,
+)
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -193,10 +196,13 @@ class ResponsesDialect(Dialect):
     id_prefix = "resp"
     count_path = "/responses/input_tokens"
     stream_writer_class = ResponsesStreamWriter
+    decoder = msgspec.json.Decoder(ResponsesRequestBody)
+    ranges = _RANGES
+    response_type = ResponsesResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        wire = common.decode_body(_decoder, body)
-        common.check_ranges(wire, _RANGES)
+        wire = common.decode_body(self.decoder, body)
+        common.check_ranges(wire, self.ranges)
         errors = _find_unsupported(wire)
         instructions = [Message(role="system", content=wire.instructions)] if wire.instructions else []
         if isinstance(wire.input, str):

@@ -1,6 +1,6 @@
 """``POST /v1/generate``, which continues a prompt of token ids.
 
-The response is ``{"id", "choices": [GeneratedChoice]}``. A streamed response has one GeneratedChunk per line.
+The response is a GenerateResponse. A streamed response has one GeneratedChunk per line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class GeneratedChoice(GeneratedChunk, omit_defaults=True, kw_only=True):
     text: str
 
 
-_decoder = msgspec.json.Decoder(GenerateBody)
+class GenerateResponse(msgspec.Struct):
+    id: str
+    choices: list[GeneratedChoice]
 
 
 def check_token_params(params: TokenParams, prefix: str = "") -> None:
@@ -92,13 +94,16 @@ class TokensDialect(Dialect):
     stream_content_type = "application/x-ndjson"
     is_token_level = True
     stream_writer_class = TokenStreamWriter
+    decoder = msgspec.json.Decoder(GenerateBody)
+    ranges = RANGES
+    response_type = GenerateResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        parsed = decode_body(_decoder, body)
+        parsed = decode_body(self.decoder, body)
         if not parsed.prompt_ids:
             raise invalid_value("'prompt_ids' is empty.", "prompt_ids")
         check_token_params(parsed)
-        check_ranges(parsed, {"n": RANGES["n"]})
+        check_ranges(parsed, {"n": self.ranges["n"]})
         return ModelRequest(
             model=parsed.model,
             messages=(),
@@ -116,7 +121,7 @@ class TokensDialect(Dialect):
 
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
         formatted = [_format_choice(index, choice) for index, choice in enumerate(choices)]
-        return msgspec.json.encode({"id": request_id, "choices": formatted})
+        return msgspec.json.encode(GenerateResponse(request_id, formatted))
 
 
 def _format_choice(index: int, choice: ReplyChoice) -> GeneratedChoice:

@@ -6,12 +6,14 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ReplyChoice
+from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.tokens import TokensDialect
-from instar.gateway.token_api import parse_submission
+from instar.gateway.token_api import SubmissionBody, SubmittedCall, parse_submission
 from instar.types import TokenChunk
 
 DIALECT = TokensDialect()
@@ -26,10 +28,15 @@ CALL = {
 }
 
 
+def parse_calls(body: bytes) -> list[SubmittedCall]:
+    calls = decode_body(msgspec.json.Decoder(SubmissionBody), body).calls
+    return parse_submission(calls, VOCAB, LATEST_VERSION, max_calls=3)
+
+
 def parse_error(body: bytes, *, is_submission: bool) -> ApiError:
     def parse() -> object:
         if is_submission:
-            return parse_submission(body, VOCAB, LATEST_VERSION, max_calls=3)
+            return parse_calls(body)
         return DIALECT.parse_request(body)
 
     with pytest.raises(ApiError) as caught:
@@ -167,7 +174,7 @@ def test_submission_all_fields_are_parsed() -> None:
         "parent_id": "call-1",
         "client_key": "k",
     }
-    minimal, call = parse_submission(submission(CALL, full), VOCAB, LATEST_VERSION)
+    minimal, call = parse_calls(submission(CALL, full))
     assert (minimal.messages, minimal.body.reply) == (None, None)
     assert (minimal.body.parent_id, minimal.body.client_key) == (None, None)
     assert minimal.body.prompt_ids == [1, 2, 99]
@@ -187,7 +194,7 @@ def test_submission_all_fields_are_parsed() -> None:
 
 
 def test_submission_without_a_logprob_is_not_trainable() -> None:
-    (call,) = parse_submission(submission({**CALL, "logprobs": [-0.5, None]}), VOCAB, LATEST_VERSION)
+    (call,) = parse_calls(submission({**CALL, "logprobs": [-0.5, None]}))
     assert math.isnan(call.reply.logprobs[1])
     assert call.reply.untrainable_reason == "logprobs are missing"
 
@@ -249,4 +256,4 @@ def test_submission_invalid_value_error_names_its_path(change: dict[str, Any], p
 def test_submission_with_too_few_or_too_many_calls_is_refused() -> None:
     assert parse_error(submission(), is_submission=True).param == "calls"
     assert parse_error(submission(*[CALL] * 4), is_submission=True).param == "calls"
-    assert len(parse_submission(submission(*[CALL] * 3), VOCAB, LATEST_VERSION, max_calls=3)) == 3
+    assert len(parse_calls(submission(*[CALL] * 3))) == 3

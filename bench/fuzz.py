@@ -1,0 +1,418 @@
+"""Send a million malformed, hostile and valid requests to a gateway, over all its routes and dialects.
+
+    python bench/fuzz.py [--json] [--full] [--seed N] [--replay SEED]
+
+The gateway runs as a process with a scripted engine and a SQLite store. Three generators send requests:
+random changes to valid requests of every route (*grammar*), connections that break the rules of HTTP or stop
+in the middle (*raw*), and Schemathesis over the gateway's own OpenAPI description (*schema*), which is
+installed into its own environment under .cache/bench on the first run.
+
+These count as failures: a status of 500 or more except the documented 502, 503 and 504 (`server_errors`, with
+tracebacks in the log and responses that are not HTTP or not JSON), a request without a response or an end of
+the connection (`hangs`), and memory that grows after the first fifth of the requests (`rss_growth`). A
+well-behaved client in its own process sends a call from time to time: `bystander_ratio` is its latency during
+the fuzzing divided by its latency while as many connections send only valid requests, at the median or at the
+95th percentile, whichever is larger.
+
+By default the run ends after 15 minutes and reports the share of the full figure that it covered. `--full`
+sends everything and continues an interrupted run. Every failing request is written to a file with its seed,
+and `--replay SEED` sends it again to a new gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from fuzz_parts.cases import Pool, Route, list_routes
+from fuzz_parts.client import connect
+from fuzz_parts.fuzzer import (
+    SESSIONS,
+    FailureLog,
+    Fuzzer,
+    find_problem,
+    keep_pool_open,
+    open_session,
+    send,
+)
+from fuzz_parts.schema import Schemathesis
+from gateway_parts.processes import MeasurementError, process_usage
+from gateway_parts.servers import GatewayProcess, start_gateway
+from rich.console import Console
+from rich.table import Table
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bench"
+FULL = 1_000_000
+SCHEMA_SHARE = 0.02
+STATE = CACHE / "fuzz-state.json"
+"""The progress of the last run, with which `--full` continues."""
+ROUND = 20_000
+VALID_ROUND = 1_500
+"""The number of valid requests before each round, during which the well-behaved client's usual latency is
+measured. They are not counted."""
+MAX_RSS_GROWTH = 0.05
+MAX_BYSTANDER_RATIO = 2.0
+REPLIES = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
+LIMITS = {"read_timeout": 3.0, "request_timeout": 15.0, "max_sessions_in_memory": 256}
+
+console = Console(stderr=True)
+
+
+@dataclass
+class Progress:
+    """The result so far, which is saved after each round."""
+
+    base: int
+    next_case: int = 0
+    next_batch: int = 0
+    requests: dict[str, int] = field(default_factory=lambda: {"grammar and raw": 0, "schema": 0})
+    server_errors: int = 0
+    hangs: int = 0
+    unavailable: int = 0
+    mismatches: int = 0
+    """Responses that differ from the OpenAPI description."""
+    statuses: dict[str, int] = field(default_factory=dict[str, int])
+    rss_mb: list[list[float]] = field(default_factory=list[list[float]])
+    """The memory of each gateway process after each round."""
+    latencies_ms: dict[str, list[float]] = field(default_factory=lambda: {"valid": [], "fuzz": []})
+
+    def save(self) -> None:
+        STATE.write_text(json.dumps(asdict(self)))
+
+    @property
+    def total(self) -> int:
+        return sum(self.requests.values())
+
+
+def log(text: str) -> None:
+    console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def rss_growth(samples: list[float]) -> float:
+    """Return the growth from the first fifth of the samples to the last tenth."""
+    if len(samples) < 5:
+        return 0.0
+    start = statistics.median(samples[len(samples) // 5 : len(samples) // 5 + max(1, len(samples) // 10)])
+    return statistics.median(samples[-max(1, len(samples) // 10) :]) / start - 1
+
+
+def compute_figures(progress: Progress) -> dict[str, Any]:
+    valid, fuzz = progress.latencies_ms["valid"], progress.latencies_ms["fuzz"]
+    shares = {"p50": 0.5, "p95": 0.95}
+    ratios = {
+        name: percentile(fuzz, share) / percentile(valid, share) if valid and fuzz else 0.0
+        for name, share in shares.items()
+    }
+    return {
+        "requests": progress.total,
+        "share": round(min(1.0, progress.total / FULL), 4),
+        "server_errors": progress.server_errors,
+        "hangs": progress.hangs,
+        "rss_growth": round(max((rss_growth(samples) for samples in progress.rss_mb), default=0.0), 4),
+        "bystander_ratio": round(max(ratios.values()), 3),
+        "bystander_p50_ms": round(percentile(fuzz, 0.5), 2) if fuzz else None,
+        "bystander_p95_ms": round(percentile(fuzz, 0.95), 2) if fuzz else None,
+        "bystander_max_ms": round(max(fuzz), 1) if fuzz else None,
+        "documented_5xx": progress.unavailable,
+        "mismatches": progress.mismatches,
+        "rss_mb": [round(samples[-1], 1) for samples in progress.rss_mb if samples],
+        "generators": progress.requests,
+        "statuses": dict(sorted(progress.statuses.items())),
+    }
+
+
+def is_failure(figures: dict[str, Any]) -> bool:
+    return bool(
+        figures["server_errors"]
+        or figures["hangs"]
+        or figures["mismatches"]
+        or figures["rss_growth"] > MAX_RSS_GROWTH
+        or figures["bystander_ratio"] > MAX_BYSTANDER_RATIO
+    )
+
+
+# --- the well-behaved client ---------------------------------------------------------------------
+
+
+class Bystander:
+    """Assigns the latencies of the well-behaved client to what else was sent at the time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def read(self, start: float, end: float) -> list[float]:
+        """Return the latencies of the calls that began and ended in this period."""
+        with self._path.open() as file:
+            file.seek(self._position)
+            lines = file.read().splitlines()
+            self._position = file.tell()
+        pairs = [tuple(map(float, line.split())) for line in lines if line.count(" ") == 1]
+        return [ms for at, ms in pairs if at >= start and at + ms / 1000 <= end]
+
+
+@contextlib.contextmanager
+def start_bystander(folder: Path, address: tuple[str, int], admin_key: str) -> Generator[Bystander]:
+    output, host = folder / "latencies", address[0]
+    output.touch()
+    command = [sys.executable, "-m", "fuzz_parts.bystander", host, str(address[1]), str(output)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write(admin_key + "\n")
+    process.stdin.close()
+    try:
+        yield Bystander(output)
+        if process.poll() is not None:
+            raise MeasurementError(f"the well-behaved client ended: {process.stderr.read()[-500:]}")
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Target:
+    """A running gateway with the keys and sessions that cases use."""
+
+    gateway: GatewayProcess
+    address: tuple[str, int]
+    routes: list[Route]
+    pool: Pool
+
+
+async def prepare_target(gateway: GatewayProcess) -> Target:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    address = (host, int(port))
+    pool = Pool(gateway.admin_key, gateway.agent_key, [])
+    connection = await connect(*address)
+    description = await send(connection, "GET", "/openapi.json", pool.admin_key)
+    pool.sessions += [await open_session(connection, pool) for _ in range(SESSIONS)]
+    connection.transport.abort()
+    return Target(gateway, address, list_routes(description), pool)
+
+
+async def run_rounds(
+    target: Target, progress: Progress, count: int, stop_at: float, folder: Path, failures: FailureLog
+) -> None:
+    """Send the cases up to number ``count`` in rounds, until the time ``stop_at`` of ``time.monotonic``."""
+    fuzzer = Fuzzer(target.address, progress.base, target.routes, target.pool, failures)
+    keeper = asyncio.create_task(keep_pool_open(target.address, target.pool))
+    samples: list[float] = []
+    progress.rss_mb.append(samples)
+    with start_bystander(folder, target.address, target.gateway.admin_key) as bystander:
+        while progress.next_case < count and time.monotonic() < stop_at:
+            size = min(ROUND, count - progress.next_case)
+            for kind, number in (("valid", min(VALID_ROUND, size // 2)), ("fuzz", size)):
+                start = time.time()
+                await fuzzer.run(progress.next_case, number, is_valid=kind == "valid")
+                progress.latencies_ms[kind] += await asyncio.to_thread(bystander.read, start, time.time())
+            progress.next_case += size
+            samples.append(process_usage(target.gateway.pid).rss_mb)
+            add_counts(progress, fuzzer)
+            progress.save()
+            problems = f"{progress.server_errors} server errors, {progress.hangs} hangs"
+            log(f"{progress.total:,} requests, {problems}, {samples[-1]:.0f} MB")
+            if keeper.done():
+                keeper.result()
+        await fuzzer.drain()
+    keeper.cancel()
+    await asyncio.wait([keeper])
+    add_counts(progress, fuzzer)
+    if stuck := await count_stuck(target):
+        progress.hangs += stuck
+        failures.add("", f"{stuck} requests", "still in flight at the end")
+
+
+def add_counts(progress: Progress, fuzzer: Fuzzer) -> None:
+    """Add the fuzzer's counts to the progress, and reset them."""
+    counts = fuzzer.counts
+    progress.requests["grammar and raw"] += counts.requests
+    progress.server_errors += counts.server_errors
+    progress.hangs += counts.hangs
+    progress.unavailable += counts.unavailable
+    progress.statuses = dict(Counter(progress.statuses) + counts.statuses)
+    fuzzer.reset()
+
+
+async def count_stuck(target: Target, seconds: float = 30.0) -> int:
+    """Return the number of calls that are still in flight after all clients left."""
+    deadline = time.monotonic() + seconds
+    while True:
+        connection = await connect(*target.address)
+        stats = await send(connection, "GET", "/stats", target.pool.admin_key)
+        connection.transport.abort()
+        if not stats["in_flight"] or time.monotonic() > deadline:
+            return stats["in_flight"]
+        await asyncio.sleep(0.5)
+
+
+def run_schema(
+    target: Target, progress: Progress, count: int, stop_at: float, failures: FailureLog, environment: Path
+) -> None:
+    """Let Schemathesis send requests in batches, until there are ``count``."""
+    keys = (target.pool.admin_key, target.pool.agent_key)
+    with Schemathesis(environment, target.gateway.url, keys, target.pool.sessions) as schemathesis:
+        while progress.requests["schema"] < count and time.monotonic() < stop_at:
+            batch = schemathesis.run_batch(progress.base, progress.next_batch)
+            progress.next_batch += 1
+            progress.requests["schema"] += batch["requests"]
+            progress.statuses = dict(Counter(progress.statuses) + Counter(batch["statuses"]))
+            for problem in batch["problems"]:
+                kind = "mismatches" if problem["is_mismatch"] else "hangs" if problem["is_hang"] else ""
+                setattr(progress, kind or "server_errors", getattr(progress, kind or "server_errors") + 1)
+                failures.add(batch["seed"], batch["operation"], problem["text"], problem["request"].encode())
+            progress.save()
+
+
+def count_tracebacks(folder: Path, failures: FailureLog) -> int:
+    """Return the number of errors in the logs of the gateway's processes."""
+    count = 0
+    for path in sorted(folder.rglob("*.log")):
+        lines = path.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines):
+            if "Traceback (most recent call last)" in line or " ERROR " in line:
+                count += 1
+                failures.add(
+                    "", path.name, "an error in the log", "\n".join(lines[number : number + 40]).encode()
+                )
+    return count
+
+
+def load_progress(base: int) -> Progress:
+    if STATE.is_file():
+        saved = json.loads(STATE.read_text())
+        if saved["base"] == base:
+            progress = Progress(**saved)
+            log(f"continuing after {progress.total:,} requests")
+            return progress
+    return Progress(base)
+
+
+def run_bench(
+    progress: Progress, total: int, seconds: float, failures: FailureLog, *, has_schema: bool
+) -> None:
+    schema_count = round(total * SCHEMA_SHARE) if has_schema else 0
+    environment = Schemathesis.install(CACHE, log) if schema_count else None
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
+        folder = Path(name)
+        engine = {"type": "scripted", "replies": REPLIES}
+        with start_gateway(folder / "gateway", engine, max_context=4096, **LIMITS) as gateway:
+            target = uvloop.run(prepare_target(gateway))
+            if environment is not None:
+                stop_at = begin + 0.15 * seconds
+                run_schema(target, progress, schema_count, stop_at, failures, environment)
+                log(f"{progress.requests['schema']:,} requests by Schemathesis")
+            count = total - schema_count
+            uvloop.run(run_rounds(target, progress, count, begin + seconds, folder, failures))
+        progress.server_errors += count_tracebacks(folder, failures)
+
+
+async def replay(seed: str, failures: FailureLog) -> None:
+    """Send the request with this seed to a new gateway, and print the responses. Schemathesis sends the batch
+    with this seed."""
+    with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
+        engine = {"type": "scripted", "replies": REPLIES}
+        with start_gateway(Path(name) / "gateway", engine, max_context=4096, **LIMITS) as gateway:
+            target = await prepare_target(gateway)
+            *generator, base, number = seed.split(":")
+            if generator:
+                progress = Progress(int(base), next_batch=int(number))
+                environment = Schemathesis.install(CACHE, log)
+                run_schema(target, progress, 1, float("inf"), failures, environment)
+                console.print(progress.statuses)
+            else:
+                fuzzer = Fuzzer(target.address, int(base), target.routes, target.pool, failures)
+                for reply in await fuzzer.replay(int(number)):
+                    problem = find_problem(reply)
+                    console.print(f"{reply.status} {problem or ''}", reply.body[:2000], highlight=False)
+        count_tracebacks(Path(name), failures)
+    for line in failures.path.read_text().splitlines():
+        row = json.loads(line)
+        console.print(f"[red]{row['problem']}[/red] {row['case']}", row["request"][:4000], highlight=False)
+
+
+def show(figures: dict[str, Any], failures: FailureLog) -> None:
+    table = Table("figure", "value", "limit")
+    limits = {
+        "server_errors": "0",
+        "hangs": "0",
+        "rss_growth": "0.05",
+        "bystander_ratio": "2",
+        "mismatches": "0",
+    }
+    for name, value in figures.items():
+        table.add_row(name, str(value), limits.get(name, ""))
+    console.print(table)
+    for name, count in failures.names.most_common(30):
+        console.print(f"{count:6} {name}", highlight=False)
+    console.print(
+        f"{figures['requests']:,} of {FULL:,} requests ({figures['share']:.1%} of the full figure). "
+        f"Failures: {failures.path}",
+        highlight=False,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fuzz the gateway.")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
+    parser.add_argument("--full", action="store_true", help="send all requests; continues an interrupted run")
+    parser.add_argument("--requests", type=int, default=FULL, help="the number of requests to send")
+    parser.add_argument("--minutes", type=float, default=15.0, help="the time limit without --full")
+    parser.add_argument("--seed", type=int, default=1, help="the base of all seeds")
+    parser.add_argument("--no-schema", action="store_true", help="leave Schemathesis out")
+    parser.add_argument("--replay", metavar="SEED", help="send the request with this seed again")
+    parser.add_argument("--failures", type=Path, default=CACHE / "fuzz-failures.jsonl")
+    arguments = parser.parse_args()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    if arguments.replay:
+        with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+            uvloop.run(replay(arguments.replay, FailureLog(Path(file.name))))
+        return
+    progress = Progress(arguments.seed)
+    if arguments.full:
+        progress = load_progress(arguments.seed)
+    if not progress.total:
+        arguments.failures.unlink(missing_ok=True)
+    failures = FailureLog(arguments.failures)
+    seconds = float("inf") if arguments.full else 60 * arguments.minutes
+    try:
+        run_bench(progress, arguments.requests, seconds, failures, has_schema=not arguments.no_schema)
+    except MeasurementError as error:
+        parser.exit(1, f"{error}\n")
+    finally:
+        failures.close()
+    STATE.unlink(missing_ok=True)
+    figures = compute_figures(progress)
+    show(figures, failures)
+    if arguments.json:
+        print(json.dumps(figures))
+    sys.exit(is_failure(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Send the cases of the fuzzer on many connections, and judge the responses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+
+from fuzz_parts.cases import Case, Pool, Route, make_case
+from fuzz_parts.client import Connection, Reply, connect, run_script
+
+LANES = 16
+SCRIPTS_AT_ONCE = 64
+HANG_S = 20.0
+"""A request without a response after this time counts as a hang; the gateway's own timeouts are shorter."""
+DOCUMENTED_FAILURES = (502, 503, 504)
+SESSIONS = 64
+MAX_SAVED_FAILURES = 2000
+_INTERNAL = b"Internal error; see the gateway"
+_REPLY_ID = re.compile(rb'"id": ?"((?:chatcmpl|cmpl|resp|msg|gen)[-_][\w-]+)"')
+
+
+@dataclass
+class Counts:
+    """The result of all cases so far."""
+
+    requests: int = 0
+    server_errors: int = 0
+    hangs: int = 0
+    unavailable: int = 0
+    """Responses with a documented 502, 503 or 504."""
+    statuses: Counter[str] = field(default_factory=Counter[str])
+
+
+class FailureLog:
+    """Writes each failing request with its seed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.names: Counter[str] = Counter()
+        self._file: TextIO = path.open("a")
+        self._count = 0
+
+    def add(self, seed: str, name: str, problem: str, request: bytes = b"", response: bytes = b"") -> None:
+        self.names[f"{problem}: {name}"] += 1
+        self._count += 1
+        if self._count > MAX_SAVED_FAILURES:
+            return
+        row = {
+            "seed": seed,
+            "case": name,
+            "problem": problem,
+            "request": request[:20_000].decode("latin-1"),
+            "response": response[:2000].decode("latin-1"),
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def find_problem(reply: Reply) -> str | None:
+    """Return what is wrong with a response, or None."""
+    if reply.status >= 500 and reply.status not in DOCUMENTED_FAILURES:
+        return f"status {reply.status}"
+    if _INTERNAL in reply.body:
+        return "an internal error in a stream"
+    if reply.content_type.startswith(b"application/json") and reply.body:
+        try:
+            value = parse_json(reply.body)
+        except ValueError:
+            return "the response is not JSON"
+        if reply.status >= 400 and not (isinstance(value, dict) and "error" in value):
+            return "the error response has no error"
+    return None
+
+
+def parse_json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        return json.loads(body)  # Integers beyond 64 bits are JSON.
+
+
+class Fuzzer:
+    def __init__(
+        self, address: tuple[str, int], base: int, routes: list[Route], pool: Pool, failures: FailureLog
+    ) -> None:
+        self.counts = Counts()
+        self._address = address
+        self._base = base
+        self._routes = routes
+        self._pool = pool
+        self._failures = failures
+        self._slots = asyncio.Semaphore(SCRIPTS_AT_ONCE)
+        self._scripts: set[asyncio.Task[None]] = set()
+
+    async def run(self, start: int, count: int, *, is_valid: bool = False) -> None:
+        """Send the cases from ``start`` on. Cases with scripts may still run when this returns."""
+        numbers = iter(range(start, start + count))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(LANES):
+                group.create_task(self._run_lane(numbers, is_valid))
+
+    def reset(self) -> None:
+        self.counts = Counts()
+
+    async def drain(self) -> None:
+        """Wait for the cases that still run."""
+        if self._scripts:
+            await asyncio.wait(set(self._scripts))
+
+    async def replay(self, number: int) -> list[Reply]:
+        """Send one case, and return the responses."""
+        case = make_case(self._base, number, self._routes, self._pool)
+        if case.script is None:
+            connection = await self._exchange(case, None)
+        else:
+            connection = await connect(*self._address)
+            connection.has_no_body = case.has_no_body
+            await run_script(connection, case.script, HANG_S)
+            self._judge_connection(case, connection, is_done=True)
+        connection.transport.abort()
+        return connection.replies
+
+    async def _run_lane(self, numbers: Iterator[int], is_valid: bool) -> None:
+        connection: Connection | None = None
+        for number in numbers:
+            case = make_case(self._base, number, self._routes, self._pool, is_valid=is_valid)
+            if case.script is None:
+                connection = await self._exchange(case, connection, is_counted=not is_valid)
+                if connection.is_closed or (connection.replies[-1:] and connection.replies[-1].is_last):
+                    connection.transport.abort()
+                    connection = None
+            else:
+                await self._slots.acquire()
+                task = asyncio.create_task(self._run_script(case))
+                self._scripts.add(task)
+                task.add_done_callback(self._scripts.discard)
+        if connection is not None:
+            connection.transport.abort()
+
+    async def _exchange(
+        self, case: Case, connection: Connection | None, *, is_counted: bool = True
+    ) -> Connection:
+        """Send a complete request and wait for its response."""
+        is_reused = connection is not None
+        if connection is None:
+            connection = await connect(*self._address)
+        connection.has_no_body = case.has_no_body
+        connection.replies.clear()
+        connection.transport.write(case.raw)
+        is_done = await connection.wait(1, time.monotonic() + HANG_S)
+        if is_done and not connection.replies and is_reused and connection.violation is None:
+            # The server may have closed the connection before it got the request.
+            return await self._exchange(case, None, is_counted=is_counted)
+        self.counts.requests += is_counted
+        problem = connection.violation
+        if not is_done:
+            self.counts.hangs += 1
+            problem = "no response"
+            connection.transport.abort()
+            connection.is_closed = True
+        elif not connection.replies:
+            problem = problem or "the connection closed without a response"
+            self.counts.server_errors += 1
+        else:
+            self._judge(case, connection.replies[-1], case.raw)
+        if problem is not None:
+            self._failures.add(case.seed, case.name, problem, case.raw)
+        return connection
+
+    async def _run_script(self, case: Case) -> None:
+        assert case.script is not None
+        try:
+            is_slow = any(step.kind == "pause_reading" for step in case.script.steps)
+            connection = await connect(*self._address, is_slow=is_slow)
+            connection.has_no_body = case.has_no_body
+            is_done = await run_script(connection, case.script, HANG_S)
+            self.counts.requests += case.script.requests
+            self._judge_connection(case, connection, is_done=is_done)
+        except ConnectionError:
+            self.counts.statuses["no connection"] += 1
+        finally:
+            self._slots.release()
+
+    def _judge_connection(self, case: Case, connection: Connection, *, is_done: bool) -> None:
+        assert case.script is not None
+        sent = b"".join(step.data for step in case.script.steps)
+        for reply in connection.replies:
+            self._judge(case, reply, sent)
+        if connection.violation:
+            self.counts.server_errors += 1
+            self._failures.add(case.seed, case.name, connection.violation, sent)
+        if not is_done:
+            self.counts.hangs += 1
+            problem = f"{len(connection.replies)} of {case.script.responses} responses, and no end"
+            self._failures.add(case.seed, case.name, problem, sent)
+
+    def _judge(self, case: Case, reply: Reply, sent: bytes) -> None:
+        self.counts.statuses[str(reply.status)] += 1
+        if (problem := find_problem(reply)) is not None:
+            self.counts.server_errors += 1
+            self._failures.add(case.seed, case.name, problem, sent, reply.body)
+        elif reply.status in DOCUMENTED_FAILURES:
+            self.counts.unavailable += 1
+            self._failures.add(case.seed, case.name, f"documented {reply.status}", sent, reply.body)
+        elif reply.status == 200 and (match := _REPLY_ID.search(reply.body, 0, 300)):
+            position = self.counts.requests % len(self._pool.responses)
+            self._pool.responses[position] = match[1].decode()
+
+
+async def keep_pool_open(address: tuple[str, int], pool: Pool, interval_s: float = 0.2) -> None:
+    """Replace the pool's sessions one after the other, because cases end them."""
+    position = 0
+    connection: Connection | None = None
+    while True:
+        if connection is None or connection.is_closed:
+            connection = await connect(*address)
+        with contextlib.suppress(ValueError, KeyError):
+            pool.sessions[position % len(pool.sessions)] = await open_session(connection, pool)
+            session_id = pool.sessions[(position + 7) % len(pool.sessions)][0]
+            view = await send(connection, "GET", f"/sessions/{session_id}", pool.admin_key)
+            for call in view["calls"][-1:]:
+                pool.calls[position % len(pool.calls)] = call["call_id"]
+        position += 1
+        await asyncio.sleep(interval_s)
+
+
+async def open_session(connection: Connection, pool: Pool) -> tuple[str, str]:
+    opened = await send(connection, "POST", "/sessions", pool.admin_key, {})
+    return opened["session_id"], opened["api_key"]
+
+
+async def send(connection: Connection, method: str, path: str, key: str, body: object = None) -> Any:
+    """Send one ordinary request and return the JSON of its response. Raise ValueError if it fails."""
+    content = b"" if body is None else orjson.dumps(body)
+    head = f"{method} {path} HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {key}\r\n"
+    connection.replies.clear()
+    connection.transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(content), content))
+    await connection.wait(1, time.monotonic() + HANG_S)
+    if not connection.replies or connection.replies[0].status >= 300:
+        raise ValueError(f"{method} {path}: {connection.replies[:1]}")
+    return parse_json(connection.replies[0].body)
