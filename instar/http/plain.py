@@ -87,7 +87,7 @@ class _Connection(asyncio.Protocol):
         try:
             await response.started
         except asyncio.CancelledError:
-            self.transport.abort()
+            response.close()  # If the response is complete, another request may use the connection.
             raise
         return response
 

@@ -1,0 +1,38 @@
+"""The small HTTP client: how it reuses connections."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from instar.http.plain import PlainClient
+
+REPLY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+async def test_request_cancelled_after_its_response_does_not_abort_the_next_request_on_the_connection() -> (
+    None
+):
+    connections = 0
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(REPLY)
+        writer.close()
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    client = PlainClient("127.0.0.1", server.sockets[0].getsockname()[1], idle_seconds=30, connect_seconds=10)
+    async with server, asyncio.timeout(10):
+        first = asyncio.create_task(client.post("/", {}, b""))
+        while not client._idle:  # noqa: ASYNC110 - the response must not be noticed by the first task yet
+            await asyncio.sleep(0)
+        second = asyncio.create_task(client.post("/", {}, b""))
+        first.cancel()
+        assert await (await second).read() == b"ok"
+        assert connections == 1
+        assert first.cancelled()
+        client.close()
