@@ -54,7 +54,7 @@ async def serve(
         app,
         http=LimitedHttpProtocol.with_limits(max_head, head_timeout),
         ws="none",
-        log_level="warning",
+        log_level="error",  # A client must not fill the log with warnings about its malformed requests.
         access_log=False,
         server_header=False,
         proxy_headers=False,

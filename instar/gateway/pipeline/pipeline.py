@@ -128,8 +128,9 @@ class CallPipeline:
         hints = SessionHints(route.session_id, session_header, external_id, previous, retry, text_prompt)
         # Clients that send token ids name their session, so their prompts are not matched by content.
         content_chain = None if dialect.is_token_level else chain
-        state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)
+        self._recorder.redact_tools(meta)  # Invalid tools are rejected before anything is sampled.
+        state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
 
     async def _check_named_sessions(

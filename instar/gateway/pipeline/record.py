@@ -266,7 +266,7 @@ class Recorder:
         redacted_reply = self._redactor.redact_message(reply.message)
         pairs = zip((*own_messages, reply.message), (*redacted, redacted_reply), strict=True)
         position = next((i for i, (a, b) in enumerate(pairs, base_messages) if a is not b), None)
-        tools = self._redact_tools(meta)
+        tools = self.redact_tools(meta)
         if placement.first_redacted_message is not None:
             position = placement.first_redacted_message
         if tools is not meta.request.tools or self._has_secret_prompt_ids(meta, placement):
@@ -295,8 +295,9 @@ class Recorder:
         text = parser.message["content"]
         return self._redactor.redact_text(text) != text
 
-    def _redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
-        """Return the tools without secrets. The result is cached, because agents repeat their tools."""
+    def redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
+        """Return the tools without secrets. The result is cached, because agents repeat their tools. Raise
+        RecursionError if a tool is nested too deeply."""
         tools = meta.request.tools
         if not tools or meta.chain is None:
             return tools

@@ -41,6 +41,9 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(502, f"The engine failed: {error}", code="engine_error")
         case StoreError():
             return ApiError(503, f"The store failed: {error}", code="store_error", retry_after=1)
+        case RecursionError():
+            message = "The JSON of the request is nested too deeply; nest it less."
+            return ApiError(400, message, code="invalid_json")
         case HTTPException():
             return ApiError(error.status_code, error.detail)
         case _:

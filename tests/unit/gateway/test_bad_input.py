@@ -132,6 +132,28 @@ async def test_deeply_nested_arguments_are_accepted(gateway: RunningGateway, dep
     assert (await send(gateway, body)).json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_deeply_nested_tool_schema_is_refused(gateway: RunningGateway, is_stream: bool) -> None:
+    schema: Any = {}
+    for _ in range(600):
+        schema = {"items": schema}
+    response = await send(gateway, {**OK, "tools": [tool(schema)], "stream": is_stream})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "invalid_json"
+    assert "nested" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/sessions", "/sessions/{}/complete", "/sessions/{}/fail"])
+async def test_deeply_nested_metadata_is_refused(gateway: RunningGateway, path: str) -> None:
+    metadata: Any = {}
+    for _ in range(600):
+        metadata = {"a": metadata}
+    body = {"metadata": metadata, **({"reason": "x"} if path.endswith("fail") else {})}
+    response = await gateway.control(path.format((await gateway.open()).session_id), body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == "invalid_json"
+
+
 async def test_request_with_lone_surrogate_is_handled(gateway: RunningGateway) -> None:
     response = await send(gateway, b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}')
     assert response.status_code in (200, 400), response.text
