@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from dataclasses import dataclass
+from typing import cast
 
 from fuzz_parts.tricks import Script
 
@@ -54,8 +55,7 @@ class Connection(asyncio.Protocol):
         """True if the current response ends when the connection closes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
@@ -125,6 +125,9 @@ class Connection(asyncio.Protocol):
     def _find_end(self, head: bytes, status: int) -> tuple[int | None, bytes]:
         """Return the end of the current response and its body. The end is None if it has not arrived."""
         start, buffer = self._body_start, self._buffer
+        if self.has_no_body and _CLOSE.search(head):
+            self._ends_with_connection = True  # A server that cannot parse the method sends a body.
+            return None, b""
         if self.has_no_body or status in (204, 304):
             return start, b""
         if length := _LENGTH.search(head):
