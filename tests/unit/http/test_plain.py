@@ -13,7 +13,7 @@ REPLY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 async def test_request_cancelled_after_its_response_does_not_abort_the_next_request_on_the_connection() -> (
     None
 ):
-    connections = 0
+    connections, disconnected = 0, asyncio.Event()
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
@@ -23,6 +23,9 @@ async def test_request_cancelled_after_its_response_does_not_abort_the_next_requ
                 await reader.readuntil(b"\r\n\r\n")
                 writer.write(REPLY)
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        disconnected.set()
 
     server = await asyncio.start_server(respond, "127.0.0.1", 0)
     client = PlainClient("127.0.0.1", server.sockets[0].getsockname()[1], idle_seconds=30, connect_seconds=10)
@@ -36,3 +39,4 @@ async def test_request_cancelled_after_its_response_does_not_abort_the_next_requ
         assert connections == 1
         assert first.cancelled()
         client.close()
+        await disconnected.wait()
