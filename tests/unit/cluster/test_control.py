@@ -143,7 +143,7 @@ async def test_ending_run_releases_a_role_that_is_draining(harness: RunHarness, 
     await wait_until(lambda: "draining trainer" in harness.log)
     harness.control.release_all()
     harness.cluster.signal("trainer")
-    assert await asyncio.wait_for(waiting, 10) == 0
+    assert await asyncio.wait_for(waiting, 60) == 0
     await request
 
 
@@ -156,7 +156,7 @@ async def test_role_retired_while_draining_is_not_started_again(harness: RunHarn
     await harness.cluster.start("rollout", python=script("exit 0"))
     with pytest.raises(InstarError, match="rollout cannot be started because it has finished its work"):
         await request
-    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0, (
+    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 60) == 0, (
         "the next process is not held"
     )
     assert harness.output().count("up") == 1
@@ -171,7 +171,7 @@ async def test_role_retired_while_stopped_does_not_block_its_successor(
     with pytest.raises(InstarError, match="it has finished its work"):
         await harness.request("start", "rollout")
     await harness.cluster.start("rollout", python=script("exit 0"))
-    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0
+    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 60) == 0
 
 
 async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, script: Script) -> None:
@@ -187,7 +187,7 @@ async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, scrip
     child = harness.cluster.roles["rollout"]
     assert child.process is not None
     os.kill(child.process.pid, signal.SIGHUP)
-    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 10) == 0, (
+    assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 60) == 0, (
         "a process that exits with 0 is done"
     )
 
