@@ -19,7 +19,7 @@ from instar.gateway.pipeline.record import Recorder
 from instar.gateway.pipeline.resolve import SessionResolver
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
-from instar.gateway.token_api import SubmissionService, parse_submission
+from instar.gateway.token_api import CallBody, SubmissionService, parse_submission
 from instar.http.retry import RetryPolicy
 from instar.record.hashing import MessageHasher
 from instar.record.redact import Redactor
@@ -271,7 +271,7 @@ class GatewayRole:
             "client_key": body.client_key,
         }
         latest = (await self._store.latest_policy(RUN)).version
-        calls = parse_submission(msgspec.json.encode({"calls": [call]}), VOCABULARY, max(latest, version))
+        calls = parse_submission([msgspec.convert(call, CallBody)], VOCABULARY, max(latest, version))
         (call_id,) = await self._submissions.submit(state, calls)
         recorded = await self._store.call(call_id)
         return ChatReply(call_id, recorded.reply["content"] if recorded else reply)
