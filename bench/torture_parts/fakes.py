@@ -75,7 +75,7 @@ class SimulatedBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return torch_capabilities(None, reference=False, live=False)
+        return torch_capabilities(None, has_reference=False, can_sync_live=False)
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
         return [sample.logprobs for sample in samples]
