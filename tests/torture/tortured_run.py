@@ -55,10 +55,10 @@ MAX_FAILURES = 20
 READY_SHARE = 0.6
 """The share of faults that wait until all roles run. The others may hit a role that starts or recovers."""
 MAX_PAUSE_SECONDS = 1.0
-MAX_STEP_SECONDS = 0.6
+MAX_STEP_SECONDS = 0.4
 """The longest time between the start of a step or session and a kill in it."""
-CALL_SECONDS = 0.1
-"""The time that each call to the backend takes at least, so that a step lasts about as long as the above."""
+CALL_SECONDS = 0.12
+"""The time that each call to the backend takes at least, so that a step lasts longer than the above."""
 MAX_STOP_SECONDS = 3.0
 MAX_FULL_SECONDS = 3.0
 JUMPS = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
