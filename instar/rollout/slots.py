@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 RETRY = RetryPolicy(first_delay=0.5)
 TRANSIENT_STATUSES = (429, 502, 503)
+TRANSIENT_CODES = ("unavailable", "engine_error", "store_error")
+"""The gateway's codes for 502 and 503. An error inside of a stream has no other status than 200."""
 CANCEL_GRACE_SECONDS = 5.0
 """The time that a cancelled agent has to stop."""
 
@@ -223,7 +225,8 @@ def is_transient(error: BaseException) -> bool:
     while cause is not None and id(cause) not in visited:
         visited.add(id(cause))
         status = getattr(cause, "status_code", None) or getattr(cause, "status", None)
-        if isinstance(cause, connection_errors) or status in TRANSIENT_STATUSES:
+        has_transient_code = getattr(cause, "code", None) in TRANSIENT_CODES
+        if isinstance(cause, connection_errors) or status in TRANSIENT_STATUSES or has_transient_code:
             return True
         cause = cause.__cause__
     return False

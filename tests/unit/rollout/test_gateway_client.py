@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from openai import APIConnectionError, AsyncOpenAI
+from openai import APIConnectionError, APIError, AsyncOpenAI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -98,10 +98,21 @@ def test_is_transient_recognizes_connection_errors_and_statuses() -> None:
     assert is_transient(wrapped)
 
 
-async def test_is_transient_stream_of_the_openai_sdk_is_interrupted_returns_true() -> None:
+@pytest.mark.parametrize(
+    ("end", "error_class"),
+    [
+        (b"", APIConnectionError),
+        (b'data: {"error": {"message": "The store failed", "code": "store_error"}}\n\n', APIError),
+    ],
+    ids=["connection lost", "error sent"],
+)
+async def test_is_transient_stream_of_the_openai_sdk_is_interrupted_returns_true(
+    end: bytes, error_class: type[APIError]
+) -> None:
     async def send_half_a_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 1000\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 1000\r\n\r\n"
+        writer.write(head + end)
         await writer.drain()
         writer.close()
 
@@ -109,7 +120,7 @@ async def test_is_transient_stream_of_the_openai_sdk_is_interrupted_returns_true
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, AsyncOpenAI(base_url=url, api_key="k", timeout=30) as client:
         stream = await client.completions.create(model="m", prompt="p", stream=True)
-        with pytest.raises(APIConnectionError) as interrupted:
+        with pytest.raises(error_class) as interrupted:
             async for _ in stream:
                 pass
     assert is_transient(interrupted.value)
