@@ -82,14 +82,10 @@ class PostgresTestServer:
         self.query(f"SET session_replication_role = replica; {statements}", schema=schema)
 
     def query(self, sql: str, *values: object, schema: str = "public") -> list[tuple[Any, ...]]:
-        with self.connect(schema) as connection:
+        with psycopg.connect(self.socket_url, autocommit=True) as connection:
+            connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
             cursor = connection.execute(sql.encode(), values or None)
             return cursor.fetchall() if cursor.description else []
-
-    def connect(self, schema: str) -> psycopg.Connection[tuple[Any, ...]]:
-        connection = psycopg.connect(self.socket_url, autocommit=True)
-        connection.execute("SELECT set_config('search_path', %s, false)", (schema,))
-        return connection
 
     def start(self, timeout: float = 30.0) -> None:
         settings = {

@@ -28,16 +28,14 @@ class PostgresRun(RunProcess):
         }
         super().__init__(folder, config)
         self.server = server
-        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
 
     def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
         return super().start(resume=resume, **{PASSWORD_VARIABLE: PASSWORD, **env})
 
     def query(self, sql: str, *values: object) -> list[Any]:
         try:
-            if self._connection is None or self._connection.closed:
-                self._connection = self.server.connect(self.config["store"]["db_schema"])
-            return self._connection.execute(sql.replace("?", "%s").encode(), values or None).fetchall()
+            schema = self.config["store"]["db_schema"]
+            return self.server.query(sql.replace("?", "%s"), *values, schema=schema)
         except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
             return []  # the table does not exist yet, or the server restarts
 
