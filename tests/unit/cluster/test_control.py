@@ -175,7 +175,7 @@ async def test_role_retired_while_stopped_does_not_block_its_successor(
 
 
 async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, script: Script) -> None:
-    await start(harness, script, body=f"trap 'exit 0' HUP; {WAIT}")
+    await start(harness, script, body=f"trap 'exit 0' USR2; {WAIT}")
     await harness.request("stop", "rollout")
     both = await asyncio.gather(
         *(harness.request("start", "rollout") for _ in range(2)), return_exceptions=True
@@ -186,7 +186,7 @@ async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, scrip
     await wait_until(lambda: harness.output().count("up") == 2)
     child = harness.cluster.roles["rollout"]
     assert child.process is not None
-    os.kill(child.process.pid, signal.SIGHUP)
+    os.kill(child.process.pid, signal.SIGUSR2)
     assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 60) == 0, (
         "a process that exits with 0 is done"
     )
