@@ -182,7 +182,7 @@ async def load_workload(
             result,
             pause=settings.pause,
             crashes_per_hour=settings.crashes_per_hour,
-            restart=settings.restart_seconds,
+            restart_seconds=settings.restart_seconds,
         )
     else:
         sessions = [] if path else draw_sessions(settings, random.Random(seed), DRAWN_SESSIONS)
