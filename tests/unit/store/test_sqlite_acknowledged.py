@@ -24,8 +24,10 @@ def kill_writer(path: Path) -> int:
     assert child.stdout is not None
     lines = [child.stdout.readline() for _ in range(300)]
     child.send_signal(signal.SIGKILL)
-    rest, _ = child.communicate(timeout=30)
-    return len(lines) + rest.count("\n")
+    child.wait(30)
+    # `communicate` would not return the lines that `readline` has read ahead.
+    with child.stdout:
+        return len(lines) + child.stdout.read().count("\n")
 
 
 def count_calls(path: Path) -> int:
