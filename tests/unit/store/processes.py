@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,15 @@ def command(mode: str, location: Path | str, name: str) -> list[str]:
 
 def start(mode: str, location: Path | str, name: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command(mode, location, name), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def kill(child: subprocess.Popen[str]) -> list[str]:
+    """Kill the process, and return the complete lines of its output that were not read yet."""
+    child.send_signal(signal.SIGKILL)
+    child.wait(30)
+    assert child.stdout is not None
+    with child.stdout:  # `communicate` would not return the lines that `readline` has read ahead
+        return [line.strip() for line in child.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def run(arguments: list[str]) -> str:

@@ -19,7 +19,7 @@ from tests.postgres import PASSWORD, PostgresTestServer
 
 from .child_process import open_store
 from .factories import POLICY, RUN, make_call, make_session
-from .processes import start
+from .processes import kill, start
 from .proxy import CommitFailure, Proxy
 
 
@@ -42,9 +42,7 @@ async def test_acknowledged_calls_survive_sigkill_next_to_other_writers(location
     assert killed.stdout is not None
     acknowledged = {killed.stdout.readline().strip()}
     await asyncio.sleep(0.3)
-    killed.send_signal(signal.SIGKILL)
-    rest, _ = killed.communicate(timeout=30)
-    acknowledged |= {line.strip() for line in rest.splitlines(keepends=True) if line.endswith("\n")}
+    acknowledged.update(kill(killed))
     for other in others:
         lines, _ = other.communicate(timeout=60)
         assert other.returncode == 0

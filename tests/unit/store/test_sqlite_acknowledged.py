@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sqlite3
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from instar.errors import ConflictError
 from instar.store.sqlite import SqliteStore
 
 from .factories import make_call, make_session
-from .processes import start
+from .processes import kill, start
 
 
 def kill_writer(path: Path) -> int:
@@ -23,11 +22,7 @@ def kill_writer(path: Path) -> int:
     child = start("write", path, "0")
     assert child.stdout is not None
     lines = [child.stdout.readline() for _ in range(300)]
-    child.send_signal(signal.SIGKILL)
-    child.wait(30)
-    # `communicate` would not return the lines that `readline` has read ahead.
-    with child.stdout:
-        return len(lines) + child.stdout.read().count("\n")
+    return len(lines) + len(kill(child))
 
 
 def count_calls(path: Path) -> int:

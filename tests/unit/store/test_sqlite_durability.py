@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import sqlite3
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.store.writer import Writer
 
 from .factories import make_call, make_session
-from .processes import command, run, start
+from .processes import command, kill, run, start
 
 
 async def stored_call_ids(path: Path) -> set[str]:
@@ -39,10 +38,7 @@ async def test_acknowledged_calls_survive_sigkill(tmp_path: Path) -> None:
         assert child.stdout is not None
         acknowledged.add(child.stdout.readline().strip())
         await asyncio.sleep(rng.uniform(0.0, 0.3))
-        child.send_signal(signal.SIGKILL)
-        rest, _ = child.communicate(timeout=30)
-        # The kill may cut the last line short; it is complete only with its newline.
-        acknowledged |= {line.strip() for line in rest.splitlines(keepends=True) if line.endswith("\n")}
+        acknowledged.update(kill(child))
         assert acknowledged <= await stored_call_ids(path)
     assert len(acknowledged) > 50
 
