@@ -42,7 +42,7 @@ class GatewayProcess:
     def __init__(self, announcement: dict[str, str]) -> None:
         self.url = announcement["base_url"].removesuffix("/v1")
         self.admin_key = announcement["admin_key"]
-        self.agent_key = announcement["api_key"]
+        self.agent_key = announcement.get("api_key", "")  # `instar train` does not announce one
         self.store = Path(announcement["run_dir"]) / "store.db"
         self.pid = self._read_pid()
 
