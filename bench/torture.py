@@ -85,7 +85,6 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
         on_progress=show_progress,
     )
     show_simulation(campaign)
-    found = [name for name, schedules in campaign.bugs.items() if schedules is not None]
     return {
         "interleavings": campaign.interleavings,
         "violations": len(campaign.violations),
@@ -96,7 +95,7 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
         "crashes": sum(result.crashes for result in campaign.results),
         "decisions": sum(result.decisions for result in campaign.results),
         "bugs_planted": len(BUGS),
-        "bugs_found": len(found),
+        "bugs_found": sum(schedules is not None for schedules in campaign.bugs.values()),
         "bugs": campaign.bugs,
         "first_violations": campaign.violations[:MAX_REPORTED],
     }

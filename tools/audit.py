@@ -44,9 +44,9 @@ Vulnerabilities = dict[str, list[str]]
 
 def list_packages(folder: str) -> dict[str, str]:
     """Return the version of each package that is installed in the folder."""
-    found = {canonicalize_name(item.name): item.version for item in distributions(path=[folder])}
-    found.pop(canonicalize_name(OWN_PACKAGE), None)
-    return found
+    versions = {canonicalize_name(item.name): item.version for item in distributions(path=[folder])}
+    versions.pop(canonicalize_name(OWN_PACKAGE), None)
+    return versions
 
 
 def fetch_json(url: str, body: Any = None) -> Any:
@@ -98,8 +98,8 @@ def look_up_latest(packages: dict[str, str], index: str) -> Vulnerabilities:
         return [entry["id"] for entry in entries if not entry.get("withdrawn")]
 
     with ThreadPoolExecutor(16) as pool:
-        found = zip(packages, pool.map(look_up, packages), strict=True)
-        return {name: ids for name, ids in found if ids is not None}
+        ids_by_name = zip(packages, pool.map(look_up, packages), strict=True)
+        return {name: ids for name, ids in ids_by_name if ids is not None}
 
 
 def audit(packages: dict[str, str], folder: str, index: str, osv: str) -> tuple[Vulnerabilities, list[str]]:
@@ -156,15 +156,15 @@ def main() -> None:
     if unknown:
         lines = [*lines, f"NOT AUDITED: {len(unknown)} of {len(packages)} packages: {', '.join(unknown)}"]
     allowed = read_allowed()
-    found = [
+    problems = [
         f"{name} {packages[name]} has the known vulnerability {identifier}; update it, or list it with a "
         f"reason in {ALLOW_LIST.relative_to(ROOT)}"
         for name, identifiers in sorted(vulnerabilities.items())
         for identifier in identifiers
         if (name, identifier) not in allowed
     ]
-    print("\n".join([*lines, *found, f"{len(found)} known vulnerabilities"]))
-    sys.exit(bool(found))
+    print("\n".join([*lines, *problems, f"{len(problems)} known vulnerabilities"]))
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ async def connect(host: str, port: int, *, is_slow: bool = False) -> Connection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_RECEIVE_BUFFER)
     try:
         await loop.sock_connect(sock, (host, port))
-    except BaseException:
+    except BaseException:  # including cancellation: the socket has no other owner yet
         sock.close()
         raise
     _, connection = await loop.create_connection(Connection, sock=sock)

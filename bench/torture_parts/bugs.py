@@ -28,6 +28,7 @@ from instar.types import (
     SessionStatus,
     StepState,
 )
+from tests.torture.broken_trainer import TrainerThatLoadsTheLatest
 from torture_parts.roles import Components
 from torture_parts.simulated_store import SimulatedStore
 
@@ -67,20 +68,6 @@ class TrainerWithEarlyCheckpointRow(Trainer):
         await save_checkpoint(self.config.run_dir, self.backend, state)
         self.saved_step = step
         return await self._commit()
-
-
-class TrainerThatLoadsTheLatest(Trainer):
-    """Recovery loads the newest state on disk, even if the store does not refer to it."""
-
-    async def recover(self) -> None:
-        await super().recover()
-        latest = self.config.run_dir / "latest"
-        if latest.exists():
-            await self.backend.load_state(latest)
-
-    async def _save_and_commit(self, step: int) -> int:
-        await self.backend.save_state(self.config.run_dir / "latest")
-        return await super()._save_and_commit(step)
 
 
 class TrainerWithoutLoad(Trainer):

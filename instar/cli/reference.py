@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from instar.cli.config_errors import sections_in
 from instar.config import GatewayConfig, RunConfig
-from instar.gateway.app import create_app
+from instar.gateway.app import GatewayApp, create_app
 from instar.store.sqlite import SqliteStore
 
 HEAD = """# Configuration
@@ -29,8 +29,8 @@ is relative to the file; one given by `--set` is relative to the working folder.
 """
 
 
-async def render_api() -> str:
-    """Return the OpenAPI description of the gateway's routes."""
+async def create_app_without_engine() -> GatewayApp:
+    """Return a gateway that has all routes and cannot handle requests."""
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "store.db")
         app = create_app(
@@ -44,7 +44,12 @@ async def render_api() -> str:
             admin_key="none",
         )
         await store.close()
-    return json.dumps(app.description, indent=1) + "\n"
+    return app
+
+
+async def render_api() -> str:
+    """Return the OpenAPI description of the gateway's routes."""
+    return json.dumps((await create_app_without_engine()).description, indent=1) + "\n"
 
 
 def render() -> str:

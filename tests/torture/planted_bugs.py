@@ -38,18 +38,7 @@ def acknowledge_before_commit() -> None:
 def load_unrecorded_state() -> None:
     """Let the trainer continue from the newest state on disk, even if the store does not refer to it."""
     from instar.cluster.roles import trainer as role
-    from instar.trainer.loop import Trainer
-
-    class TrainerThatLoadsTheLatest(Trainer):
-        async def recover(self) -> None:
-            await super().recover()
-            latest = self.config.run_dir / "latest"
-            if latest.exists():
-                await self.backend.load_state(latest)
-
-        async def _save_and_commit(self, step: int) -> int:
-            await self.backend.save_state(self.config.run_dir / "latest")
-            return await super()._save_and_commit(step)
+    from tests.torture.broken_trainer import TrainerThatLoadsTheLatest
 
     setattr(role, "Trainer", TrainerThatLoadsTheLatest)  # noqa: B010 - a type checker would reject the assignment
 

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from instar.config import GatewayConfig
-from instar.gateway.app import create_app
+from instar.cli.reference import create_app_without_engine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
 from instar.registry import list_names, resolve
-from instar.store.sqlite import SqliteStore
 from tests.unit.gateway.conftest import ADMIN, RunningGateway
 from tests.unit.gateway.wire import build_request, post
 
@@ -161,18 +159,7 @@ async def test_route_answers_every_key_as_the_matrix_says(gateway: RunningGatewa
 
 
 async def test_matrix_contains_every_route(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "store.db")
-    app = create_app(
-        store=store,
-        engine=None,
-        renderer=None,
-        run_id="run",
-        agent_id="agent",
-        policy_id="policy",
-        config=GatewayConfig(),
-        admin_key=ADMIN,
-    )
-    await store.close()
+    app = await create_app_without_engine()
     routes = {
         f"{method} {route.path.replace(':path', '')}"
         for route in app.routes

@@ -11,11 +11,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
-from instar.cli.reference import render_api
-from instar.config import GatewayConfig
-from instar.gateway.app import GatewayApp, create_app
+from instar.cli.reference import create_app_without_engine, render_api
 from instar.registry import list_names, resolve
-from instar.store.sqlite import SqliteStore
 from tests.unit.gateway.conftest import ADMIN, RunningGateway
 from tests.unit.gateway.wire import PATHS, build_request
 
@@ -41,22 +38,6 @@ CONTROL: list[tuple[str, str, dict[str, Any] | None]] = [
     ("POST", "/sessions/{session}/complete", {"reward": 1.0}),
     ("POST", "/sessions/{session}/fail", {"reason": "why"}),
 ]
-
-
-async def create_gateway_app(folder: Path) -> GatewayApp:
-    store = SqliteStore(folder / "store.db")
-    app = create_app(
-        store=store,
-        engine=None,
-        renderer=None,
-        run_id="run",
-        agent_id="agent",
-        policy_id="policy",
-        config=GatewayConfig(),
-        admin_key=ADMIN,
-    )
-    await store.close()
-    return app
 
 
 def list_described(description: dict[str, Any]) -> set[str]:
@@ -89,7 +70,7 @@ async def check_exchange(
 
 
 async def test_description_contains_every_route_and_no_other(tmp_path: Path) -> None:
-    app = await create_gateway_app(tmp_path)
+    app = await create_app_without_engine()
     routes = {
         f"{method} {route.path.replace(':path', '')}"
         for route in app.routes
@@ -116,7 +97,7 @@ async def test_description_in_docs_is_current() -> None:
 
 
 async def test_description_has_valid_schemas_and_unique_ids(tmp_path: Path) -> None:
-    description = (await create_gateway_app(tmp_path)).description
+    description = (await create_app_without_engine()).description
     for schema in description["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
     for reference in re.findall(r'"#/([^"]+)"', json.dumps(description)):

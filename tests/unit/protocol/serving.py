@@ -26,7 +26,7 @@ def serve_in_thread(protocol: str, model: ModelConfig, **options: Any) -> Genera
             loop.run_until_complete(
                 serve_protocol(protocol, model, threads=1, on_ready=address.set_result, stop=stop, **options)
             )
-        except BaseException as error:
+        except BaseException as error:  # reported by the thread that waits for the address
             if not address.done():
                 address.set_exception(error)
             raise

@@ -55,7 +55,7 @@ def run_server(
     def main() -> None:
         try:
             asyncio.run(run())
-        except BaseException as error:
+        except BaseException as error:  # reported by the thread that waits for the address
             if not address.done():
                 address.set_exception(error)
             raise
