@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,15 +63,17 @@ class Fingerprint:
     """The results that are equal for two runs that trained identically."""
 
     trained: tuple[tuple[int, str, float, float], ...]
-    """(step, sample key, reward, advantage), in order."""
+    """(step, group and slot, reward, advantage), in order. The number of a sample within its session is not
+    compared, because a reply that a killed engine did not finish is counted in it."""
     dropped: tuple[tuple[int, str, str], ...]
-    """(step, sample key, reason)."""
+    """(step, group and slot, reason)."""
     adapter: str
     optimizer: str
 
     def list_differences(self, other: Fingerprint) -> list[str]:
         """Return the rows that only one of the two has, and the names of the hashes that differ."""
-        rows = {*self.trained, *self.dropped} ^ {*other.trained, *other.dropped}
+        own, others = (Counter([*run.trained, *run.dropped]) for run in (self, other))
+        rows = [*(own - others), *(others - own)]
         hashes = [name for name in ("adapter", "optimizer") if getattr(self, name) != getattr(other, name)]
         return [*hashes, *sorted(map(str, rows))]
 
@@ -103,19 +106,17 @@ class StoredRun:
             "SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC LIMIT 1"
         )[0]
         (state,) = self.query("SELECT state_path FROM steps ORDER BY step DESC LIMIT 1")[0]
+        trained = self.query(
+            "SELECT step, sample_key, reward, advantage FROM claims WHERE outcome = 'trained' "
+            "ORDER BY step, sample_key"
+        )
+        dropped = self.query(
+            "SELECT step, sample_key, reason FROM claims WHERE outcome = 'dropped' "
+            "AND step IS NOT NULL ORDER BY step, sample_key"
+        )
         return Fingerprint(
-            trained=tuple(
-                self.query(
-                    "SELECT step, sample_key, reward, advantage FROM claims WHERE outcome = 'trained' "
-                    "ORDER BY step, sample_key"
-                )
-            ),
-            dropped=tuple(
-                self.query(
-                    "SELECT step, sample_key, reason FROM claims WHERE outcome = 'dropped' "
-                    "AND step IS NOT NULL ORDER BY step, sample_key"
-                )
-            ),
+            trained=tuple((step, key.rpartition("/")[0], *rest) for step, key, *rest in trained),
+            dropped=tuple((step, key.rpartition("/")[0], *rest) for step, key, *rest in dropped),
             adapter=hash_adapter(self.adapter_folder(artifact)),
             optimizer=hash_adapter(self.state_folder(Path(state) / "backend")),
         )
