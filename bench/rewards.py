@@ -46,7 +46,7 @@ async def fill_store(path: Path, sessions: int) -> None:
 
     async def add_session(number: int) -> None:
         name = f"session-{number:06d}"
-        await store.add_calls([make_call(name)], opening=Session(name, RUN, "agent", RUN, Channel.LIVE))
+        await store.add_calls([make_call(name)], new_session=Session(name, RUN, "agent", RUN, Channel.LIVE))
         await store.end_session(name, SessionStatus.COMPLETED)
 
     for start in range(0, sessions, INSERT_BATCH):

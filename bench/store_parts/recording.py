@@ -68,9 +68,9 @@ async def measure(load: CallLoad, target: InsertTarget, folder: Path, rounds: in
     try:
         for number in range(rounds + 1):
             conversations = make_conversations(load)
-            commits = store.commits
+            commits = store.commit_count
             seconds = await record_calls(store, conversations)
-            rows_per_commit = load.calls / (store.commits - commits)
+            rows_per_commit = load.calls / (store.commit_count - commits)
             rows = encode_rows(make_conversations(load))
             row_bytes = count_bytes(rows[-1][1])
             bare_seconds = insert_rows(raw_database, rows, max(1, round(rows_per_commit)))
@@ -107,7 +107,7 @@ async def record_calls(store: SqliteStore, conversations: Conversations) -> floa
 
     async def agent() -> None:
         for session, calls in waiting:
-            await store.add_calls(calls[:1], opening=session)
+            await store.add_calls(calls[:1], new_session=session)
             for call in calls[1:]:
                 await store.add_calls([call])
 
@@ -162,7 +162,7 @@ def encode_rows(conversations: Conversations) -> list[tuple[Table, Values]]:
         for turn in range(len(part[0][1])):
             for session, calls in part:
                 if turn == 0:
-                    rows.append((SESSIONS, list(SESSIONS.values(encode_session(session, None)))))
+                    rows.append((SESSIONS, list(SESSIONS.to_values(encode_session(session, None)))))
                 rows.append((CALLS, list(encode_call(calls[turn]).values)))
     return rows
 

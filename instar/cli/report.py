@@ -241,11 +241,11 @@ def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
     rows = [
         {
             "judge": judge.judge,
-            "rewards": f"{judge.rewards:,}",
-            "mean": f"{judge.mean:.3f}",
+            "rewards": f"{judge.reward_count:,}",
+            "mean": f"{judge.mean_reward:.3f}",
             "dollars": f"{judge.dollars:.2f}",
-            "votes": _cell(judge.votes),
-            "order agreement": _cell(judge.orders),
+            "votes": _cell(judge.vote_agreement),
+            "order agreement": _cell(judge.order_agreement),
             "sessions with a rule": f"{judge.rule_sessions:,}",
             "agrees with rule": _cell(judge.rule_same_side),
             "correlation": _cell(judge.rule_correlation),

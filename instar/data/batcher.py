@@ -197,7 +197,7 @@ class Batcher:
                 builder = ClaimBuilder(self.run_id, group.epoch)
             advantages = self._estimate_advantages(group.sessions)
             for session in group.untrainable:
-                claims += builder.drop_loaded(session, UNTRAINABLE, None)
+                claims += builder.drop_loaded_session(session, UNTRAINABLE, None)
             call_rewards = [value for session in group.sessions for value in session.call_rewards.values()]
             is_useful = self._uses_reference or has_signal(advantages) or any(call_rewards)
             if group.sessions and is_useful:
@@ -258,7 +258,7 @@ class Batcher:
         claims: list[Claim] = []
         for session, advantage in zip(group.sessions, advantages, strict=True):
             if advantage is None or not session.samples:
-                claims += builder.drop_loaded(session, "no_reward", advantage)
+                claims += builder.drop_loaded_session(session, "no_reward", advantage)
                 continue
             for sample in session.samples:
                 fresh = self._without_stale_tokens(sample, builder.staleness)
@@ -268,7 +268,7 @@ class Batcher:
                     # Exported data may come from a model with a longer context.
                     claims.append(builder.drop_sample(session, fresh, advantage, "too_long"))
                 else:
-                    claims.append(builder.train(session, fresh, advantage))
+                    claims.append(builder.claim_trained(session, fresh, advantage))
                     samples.append(with_advantage(fresh, advantage, session.call_rewards))
         claims += builder.drop_superseded(group)
         return samples, claims

@@ -19,7 +19,7 @@ class ClaimBuilder:
     staleness: Staleness | None = None
     """The staleness of tokens, or None for exported data."""
 
-    def train(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
+    def claim_trained(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -35,10 +35,10 @@ class ClaimBuilder:
     def drop_sample(
         self, session: LoadedSession, sample: Sample, advantage: float | None, reason: str
     ) -> Claim:
-        claim = self.train(session, sample, advantage)
+        claim = self.claim_trained(session, sample, advantage)
         return replace(claim, outcome=ClaimOutcome.DROPPED, reason=reason)
 
-    def drop_loaded(self, session: LoadedSession, reason: str, advantage: float | None) -> list[Claim]:
+    def drop_loaded_session(self, session: LoadedSession, reason: str, advantage: float | None) -> list[Claim]:
         """Return claims that drop a session: one per sample, or one for a session without samples."""
         if reason in ("zero_signal", "no_reward") and session.reward is None:
             reason = "failed" if session.is_failed else "no_reward"
@@ -60,7 +60,7 @@ class ClaimBuilder:
         claims = [
             claim
             for session, advantage in zip(group.sessions, values, strict=True)
-            for claim in self.drop_loaded(session, reason, advantage)
+            for claim in self.drop_loaded_session(session, reason, advantage)
         ]
         claims += self.drop_superseded(group)
         if claims or group.untrainable:

@@ -45,7 +45,7 @@ class LoadedGroup:
         final = [loaded.session for loaded in (*self.sessions, *self.untrainable)]
         return {session.session_id for session in (*final, *self.superseded)}
 
-    def exclude(self, session_ids: Set[str]) -> LoadedGroup:
+    def move_to_untrainable(self, session_ids: Set[str]) -> LoadedGroup:
         """Return the group with the sessions in ``session_ids`` moved to ``untrainable``."""
         trainable = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
         excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
@@ -77,7 +77,7 @@ class GroupLoader:
             session_id: {tag.name for tag in session_tags} for session_id, session_tags in tags.items()
         }
         untrainable = {session_id for session_id, names in tag_names.items() if UNTRAINABLE in names}
-        return [group.exclude(untrainable) for group in groups] if untrainable else list(groups)
+        return [group.move_to_untrainable(untrainable) for group in groups] if untrainable else list(groups)
 
     async def _load_sessions(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:
         ids = [session.session_id for session in sessions]

@@ -33,15 +33,15 @@ ProgressCallback = Callable[[int, int], object]
 class ExportHooks:
     """Functions from other packages that build a session's samples and combine its rewards."""
 
-    samples: Callable[[Session, Sequence[Call]], list[Sample]]
-    reward: Callable[[SessionRecord], float | None]
+    build_samples: Callable[[Session, Sequence[Call]], list[Sample]]
+    combine_rewards: Callable[[SessionRecord], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
     format: Format = "jsonl"
     where: SessionFilter = EVERYTHING
-    samples: bool = False
+    includes_samples: bool = False
     """True to also write the flat `samples` table."""
     min_reward: float | None = None
     """The lowest reward of a session in an `sft` export. None means any reward above 0."""
@@ -50,7 +50,7 @@ class ExportOptions:
 
     @property
     def tables(self) -> tuple[TableName, ...]:
-        return (*CONTENT_TABLES, "samples") if self.samples or self.format == "hf" else CONTENT_TABLES
+        return (*CONTENT_TABLES, "samples") if self.includes_samples or self.format == "hf" else CONTENT_TABLES
 
     def describe(self) -> Json:
         """Return the options that differ from their defaults."""
@@ -188,7 +188,7 @@ class _Export:
         writer = ConversationWriter(folder)
         if self.options.format == "sft":
             async for record in read_records(self.store, self.run_id, list(self.sessions), self.progress):
-                rows = build_sft_rows(record, self.hooks.reward(record), self.options.min_reward)
+                rows = build_sft_rows(record, self.hooks.combine_rewards(record), self.options.min_reward)
                 writer.add(**rows)
                 self.counts["sessions"] += any(rows.values())
                 self.counts["rows"] += len(rows["completions"])
@@ -206,7 +206,7 @@ class _Export:
                 sessions_by_group.setdefault(group_id, []).append(session_id)
         for number, session_ids in enumerate(sessions_by_group.values(), 1):
             records = [record async for record in read_records(self.store, self.run_id, session_ids)]
-            rewarded = [(record, self.hooks.reward(record)) for record in records]
+            rewarded = [(record, self.hooks.combine_rewards(record)) for record in records]
             pairs = build_dpo_rows(rewarded, self.options.margin)
             writer.add(pairs=pairs)
             self.counts["rows"] += len(pairs)
@@ -284,7 +284,7 @@ def build_sample_rows(record: SessionRecord, hooks: ExportHooks) -> Iterator[Exp
     session = record.session
     by_id = {call.call_id: call for call in record.calls}
     row, _ = encode_record(record)
-    for sample in hooks.samples(session, record.calls):
+    for sample in hooks.build_samples(session, record.calls):
         leaf = by_id[sample.spans[-1].call_id]
         yield {
             "sample_key": sample.sample_key,
@@ -299,6 +299,6 @@ def build_sample_rows(record: SessionRecord, hooks: ExportHooks) -> Iterator[Exp
             "logprobs": sample.logprobs,
             "behavior_logprobs": sample.behavior_logprobs,
             "versions": sample.versions,
-            "reward": hooks.reward(record),
+            "reward": hooks.combine_rewards(record),
             "rewards": row["rewards"],
         }

@@ -51,11 +51,11 @@ class BackgroundScorers:
     """The scorers of a run for a process that has no task set."""
 
     scorers: list[Scorer]
-    live: list[Scorer]
+    live_scorers: list[Scorer]
 
-    def are_needed(self, *, live: bool) -> bool:
+    def are_needed(self, *, serves_live_sessions: bool) -> bool:
         """Return True if any session is scored in the background. ``live``: the run serves live sessions."""
-        return any(scorer.background for scorer in self.scorers) or (live and bool(self.live))
+        return any(scorer.background for scorer in self.scorers) or (serves_live_sessions and bool(self.live_scorers))
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:

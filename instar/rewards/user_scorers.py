@@ -14,7 +14,7 @@ from instar.async_utils import run_in_daemon_thread
 from instar.config import AgentRewardConfig, RuleRewardConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, ScoringContext, Transcript, WorkerTextScorer
-from instar.rewards.rules.answers import settings_version
+from instar.rewards.rules.answers import compute_settings_version
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
@@ -55,7 +55,7 @@ class RuleReward(Scorer):
         self.workers: CheckWorkerPool | None = None
         self.function: Callable[..., Any] | None = None
         self.name = config.name or config.function or "task set"
-        self.version = settings_version(config) if config.args else ""
+        self.version = compute_settings_version(config) if config.args else ""
         if config.function is not None:
             self.function = registry.load_object(config.function)
             if not callable(self.function):

@@ -163,7 +163,7 @@ def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
 
 # --- tags ---------------------------------------------------------------------------------------
 
-_UPSERT_TAG = TAGS.insert_for_session_sql + TAGS.on_conflict_update("session_id", "name")
+_UPSERT_TAG = TAGS.insert_for_session_sql + TAGS.build_upsert_clause("session_id", "name")
 
 
 def add_tags(db: Database, tags: Sequence[Tag]) -> None:

@@ -97,8 +97,8 @@ class Store:
         self.base_call_cache = call_queries.BaseCallCache()
 
     @property
-    def commits(self) -> int:
-        return self._writer.commits if self._writer else 0
+    def commit_count(self) -> int:
+        return self._writer.commit_count if self._writer else 0
 
     async def close(self) -> None:
         """Commit the queued writes and close the store. It may be called twice."""
@@ -156,7 +156,7 @@ class Store:
         self,
         calls: Sequence[Call],
         *,
-        opening: Session | None = None,
+        new_session: Session | None = None,
         key_hash: str | None = None,
         tail_keys: Mapping[str, bytes] | None = None,
     ) -> None:
@@ -168,7 +168,7 @@ class Store:
         `sessions_by_tail`.
         """
         await self.write(
-            call_queries.AddCalls(calls, opening, key_hash, tail_keys or {}, self.base_call_cache)
+            call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache)
         )
 
     async def call(self, call_id: str) -> Call | None:

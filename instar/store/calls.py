@@ -130,7 +130,7 @@ class AddCalls(BatchableWrite):
     def _write(db: Database, writes: Sequence[AddCalls], *, check: bool) -> None:
         calls = [encoded for write in writes for encoded in write._calls]
         openings = [write._opening for write in writes if write._opening is not None]
-        db.insert(SESSIONS, [SESSIONS.values(row) for row in openings])
+        db.insert(SESSIONS, [SESSIONS.to_values(row) for row in openings])
         if check:
             _lock_sessions(db, calls, {row["session_id"] for row in openings})
         _check_bases(db, calls, writes[0]._bases)

@@ -21,7 +21,7 @@ from instar.store.sqlite_database import BUSY_TIMEOUT_SECONDS, SqliteDatabase, c
 def _migrate_to(version: int, *statements: str) -> tuple[str, ...]:
     """Return the statements that add this version's columns and tables, then ``statements``, then the
     statements that add its indexes."""
-    changes = [statement for table in TABLES for statement in table.migrate_sql(version)]
+    changes = [statement for table in TABLES for statement in table.build_migration_sql(version)]
     return (*changes, *statements, *INDEXES_BY_VERSION.get(version, ()))
 
 

@@ -50,7 +50,7 @@ class SessionRow:
     """A line of ``instar sessions ls``."""
 
     session: types.Session
-    calls: int
+    call_count: int
     sampled_tokens: int
     reward: float | None
     """The session's latest reward; rewards of single calls are not considered."""

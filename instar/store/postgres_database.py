@@ -24,7 +24,7 @@ from instar.store.postgres_server import (
     PostgresConnection,
     PostgresServer,
     TransactionNotCommitted,
-    error_text,
+    format_error,
     is_connection_lost,
     is_transient,
 )
@@ -51,7 +51,7 @@ class PostgresDatabase:
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
         if rows:
-            self._connection.cursor().executemany(_to_psycopg(table.insert_many_sql(1)), rows)
+            self._connection.cursor().executemany(_to_psycopg(table.build_insert_sql(1)), rows)
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
         return False
@@ -154,7 +154,7 @@ class PostgresWriteDatabase(PostgresDatabase):
             if not self.is_connection_lost(error):
                 raise
             if not self._was_committed(error):
-                raise TransactionNotCommitted(error_text(error)) from error
+                raise TransactionNotCommitted(format_error(error)) from error
             return
         if result.statusmessage != "COMMIT":
             raise StoreError(f"{self._server.name} rolled back a transaction: {result.statusmessage}")
@@ -187,7 +187,7 @@ class PostgresWriteDatabase(PostgresDatabase):
                 if not self.is_connection_lost(error) or time.monotonic() > deadline:
                     raise StoreError(
                         f"the connection to {self._server.name} was lost during a commit "
-                        f"({error_text(cause)}) and could not be reopened ({error_text(error)}): "
+                        f"({format_error(cause)}) and could not be reopened ({format_error(error)}): "
                         "it is unknown whether the last writes are stored"
                     ) from error
 

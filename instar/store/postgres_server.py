@@ -101,7 +101,7 @@ class PostgresServer:
                 if _PERMANENT_FAILURE.search(str(error)) or time.monotonic() + pause > deadline:
                     raise
                 if not has_warned:
-                    logger.warning("%s cannot be reached, trying again: %s", self.name, error_text(error))
+                    logger.warning("%s cannot be reached, trying again: %s", self.name, format_error(error))
                     has_warned = True
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
@@ -156,7 +156,7 @@ class PostgresServer:
 
     def translate(self, error: Exception) -> StoreError:
         """Translate an error of PostgreSQL to the error that callers of the store see."""
-        code, text = _sqlstate(error), error_text(error)
+        code, text = _sqlstate(error), format_error(error)
         if code == "23505":
             return ConflictError(f"the row already exists: {text}")
         if code.startswith(("22", "23")) or isinstance(error, psycopg.DataError):
@@ -204,7 +204,7 @@ def _sqlstate(error: Exception) -> str:
     return (error.sqlstate or "") if isinstance(error, psycopg.Error) else ""
 
 
-def error_text(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     if isinstance(error, psycopg.Error) and error.diag.message_primary:
         detail = error.diag.message_detail
         return error.diag.message_primary + (f" ({detail})" if detail else "")

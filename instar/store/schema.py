@@ -42,7 +42,7 @@ class Table:
         lines = [f"{name} {declaration}" for name, declaration in self.columns.items()]
         return f"CREATE TABLE {self.name} (\n  " + ",\n  ".join([*lines, *self.constraints]) + "\n)"
 
-    def migrate_sql(self, version: int) -> list[str]:
+    def build_migration_sql(self, version: int) -> list[str]:
         """Return the statements that update the table from the preceding schema version to ``version``."""
         if self.added_in == version:
             columns = {name: sql for name, sql in self.columns.items() if name not in self.later_columns}
@@ -70,15 +70,15 @@ class Table:
             "FROM sessions WHERE session_id = :session_id"
         )
 
-    def on_conflict_update(self, *keys: str) -> str:
+    def build_upsert_clause(self, *keys: str) -> str:
         """Return the clause of an INSERT that replaces the existing row with the same keys."""
         updates = ", ".join(f"{name} = excluded.{name}" for name in self.insert_columns if name not in keys)
         return f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
 
-    def insert_many_sql(self, count: int) -> str:
+    def build_insert_sql(self, count: int) -> str:
         return _insert_many_sql(self.name, self.insert_columns, count)
 
-    def values(self, row: Mapping[str, object]) -> tuple[object, ...]:
+    def to_values(self, row: Mapping[str, object]) -> tuple[object, ...]:
         return tuple(row[name] for name in self.insert_columns)
 
 

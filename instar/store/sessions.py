@@ -24,8 +24,8 @@ from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
 from instar.store.steps import get_progress, get_steps, refresh_consumed
 from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus, Step
 
-_UPSERT_RUN = RUNS.insert_sql + RUNS.on_conflict_update("run_id")
-_UPSERT_ENDPOINT = ENDPOINTS.insert_sql + ENDPOINTS.on_conflict_update("run_id", "role", "name")
+_UPSERT_RUN = RUNS.insert_sql + RUNS.build_upsert_clause("run_id")
+_UPSERT_ENDPOINT = ENDPOINTS.insert_sql + ENDPOINTS.build_upsert_clause("run_id", "role", "name")
 
 
 def put_run(db: Database, run: Run) -> None:

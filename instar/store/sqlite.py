@@ -18,7 +18,7 @@ from instar.errors import StoreError
 from instar.store import migrations
 from instar.store.base import Store
 from instar.store.reader import ReaderPool
-from instar.store.sqlite_database import SqliteDatabase, connect, counter_path, translate_error
+from instar.store.sqlite_database import SqliteDatabase, connect, get_counter_path, translate_error
 from instar.store.writer import Writer
 
 READER_THREADS = 4
@@ -54,7 +54,7 @@ def _open_for_writing(path: Path) -> SqliteDatabase:
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             path.touch(mode=0o600, exist_ok=False)  # only the owner may read the texts of agents and people
-            counter_path(path).unlink(missing_ok=True)  # it belongs to a store that was deleted
+            get_counter_path(path).unlink(missing_ok=True)  # it belongs to a store that was deleted
     except OSError as error:
         raise StoreError(f"cannot create {path}: {error}") from error
     with _translated_errors(path), ExitStack() as on_failure:

@@ -28,7 +28,7 @@ _UNIQUE_CODES = (sqlite3.SQLITE_CONSTRAINT_UNIQUE, sqlite3.SQLITE_CONSTRAINT_PRI
 _DISK_FULL_CODES = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP)
 
 
-def counter_path(path: Path) -> Path:
+def get_counter_path(path: Path) -> Path:
     return path.with_name(path.name + "-acknowledged")
 
 
@@ -42,7 +42,7 @@ class CallCounter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        file = os.open(counter_path(path), os.O_RDWR | os.O_CREAT, 0o600)
+        file = os.open(get_counter_path(path), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(file).st_size != COUNTER_BYTES:
                 # On a full disk this fails, but a write to mapped memory would end the process.
@@ -138,7 +138,7 @@ class SqliteDatabase(sqlite3.Connection):
         return True
 
     def _insert_rows(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        cursor = self.execute(table.insert_many_sql(len(rows)), tuple(chain.from_iterable(rows)))
+        cursor = self.execute(table.build_insert_sql(len(rows)), tuple(chain.from_iterable(rows)))
         if table is CALLS:
             self._last_call = cursor.lastrowid
 
@@ -212,17 +212,17 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
     return connection
 
 
-def primary_code(error: Exception) -> int:
+def get_primary_code(error: Exception) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 def is_busy(error: Exception) -> bool:
-    return primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return get_primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def translate_error(error: Exception, path: Path) -> StoreError:
     """Translate an error of SQLite to the error that callers of the store see."""
-    code, primary = getattr(error, "sqlite_errorcode", 0), primary_code(error)
+    code, primary = getattr(error, "sqlite_errorcode", 0), get_primary_code(error)
     if code in _UNIQUE_CODES:
         return ConflictError(f"the row already exists: {error}")
     if primary == sqlite3.SQLITE_CONSTRAINT:

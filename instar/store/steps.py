@@ -54,7 +54,7 @@ def _add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
     for (run_id, epoch), group in groupby(claims, key=lambda claim: (claim["run_id"], claim["epoch"])):
         _check_unclaimed(db, run_id, epoch, [claim["sample_key"] for claim in group])
     # If two processes get here at the same time, the unique index rejects the second insert.
-    db.insert(CLAIMS, [CLAIMS.values(claim) for claim in claims])
+    db.insert(CLAIMS, [CLAIMS.to_values(claim) for claim in claims])
     refresh_consumed(db, {claim["group_id"] for claim in claims})
 
 

@@ -91,8 +91,8 @@ class Writer:
     def __init__(self, db: Database, name: str, *, retry_timeout: float = 0.0) -> None:
         """``name`` is the store's name in errors. Transient failures are retried for ``retry_timeout``
         seconds."""
-        self.commits = 0
-        self.writes = 0
+        self.commit_count = 0
+        self.write_count = 0
         self.lease_check: WriteFunction[None] | None = None
         """A check that runs first in every transaction. If it raises StoreError, nothing is written."""
         self._db = db
@@ -205,8 +205,8 @@ class Writer:
             job.result, job.error = None, None
         if not self._write_single(jobs):
             self._write_transaction(jobs)
-        self.commits += 1
-        self.writes += len(jobs)
+        self.commit_count += 1
+        self.write_count += len(jobs)
 
     def _write_single(self, jobs: Sequence[_WriteJob]) -> bool:
         """Try to write the jobs in one statement, and return True on success. Errors are not raised here,

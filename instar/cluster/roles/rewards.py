@@ -25,14 +25,14 @@ async def run_rewards(context: RoleContext) -> None:
     directory = EndpointDirectory(store, context.run_id)
     (url,) = await directory.wait_for_urls("gateway")
     configured = create_background_scorers(context.config)
-    scorers = [scorer for scorer in configured.scorers if scorer.background or scorer in configured.live]
+    scorers = [scorer for scorer in configured.scorers if scorer.background or scorer in configured.live_scorers]
     runner = ScoringRunner(
         store,
         context.run_id,
         scorers,
         context.config.scoring,
         agent_id=context.config.agent_id,
-        live_scorers=configured.live,
+        live_scorers=configured.live_scorers,
     )
     scoring_context = ScoringContext(context.run_id, store, api_key=admin_key)
     scoring_context.set_gateway_url(url)

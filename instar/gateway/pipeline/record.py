@@ -178,7 +178,7 @@ class Recorder:
             tail_keys = {row.call.call_id: row.chain.canonical[-1] for row in rows if row.chain}
         session = state.take_unsaved_session()
         try:
-            await self._store.add_calls([row.call for row in rows], opening=session, tail_keys=tail_keys)
+            await self._store.add_calls([row.call for row in rows], new_session=session, tail_keys=tail_keys)
         except BaseException:  # any failure: nothing was stored, so the next call must store the session
             state.unsaved_session = session
             raise

@@ -17,13 +17,13 @@ class JudgeAgreement:
     """The agreement of one judge version with itself and with the rules. None means no data."""
 
     judge: str
-    rewards: int
-    mean: float
+    reward_count: int
+    mean_reward: float
     dollars: float
-    votes: float | None
+    vote_agreement: float | None
     """The agreement of two votes on the same question. It is 1 minus the mean score difference, or the share
     of equal signals."""
-    orders: float | None
+    order_agreement: float | None
     """The share of pairs that get the same result in both orders."""
     rule_sessions: int
     rule_same_side: float | None
@@ -32,11 +32,11 @@ class JudgeAgreement:
     """Pearson's correlation of judge and rule; None if either always gives the same value."""
 
 
-async def measure_run_agreement(store: Store, run_id: str, *, page: int = 500) -> list[JudgeAgreement]:
+async def measure_run_agreement(store: Store, run_id: str, *, page_size: int = 500) -> list[JudgeAgreement]:
     """Return the agreement of every judge in the run, sorted by name. Each query reads ``page`` sessions."""
     tallies: dict[str, _Tally] = {}
     after = 0
-    while rows := await store.sessions(run_id, after=after, limit=page):
+    while rows := await store.sessions(run_id, after=after, limit=page_size):
         after = rows[-1].seq
         rewards = await store.rewards_by_session([row.session.session_id for row in rows])
         for session_rewards in rewards.values():
@@ -85,11 +85,11 @@ class _Tally:
         same_side = [(judge >= 0.5) == (rule >= 0.5) for judge, rule in self.compared]
         return JudgeAgreement(
             judge=name,
-            rewards=self.rewards,
-            mean=self.total / self.rewards,
+            reward_count=self.rewards,
+            mean_reward=self.total / self.rewards,
             dollars=self.dollars,
-            votes=_share(self.equal_votes, self.vote_pairs),
-            orders=_share(self.orders_agreed, self.orders),
+            vote_agreement=_share(self.equal_votes, self.vote_pairs),
+            order_agreement=_share(self.orders_agreed, self.orders),
             rule_sessions=len(same_side),
             rule_same_side=_share(sum(same_side), len(same_side)),
             rule_correlation=_correlation(self.compared),

@@ -61,7 +61,7 @@ class StepSignalsAnswer(msgspec.Struct):
 T = TypeVar("T")
 
 
-def candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:
+def find_candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:
     """Yield every JSON object in the reply that may be the answer: first the structured answer, then the
     objects in the text, from last to first, because a judge may quote other JSON before the answer. If the
     text says more, an object that also occurs in the question is a quotation of the judged session."""

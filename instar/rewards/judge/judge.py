@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from instar.config.judge import BudgetConfig, JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import JUDGE_AGENT, Scorer, ScoringContext, Transcript
-from instar.rewards.judge.answers import UnparseableAnswer, candidate_answers, truncate
+from instar.rewards.judge.answers import UnparseableAnswer, find_candidate_answers, truncate
 from instar.rewards.judge.endpoint import HttpJudgeEndpoint, JudgeEndpoint, JudgeReply, RunModelEndpoint
 from instar.rewards.judge.rubric import JudgePromptPart, Rubric, hash_json
 from instar.rewards.judge.session_steps import render_task
@@ -207,7 +207,7 @@ class Judge(Scorer):
 
 def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Json:
     problem = "there is no JSON in it"
-    for candidate in candidate_answers(reply, question):
+    for candidate in find_candidate_answers(reply, question):
         try:
             parse(candidate)
         except UnparseableAnswer as error:

@@ -48,7 +48,7 @@ class PairwiseJudge(GroupScorer, Judge):
         rendered = [truncate_parts(render_conversation(session.calls), max_chars) for session in sessions]
         pairs = choose_pairs(len(sessions), self.config.pairs)
         comparisons = await gather_all([self._compare(task, sessions, rendered, a, b) for a, b in pairs])
-        win_rates = expected_win_rates(len(sessions), comparisons)
+        win_rates = compute_expected_win_rates(len(sessions), comparisons)
         return [self._create_reward(sessions, i, value, comparisons) for i, value in enumerate(win_rates)]
 
     async def _compare(
@@ -135,7 +135,7 @@ def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
     return list(islice(ring, max(max_pairs, size - 1)))
 
 
-def expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
+def compute_expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
     """Return how often each session would win against the others in the Bradley-Terry model. If all pairs
     were compared, this is the session's share of points, moved slightly towards 0.5."""
     points = [PRIOR_DRAWS / 2] * size

@@ -52,7 +52,7 @@ class AnswerRule(Scorer, Generic[C]):
     def __init__(self, config: C) -> None:
         self.config = config
         self.name = config.name
-        self.version = settings_version(config)
+        self.version = compute_settings_version(config)
 
     def reward(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
         truncated: Json = {
@@ -72,7 +72,7 @@ class AnswerRule(Scorer, Generic[C]):
         ]
 
 
-def settings_version(section: Section) -> str:
+def compute_settings_version(section: Section) -> str:
     settings = section.model_dump_json(exclude={"name"})
     return hashlib.sha256(f"{RULES_VERSION} {settings}".encode()).hexdigest()[:8]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from instar.rewards.sandbox import seccomp
-from instar.rewards.sandbox.landlock import DEVICES, MIN_ABI, landlock_abi
+from instar.rewards.sandbox.landlock import DEVICES, MIN_ABI, get_landlock_abi
 from instar.rewards.sandbox.launcher import PR_SET_NO_NEW_PRIVS, apply_landlock, apply_seccomp, prctl
 
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
@@ -127,7 +127,7 @@ def sandbox_self() -> None:
     paths = [*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *sys.path]
     readable = sorted({str(Path(path).resolve()) for path in paths if path and Path(path).exists()})
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    apply_landlock(landlock_abi(), readable, [], list(DEVICES), allow_execute=False)
+    apply_landlock(get_landlock_abi(), readable, [], list(DEVICES), allow_execute=False)
     apply_seccomp(
         seccomp.build_filter((), shares_host_processes=True, allow_signals=False, deny_new_processes=True)
     )
@@ -147,7 +147,7 @@ def main() -> None:
         write(missing=error.name)
         return
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    if sandboxed := landlock_abi() >= MIN_ABI and seccomp.is_supported():
+    if sandboxed := get_landlock_abi() >= MIN_ABI and seccomp.is_supported():
         sandbox_self()
     write(ready=True, sandboxed=sandboxed)
     for line in sys.stdin:

@@ -82,7 +82,7 @@ class CheckWorkerPool:
         is_unsandboxed = "ready" in status and not status["sandboxed"] and not self.command_prefix
         if self.requires_sandbox and is_unsandboxed:
             await _kill(worker)
-            self.command_prefix = bubblewrap_command()
+            self.command_prefix = build_bubblewrap_command()
             worker, status = await self._start_process()
         if "ready" in status:
             return worker
@@ -110,7 +110,7 @@ class CheckWorkerPool:
             raise
 
 
-def bubblewrap_command() -> list[str]:
+def build_bubblewrap_command() -> list[str]:
     """Return the command prefix that runs a process without write access and without a network."""
     program = shutil.which("bwrap")
     if program is None:

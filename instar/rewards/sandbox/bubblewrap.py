@@ -36,7 +36,7 @@ class BubblewrapSandbox(Sandbox):
             command_prefix=[self.program, *_namespace_flags(uid, limits), *_mount_flags(job, limits), "--"],
             launcher_path=MOUNTED_LAUNCHER,
             folder=JOB_FOLDER,
-            temporary=TEMPORARY_FOLDER,
+            temporary_folder=TEMPORARY_FOLDER,
             seccomp=seccomp.build_filter(families, shares_host_processes=False),
             uid=uid,
             landlock=None,
@@ -79,7 +79,7 @@ def _mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
 
 def _kill(root: int) -> None:
     # When the first process of a PID namespace exits, the kernel kills all others, before bubblewrap exits.
-    for pid in supervise.descendant_pids(root)[:1] or [root]:
+    for pid in supervise.find_descendant_pids(root)[:1] or [root]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -30,7 +30,7 @@ class LandlockSandbox(Sandbox):
     name = "landlock"
 
     def __init__(self) -> None:
-        self.abi = landlock_abi()
+        self.abi = get_landlock_abi()
         if self.abi == 0:
             raise ConfigError("this kernel does not support Landlock, or Landlock is not enabled")
         if self.abi < MIN_ABI:
@@ -63,7 +63,7 @@ class LandlockSandbox(Sandbox):
             command_prefix=[],
             launcher_path=str(supervise.LAUNCHER),
             folder=str(folder),
-            temporary=str(folder / "tmp"),
+            temporary_folder=str(folder / "tmp"),
             seccomp=seccomp.build_filter(
                 families, shares_host_processes=True, allow_signals=self.abi >= launcher.SCOPE_ABI
             ),
@@ -79,7 +79,7 @@ class LandlockSandbox(Sandbox):
         )
 
 
-def landlock_abi() -> int:
+def get_landlock_abi() -> int:
     """Return the version of Landlock, or 0 if the kernel does not support it."""
     size, flags = ctypes.c_size_t(0), ctypes.c_uint32(launcher.LANDLOCK_CREATE_RULESET_VERSION)
     return max(0, launcher.libc.syscall(launcher.SYS_LANDLOCK_CREATE_RULESET, None, size, flags))

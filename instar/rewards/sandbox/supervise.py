@@ -44,7 +44,7 @@ class SandboxLaunch:
     """The command that starts Python with the launcher, such as bwrap with its options."""
     launcher_path: str
     folder: str
-    temporary: str
+    temporary_folder: str
     seccomp: bytes
     uid: int | None
     landlock: dict[str, Any] | None
@@ -140,7 +140,7 @@ def _build_settings(
         "environment": {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": launch.folder,
-            "TMPDIR": launch.temporary,
+            "TMPDIR": launch.temporary_folder,
             "LANG": "C.UTF-8",
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
@@ -202,7 +202,7 @@ async def _wait_or_exceed(
 
 
 def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
-    processes = descendant_pids(root)
+    processes = find_descendant_pids(root)
     tasks = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
     # The launcher and bubblewrap are up to two of the processes and do not count.
     if tasks > limits.processes + 2:
@@ -221,7 +221,7 @@ async def _kill_and_wait(
         try:
             await asyncio.wait_for(process.wait(), KILL_TIMEOUT_SECONDS)
         except TimeoutError:
-            for pid in (*descendant_pids(process.pid), process.pid):
+            for pid in (*find_descendant_pids(process.pid), process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await process.wait()
@@ -248,7 +248,7 @@ async def _read_output(
             output_full.set()
 
 
-def descendant_pids(root: int) -> list[int]:
+def find_descendant_pids(root: int) -> list[int]:
     """Return the process ids of all descendants. Orphans are included: the launcher adopts them."""
     descendants: list[int] = []
     unvisited = [root]

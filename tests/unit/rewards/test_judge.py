@@ -12,7 +12,7 @@ import pytest
 from instar.config import RunConfig
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.base import Transcript
-from instar.rewards.judge.answers import candidate_answers
+from instar.rewards.judge.answers import find_candidate_answers
 from instar.rewards.judge.endpoint import JudgeReply
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, RewardSource
@@ -347,5 +347,5 @@ async def test_missing_key_or_invalid_url_raises_at_start(path: Path) -> None:
 
 def test_candidate_answers_yield_last_object_first() -> None:
     text = 'first {"a": 1} then {broken {"b": {"c": 2}} end'
-    assert list(candidate_answers(JudgeReply(text))) == [{"b": {"c": 2}}, {"a": 1}]
-    assert list(candidate_answers(JudgeReply("{" * 10_000))) == []
+    assert list(find_candidate_answers(JudgeReply(text))) == [{"b": {"c": 2}}, {"a": 1}]
+    assert list(find_candidate_answers(JudgeReply("{" * 10_000))) == []

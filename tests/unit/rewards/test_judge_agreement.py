@@ -39,15 +39,15 @@ async def test_agreement_of_votes_is_one_minus_mean_difference(tmp_path: Path) -
     (result,) = await measure_agreement(
         tmp_path, [[make_judge_reward(0.5, votes=[0.5, 0.5])], [make_judge_reward(0.5, votes=[0.0, 1.0])]]
     )
-    assert (result.judge, result.rewards, result.mean, result.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
-    assert result.votes == 0.5
-    assert (result.orders, result.rule_same_side, result.rule_correlation) == (None, None, None)
+    assert (result.judge, result.reward_count, result.mean_reward, result.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
+    assert result.vote_agreement == 0.5
+    assert (result.order_agreement, result.rule_same_side, result.rule_correlation) == (None, None, None)
     (result,) = await measure_agreement(
         tmp_path, [[make_judge_reward(1, call_id="a", votes=["accepted", "accepted", "corrected"])]]
     )
-    assert result.votes == pytest.approx(1 / 3)
+    assert result.vote_agreement == pytest.approx(1 / 3)
     (result,) = await measure_agreement(tmp_path, [[make_judge_reward(1, votes=[1.0])]])
-    assert result.votes is None
+    assert result.vote_agreement is None
 
 
 async def test_agreement_of_orders_is_share_of_agreeing_pairs(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ async def test_agreement_of_orders_is_share_of_agreeing_pairs(tmp_path: Path) ->
             [make_judge_reward(0.5, orders=4, orders_agreed=3)],
         ],
     )
-    assert result.orders == 0.5
+    assert result.order_agreement == 0.5
 
 
 async def test_agreement_compares_judge_with_rules(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ async def test_run_agreement_reads_sessions_in_pages(tmp_path: Path) -> None:
             Reward(f"s{i}", i / 4, RewardSource.RULE, "math"),
         ]
         await store.add_rewards(rewards)
-    (result,) = await measure_run_agreement(store, RUN, page=2)
+    (result,) = await measure_run_agreement(store, RUN, page_size=2)
     await store.close()
-    assert (result.rewards, result.rule_sessions, result.rule_same_side) == (5, 5, 1.0)
+    assert (result.reward_count, result.rule_sessions, result.rule_same_side) == (5, 5, 1.0)
     assert result.rule_correlation == pytest.approx(1)

@@ -12,7 +12,7 @@ import pytest
 from instar.errors import ScoreError
 from instar.rewards.base import NO_TASK, GroupScorer
 from instar.rewards.judge.judge import Judge
-from instar.rewards.judge.pairwise import PairComparison, choose_pairs, expected_win_rates
+from instar.rewards.judge.pairwise import PairComparison, choose_pairs, compute_expected_win_rates
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import build_steps, render_conversation
 from instar.types import CallStatus, Link, Message, Reward, ToolCall
@@ -227,10 +227,10 @@ def test_choose_pairs_returns_all_or_connects_all_sessions(size: int) -> None:
 
 def test_expected_win_rates_follow_the_comparisons() -> None:
     comparisons = [PairComparison(0, 1, 1.0, 1, 1), PairComparison(1, 2, 1.0, 1, 1)]
-    first, second, third = expected_win_rates(3, comparisons)  # sessions 0 and 2 were not compared
+    first, second, third = compute_expected_win_rates(3, comparisons)  # sessions 0 and 2 were not compared
     assert 1 > first > second > third > 0
     assert second == pytest.approx(0.5, abs=1e-6)
-    assert expected_win_rates(2, [PairComparison(0, 1, 0.5, 1, 1)]) == pytest.approx([0.5, 0.5])
+    assert compute_expected_win_rates(2, [PairComparison(0, 1, 0.5, 1, 1)]) == pytest.approx([0.5, 0.5])
 
 
 # --- rendering ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from instar.config import ReasoningGymTasksConfig, RunConfig, ScoringConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, ScoringContext, Transcript
 from instar.rewards.factory import create_scorers
-from instar.rewards.rules.worker_pool import bubblewrap_command
+from instar.rewards.rules.worker_pool import build_bubblewrap_command
 from instar.rewards.scoring import score_sessions
 from instar.rewards.user_scorers import RuleReward
 from instar.rollout.tasks import TaskSet, load_tasks
@@ -116,7 +116,7 @@ async def test_reasoning_gym_scorer_cannot_harm_the_machine(in_bubblewrap: bool,
     assert isinstance(scorer, RuleReward)
     assert scorer.workers is not None
     if in_bubblewrap:
-        scorer.workers.command_prefix = bubblewrap_command()
+        scorer.workers.command_prefix = build_bubblewrap_command()
     existing_file, created_file = tmp_path / "existing", tmp_path / "created"
     existing_file.touch()
     await scorer.start(ScoringContext("run", None))  # pyright: ignore[reportArgumentType]

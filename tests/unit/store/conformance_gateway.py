@@ -26,18 +26,18 @@ def make_tail_key(number: int) -> bytes:
 class SessionOpeningTests:
     async def test_add_calls_with_opening_opens_the_session(self, store: Store) -> None:
         session = make_session(channel=Channel.LIVE, external_id="chat-7", created_at=1.0)
-        await store.add_calls([make_call()], opening=session, key_hash="hash")
+        await store.add_calls([make_call()], new_session=session, key_hash="hash")
         assert await store.session("s") == session
         assert await store.session_by_key("hash") == session
         assert len(await store.calls("s")) == 1
         assert (await store.progress(RUN, Channel.LIVE)).sessions == {"open": 1}
 
     async def test_add_calls_with_opening_fails_as_a_whole(self, store: Store) -> None:
-        await store.add_calls([make_call("a", "taken")], opening=make_session("taken"))
+        await store.add_calls([make_call("a", "taken")], new_session=make_session("taken"))
         with pytest.raises(StoreError, match="no session nobody"):
-            await store.add_calls([make_call("b", "nobody")], opening=make_session("t"))
+            await store.add_calls([make_call("b", "nobody")], new_session=make_session("t"))
         with pytest.raises(ConflictError):
-            await store.add_calls([make_call("c", "taken")], opening=make_session("taken"))
+            await store.add_calls([make_call("c", "taken")], new_session=make_session("taken"))
         assert await store.session("t") is None
         assert [call.call_id for call in await store.calls("taken")] == ["a"]
 
@@ -50,7 +50,7 @@ class SessionOpeningTests:
             second = follow(first, f"{number}b", ids(9), user("x"), ended_at=1.0)
             opening = make_session("old" if number == 20 else f"s{number}", channel=Channel.LIVE)
             await store.add_calls(
-                [first, second], opening=opening, tail_keys={first.call_id: make_tail_key(number)}
+                [first, second], new_session=opening, tail_keys={first.call_id: make_tail_key(number)}
             )
             stored = await store.calls(f"s{number}")
             assert_same_call(stored[0], first)
@@ -115,7 +115,7 @@ class SessionLookupTests:
         for number, name in enumerate(("a", "b", "c")):
             session = make_session(name, channel=Channel.LIVE)
             await store.add_calls(
-                [make_call(name, name)], opening=session, tail_keys={name: make_tail_key(number)}
+                [make_call(name, name)], new_session=session, tail_keys={name: make_tail_key(number)}
             )
         keys = [make_tail_key(number) for number in range(3)]
         assert await store.sessions_by_tail(RUN, AGENT, keys) == ["a"]

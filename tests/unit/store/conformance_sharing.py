@@ -210,7 +210,7 @@ class SeveralHostsTests:
         async def add(host: Store, number: int) -> bool:
             try:
                 call = make_call(f"c{number}", f"s{number}", tools=(CALCULATOR,))
-                await host.add_calls([call], opening=make_session(f"s{number}"))
+                await host.add_calls([call], new_session=make_session(f"s{number}"))
             except ConflictError:
                 return False
             return True

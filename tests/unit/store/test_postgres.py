@@ -39,7 +39,7 @@ async def store(server: PostgresServer) -> AsyncIterator[PostgresStore]:
 
 async def test_concurrent_writes_share_commits_and_fail_separately(store: PostgresStore) -> None:
     await store.open_session(make_session())
-    before = store.commits
+    before = store.commit_count
     writes = [
         store.add_calls([make_call(f"new-{i}"), make_call("twice" if i % 2 else f"other-{i}")])
         for i in range(40)
@@ -48,7 +48,7 @@ async def test_concurrent_writes_share_commits_and_fail_separately(store: Postgr
     assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42
-    assert store.commits - before <= 5
+    assert store.commit_count - before <= 5
 
 
 async def test_write_on_a_full_disk_fails_separately(

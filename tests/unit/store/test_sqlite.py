@@ -67,7 +67,7 @@ async def test_open_store_opens_the_configured_store(tmp_path: Path) -> None:
 async def test_failed_write_in_a_shared_commit_is_undone_alone(store: SqliteStore) -> None:
     """Of writes in one commit, the failed ones leave nothing behind and all others are stored."""
     await store.open_session(make_session())
-    before = store.commits
+    before = store.commit_count
     writes = [
         store.add_calls([make_call(f"new-{i}"), make_call("twice" if i % 2 else f"other-{i}")])
         for i in range(40)
@@ -76,12 +76,12 @@ async def test_failed_write_in_a_shared_commit_is_undone_alone(store: SqliteStor
     assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42
-    assert store.commits - before <= 5
+    assert store.commit_count - before <= 5
 
 
 async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
     await store.open_session(make_session())
-    before = store.commits
+    before = store.commit_count
 
     async def client(number: int) -> None:
         for turn in range(20):
@@ -89,7 +89,7 @@ async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
 
     await asyncio.gather(*(client(number) for number in range(32)))
     assert len(await store.calls("s")) == 640
-    assert store.commits - before <= 640 / 5
+    assert store.commit_count - before <= 640 / 5
 
 
 async def test_add_calls_takes_one_statement(store: SqliteStore) -> None:
