@@ -71,7 +71,9 @@ async def export_sessions(
     if format == "sft":
         min_reward, filters = filters["reward_min"], {**filters, "reward_min": None}
     where = build_session_filter(filters)
-    options = ExportOptions(format=format, where=where, includes_samples=samples, min_reward=min_reward, margin=margin)
+    options = ExportOptions(
+        format=format, where=where, includes_samples=samples, min_reward=min_reward, margin=margin
+    )
     if to is None and name is None:
         raise ConfigError("The target is missing; set a folder with --to, or a name for the data with --as.")
     if name is not None:

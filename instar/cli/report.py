@@ -129,7 +129,7 @@ async def _load_examples(store: Store, config: RunConfig, limit: int = 3) -> lis
     for row in await store.sessions(config.name, channel=Channel.VAL):
         for label, rows in rows_by_label.items():
             # The evaluator's group ids are <run>/val/<label>-<mode>-v<version>/<index>.
-            if row.calls and f"/val/{label}-{mode}-v" in (row.session.group_id or ""):
+            if row.call_count and f"/val/{label}-{mode}-v" in (row.session.group_id or ""):
                 rows[row.session.task_id or ""] = row
     gains = {
         task: (after[task].reward or 0.0) - (before[task].reward or 0.0) for task in before if task in after

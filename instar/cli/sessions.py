@@ -92,7 +92,7 @@ def _print_table(sessions: Sequence[ListedSession]) -> None:
             session.channel,
             session.status,
             Text(session.task_id or ""),
-            str(row.calls),
+            str(row.call_count),
             str(row.sampled_tokens),
             format_number(listed.reward),
             Text(" ".join(tag_texts)),
@@ -108,7 +108,7 @@ def _listed_json(listed: ListedSession) -> Json:
         del fields["session_id"]
     return {
         **_session_json(listed.row.session),
-        "calls": listed.row.calls,
+        "calls": listed.row.call_count,
         "sampled_tokens": listed.row.sampled_tokens,
         "reward": listed.reward,
         "tags": tags_json,

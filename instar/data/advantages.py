@@ -28,7 +28,7 @@ MAX_SAMPLING_WEIGHT = 2.0
 
 def grpo(rewards: Rewards) -> Advantages:
     """Return (r - mean) / std with the population standard deviation of the group."""
-    known = _known_rewards(rewards)
+    known = _get_known_rewards(rewards)
     if not len(known):
         return [None] * len(rewards)
     mean, std = known.mean(), known.std()
@@ -36,13 +36,13 @@ def grpo(rewards: Rewards) -> Advantages:
 
 
 def grpo_no_std(rewards: Rewards) -> Advantages:
-    known = _known_rewards(rewards)
+    known = _get_known_rewards(rewards)
     return [None if r is None else float(r - known.mean()) for r in rewards]
 
 
 def rloo(rewards: Rewards) -> Advantages:
     """Return r - mean of the rewards of the other sessions, or 0 if there is no other session."""
-    known = _known_rewards(rewards)
+    known = _get_known_rewards(rewards)
     count, total = len(known), float(known.sum())
     if count < 2:
         return [None if r is None else 0.0 for r in rewards]
@@ -70,7 +70,7 @@ class AdvantageEstimator:
     def _subtract_baseline(self, rewards: Rewards) -> Advantages:
         """Return r - the moving mean before this group, then update the mean. The first group uses its own
         mean."""
-        known = _known_rewards(rewards)
+        known = _get_known_rewards(rewards)
         if not len(known):
             return [None] * len(rewards)
         baseline = self.baseline = float(known.mean()) if self.baseline is None else self.baseline
@@ -92,7 +92,7 @@ def has_signal(advantages: Advantages) -> bool:
     return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
 
 
-def _known_rewards(rewards: Rewards) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _get_known_rewards(rewards: Rewards) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return np.array([r for r in rewards if r is not None], dtype=np.float64)
 
 
@@ -102,7 +102,7 @@ Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "non
 def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
     """Divide the advantages by the step's divisor (see `compute_divisor`). Sessions without trained tokens in
     this step do not count."""
-    tokens = _trained_tokens_by_session(samples)
+    tokens = _count_trained_tokens_by_session(samples)
     common_divisor = compute_divisor(samples, mode)
     divisors = (
         tokens[sample.session_id] * len(tokens) if mode == "session_tokens" else common_divisor
@@ -118,14 +118,14 @@ def compute_divisor(samples: Sequence[Sample], mode: Normalization) -> float:
     """Return the divisor of the step's sum over tokens, or 1 if every session has its own divisor."""
     match mode:
         case "batch_tokens":
-            return sum(_trained_tokens_by_session(samples).values())
+            return sum(_count_trained_tokens_by_session(samples).values())
         case "batch_sessions":
-            return len(_trained_tokens_by_session(samples))
+            return len(_count_trained_tokens_by_session(samples))
         case "session_tokens" | "none":
             return 1.0
 
 
-def _trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
+def _count_trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for sample in samples:
         tokens[sample.session_id] = tokens.get(sample.session_id, 0) + sample.trained_tokens

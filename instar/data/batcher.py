@@ -111,7 +111,7 @@ class Batcher:
             is_last = is_finished is not None and is_finished()
             fresh, stale = await self._load_ready(step, epoch, staleness)
             drops += stale
-            if self._has_live_groups(step, fresh) or (is_last and fresh):
+            if self._has_enough_live_groups(step, fresh) or (is_last and fresh):
                 groups = [*fresh, *await self._load_exported(step)]
                 if groups or self.mixture.has_live_data:
                     return await self._assemble(groups, drops, step, epoch, staleness)
@@ -135,7 +135,7 @@ class Batcher:
         groups = [*fresh, *await self._load_exported(step)]
         return await self._assemble(groups, [*drops, *stale], step, epoch, staleness)
 
-    def _has_live_groups(self, step: int, live: Sequence[LoadedGroup]) -> bool:
+    def _has_enough_live_groups(self, step: int, live: Sequence[LoadedGroup]) -> bool:
         return len(live) >= self.mixture.count_live_groups(step)
 
     async def _load_exported(self, step: int) -> list[LoadedGroup]:
@@ -230,7 +230,7 @@ class Batcher:
             claims=claims,
             drops=drops,
             session_starts=[starts[sample.session_id] for sample in live_samples],
-            is_full=self._has_live_groups(step, live) and bool(groups or self.mixture.has_live_data),
+            is_full=self._has_enough_live_groups(step, live) and bool(groups or self.mixture.has_live_data),
             report=report_groups(groups)
             | report_batch(samples, live_samples, [*claims, *drops], staleness)
             | {"stale_masked_tokens": masked}

@@ -38,7 +38,9 @@ class ClaimBuilder:
         claim = self.claim_trained(session, sample, advantage)
         return replace(claim, outcome=ClaimOutcome.DROPPED, reason=reason)
 
-    def drop_loaded_session(self, session: LoadedSession, reason: str, advantage: float | None) -> list[Claim]:
+    def drop_loaded_session(
+        self, session: LoadedSession, reason: str, advantage: float | None
+    ) -> list[Claim]:
         """Return claims that drop a session: one per sample, or one for a session without samples."""
         if reason in ("zero_signal", "no_reward") and session.reward is None:
             reason = "failed" if session.is_failed else "no_reward"

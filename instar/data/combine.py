@@ -27,20 +27,20 @@ class RewardCombiner:
         """Return the session's combined reward, or None if the session has no reward or is excluded."""
         if self.is_excluded(scores):
             return None
-        return combine_rewards(self.config, [r for r in self._counted(rewards) if r.call_id is None])
+        return combine_rewards(self.config, [r for r in self._select_counted(rewards) if r.call_id is None])
 
     def combine_calls(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> dict[str, float]:
         """Return the combined rewards of single calls by call id."""
         if self.is_excluded(scores):
             return {}
         by_call: dict[str, list[Reward]] = {}
-        for reward in self._counted(rewards):
+        for reward in self._select_counted(rewards):
             if reward.call_id is not None:
                 by_call.setdefault(reward.call_id, []).append(reward)
         combined = {call_id: combine_rewards(self.config, values) for call_id, values in by_call.items()}
         return {call_id: value for call_id, value in combined.items() if value is not None}
 
-    def _counted(self, rewards: Sequence[Reward]) -> list[Reward]:
+    def _select_counted(self, rewards: Sequence[Reward]) -> list[Reward]:
         """Return the rewards to combine. The agent's own rewards are included only if `reward` contains the
         agent."""
         return [r for r in rewards if self.counts_agent_rewards or r.source is not RewardSource.AGENT]

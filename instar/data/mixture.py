@@ -38,19 +38,19 @@ class DataMixture:
         picked: list[ExportedGroup] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):
             if not section.is_live:
-                picked += await self._pick(section, last - first)
+                picked += await self._pick_from_source(section, last - first)
         return picked
 
-    async def _pick(self, section: DataConfig, count: int) -> list[ExportedGroup]:
+    async def _pick_from_source(self, section: DataConfig, count: int) -> list[ExportedGroup]:
         label = section.label
-        if not await self._unclaimed(label, None):
+        if not await self._read_unclaimed_groups(label, None):
             return []
         picked: list[ExportedGroup] = []
         epoch = self._first_epoch.get(label, 0)
         max_epochs = section.epochs or (None if self.has_live_data else 1)
         while len(picked) < count and (max_epochs is None or epoch < max_epochs):
             picked_ids = {group.group_id for group, _ in picked}
-            remaining = await self._unclaimed(label, epoch)
+            remaining = await self._read_unclaimed_groups(label, epoch)
             fresh = [group for group in remaining if group.group_id not in picked_ids]
             if picked and not fresh:
                 break  # all groups of the source are in this step
@@ -60,7 +60,7 @@ class DataMixture:
             epoch += 1
         return picked
 
-    async def _unclaimed(self, label: str, epoch: int | None) -> list[Group]:
+    async def _read_unclaimed_groups(self, label: str, epoch: int | None) -> list[Group]:
         groups = await self.store.groups(
             self.run_id, Channel.DATA, GroupStatus.READY, unclaimed_in_epoch=epoch
         )

@@ -46,7 +46,7 @@ def decouple(
         _require_logprobs(sample, logprobs)
         trained = sample.mask > 0
         ratio = np.ones(len(sample))
-        ratio[trained] = _likelihood_ratio(logprobs[trained], get_behavior_logprobs(sample)[trained])
+        ratio[trained] = _compute_likelihood_ratio(logprobs[trained], get_behavior_logprobs(sample)[trained])
         is_kept = np.ones(len(ratio), bool)
         if config.drop_above is not None:
             is_kept = (ratio <= config.drop_above) & (ratio >= 1.0 / config.drop_above)
@@ -70,7 +70,7 @@ def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) ->
     """Return statistics of the likelihood ratio between the trained policy and the behavior policy. ``ess``
     is the effective sample size as a share of the tokens."""
     parts = [
-        _likelihood_ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
+        _compute_likelihood_ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
         for sample, new in zip(samples, logprobs, strict=True)
     ]
     ratio = np.concatenate([np.empty(0), *parts])
@@ -85,7 +85,7 @@ def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) ->
     }
 
 
-def _likelihood_ratio(numerator: Floats, denominator: Floats) -> NDArray[np.float64]:
+def _compute_likelihood_ratio(numerator: Floats, denominator: Floats) -> NDArray[np.float64]:
     difference = numerator.astype(np.float64) - denominator.astype(np.float64)
     return np.exp(np.clip(difference, -MAX_LOGPROB_DIFFERENCE, MAX_LOGPROB_DIFFERENCE))
 

@@ -19,9 +19,13 @@ def report_groups(groups: Sequence[LoadedGroup]) -> Json:
     sample it."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
-    data = {"data_reward_mean": _mean_reward(exported), "data_sessions": len(exported)} if exported else {}
+    data = (
+        {"data_reward_mean": _compute_mean_reward(exported), "data_sessions": len(exported)}
+        if exported
+        else {}
+    )
     return {
-        "reward_mean": _mean_reward(live),
+        "reward_mean": _compute_mean_reward(live),
         "groups": len(groups),
         "sessions": len(live),
         "failed": sum(session.is_failed for session in live),
@@ -29,7 +33,7 @@ def report_groups(groups: Sequence[LoadedGroup]) -> Json:
     }
 
 
-def _mean_reward(sessions: Sequence[LoadedSession]) -> float | None:
+def _compute_mean_reward(sessions: Sequence[LoadedSession]) -> float | None:
     rewards = [session.reward for session in sessions if session.reward is not None]
     return float(np.mean(rewards)) if rewards else None
 
@@ -51,9 +55,11 @@ def report_batch(
         "late_dropped": reasons["late"],
         "staleness_mean": float(np.mean(by_sample)) if by_sample else 0.0,
         "staleness_max": max(by_sample, default=0),
-        "staleness_samples": histogram(by_sample),
-        "staleness_tokens": histogram(staleness.of_tokens(versions)),
-        "version_shares": {version: count / len(versions) for version, count in histogram(versions).items()},
+        "staleness_samples": count_values(by_sample),
+        "staleness_tokens": count_values(staleness.of_tokens(versions)),
+        "version_shares": {
+            version: count / len(versions) for version, count in count_values(versions).items()
+        },
     }
 
 
@@ -61,7 +67,7 @@ def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
     """Return the length and repetition of the outputs, and the share of sessions with the same output as
     another session in the group. ``groups`` lists the samples by group and session. If these values rise with
     the reward, the policy is learning something other than the task."""
-    outputs = [[_sampled_tokens(session) for session in group if session] for group in groups]
+    outputs = [[_get_sampled_tokens(session) for session in group if session] for group in groups]
     flat = [output for group in outputs for output in group]
     if not flat:
         return {}
@@ -69,12 +75,12 @@ def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
     identical = sum(count for counter in counts for count in counter.values() if count > 1)
     return {
         "output_tokens_mean": float(np.mean([len(output) for output in flat])),
-        "output_repetition": float(np.mean([_repetition(output) for output in flat])),
+        "output_repetition": float(np.mean([_compute_repetition(output) for output in flat])),
         "identical_share": identical / len(flat),
     }
 
 
-def _sampled_tokens(samples: Sequence[Sample]) -> Ids:
+def _get_sampled_tokens(samples: Sequence[Sample]) -> Ids:
     """Return the sampled tokens of a session. Each call counts once, even if several samples contain it."""
     calls = {
         span.call_id: sample.token_ids[span.start : span.start + span.length]
@@ -84,7 +90,7 @@ def _sampled_tokens(samples: Sequence[Sample]) -> Ids:
     return np.concatenate([np.empty(0, np.int32), *calls.values()])
 
 
-def _repetition(tokens: Ids) -> float:
+def _compute_repetition(tokens: Ids) -> float:
     """Return the share of n-grams that repeat an earlier n-gram."""
     count = len(tokens) - NGRAM_LENGTH + 1
     if count < 1:
@@ -98,7 +104,7 @@ def report_session_ages(starts: Sequence[float], now: float) -> Json:
     return {"age_seconds_mean": sum(ages) / len(ages), "age_seconds_max": max(ages)} if ages else {}
 
 
-def histogram(values: Iterable[int] | Ids) -> dict[str, int]:
+def count_values(values: Iterable[int] | Ids) -> dict[str, int]:
     """Return the number of occurrences of each value, lowest value first, with strings as keys for JSON."""
     counts = Counter(int(value) for value in values)
     return {str(value): counts[value] for value in sorted(counts)}

@@ -57,8 +57,8 @@ CONTENT_TABLES: tuple[TableName, ...] = ("groups", "sessions", "calls")
 # --- canonical lines ----------------------------------------------------------------------------
 
 
-_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode
-_escaped = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
+_encode_unicode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode
+_encode_ascii = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 
 
 def dump_canonical_json(value: Any) -> str:
@@ -66,11 +66,11 @@ def dump_canonical_json(value: Any) -> str:
 
     Lone surrogates, which UTF-8 cannot encode, stay escaped.
     """
-    text = _compact(value)
+    text = _encode_unicode(value)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return _escaped(value)
+        return _encode_ascii(value)
     return text
 
 

@@ -58,7 +58,7 @@ def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: floa
     Only sessions with a reward of at least ``min_reward`` are included; the default is any reward above 0.
     Corrected replies are always included.
     """
-    rows: dict[str, Rows] = {"messages": [], "completions": _make_corrections(record)}
+    rows: dict[str, Rows] = {"messages": [], "completions": _make_correction_rows(record)}
     is_good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
     if is_good and _is_usable(record):
         for call in _find_last_calls(record.calls):
@@ -78,7 +78,7 @@ def _make_completion(call: Call, reply: Message) -> Json:
     }
 
 
-def _make_corrections(record: SessionRecord) -> Rows:
+def _make_correction_rows(record: SessionRecord) -> Rows:
     """Return the replies that people corrected. Corrections by agents are not trained on."""
     if _is_untrainable(record):
         return []

@@ -50,7 +50,9 @@ class ExportOptions:
 
     @property
     def tables(self) -> tuple[TableName, ...]:
-        return (*CONTENT_TABLES, "samples") if self.includes_samples or self.format == "hf" else CONTENT_TABLES
+        return (
+            (*CONTENT_TABLES, "samples") if self.includes_samples or self.format == "hf" else CONTENT_TABLES
+        )
 
     def describe(self) -> Json:
         """Return the options that differ from their defaults."""
@@ -69,15 +71,15 @@ def check_target(folder: Path) -> None:
 
 
 @contextmanager
-def _atomic_folder(folder: Path) -> Generator[Path]:
-    """Yield a temporary folder. Rename it to ``folder`` if the ``with`` block succeeds, or else delete it."""
+def _create_folder_atomically(folder: Path) -> Generator[Path]:
+    """Yield a temporary_folder folder. Rename it to ``folder`` if the ``with`` block succeeds, or else delete it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
-        temporary = Path(parent) / "data"
-        temporary.mkdir()
-        yield temporary
+        temporary_folder = Path(parent) / "data"
+        temporary_folder.mkdir()
+        yield temporary_folder
         check_target(folder)
-        temporary.rename(folder)
+        temporary_folder.rename(folder)
 
 
 async def export_sessions(
@@ -101,9 +103,11 @@ async def export_sessions(
     if not sessions:
         raise DataError(f"nothing to export: no session of run {run_id} that has ended matches the filters")
     export = _Export(store, run_id, sessions, options, hooks, progress)
-    with _atomic_folder(folder) as temporary:
+    with _create_folder_atomically(folder) as temporary_folder:
         is_importable = options.format in IMPORTABLE_FORMATS
-        digest = await (export.write_tables if is_importable else export.write_conversations)(temporary)
+        digest = await (export.write_tables if is_importable else export.write_conversations)(
+            temporary_folder
+        )
         run = await store.run(run_id)
         manifest = DatasetManifest(
             format=options.format,
@@ -116,7 +120,7 @@ async def export_sessions(
             versions=sorted(version for version in export.versions if version >= 0),
             instar=__version__,
         )
-        manifest.write(temporary)
+        manifest.write(temporary_folder)
     return manifest
 
 

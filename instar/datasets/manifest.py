@@ -12,7 +12,7 @@ from instar.datasets.columns import TABLES, ExportRow, TableName, encode_line
 from instar.errors import DataError
 from instar.types import Json
 
-FILE = "manifest.json"
+FILE_NAME = "manifest.json"
 VERSION = 1
 """The version of the format, incremented with every change to the columns."""
 
@@ -43,15 +43,15 @@ class DatasetManifest:
 
     def write(self, folder: Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
-        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+        (folder / FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    path = folder / FILE
+    path = folder / FILE_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{folder} is not an exported folder: it has no {FILE}") from None
+        raise DataError(f"{folder} is not an exported folder: it has no {FILE_NAME}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") not in get_args(Format):

@@ -62,7 +62,7 @@ async def import_for_training(
     added = 0
     for done, record in enumerate(read_sessions(folder, manifest), 1):
         session = record.session
-        key = _get_key(session.group_id, session.session_id, session.channel)
+        key = _get_group_key(session.group_id, session.session_id, session.channel)
         if key in missing and session.status in TRAINABLE_STATUSES:
             if needs_logprobs:
                 _require_logprobs(record)
@@ -75,7 +75,7 @@ async def import_for_training(
     return ImportResult(groups=len(missing), sessions=added, unchanged=len(groups) - len(missing))
 
 
-def _get_key(group_id: str | None, session_id: str, channel: str) -> str:
+def _get_group_key(group_id: str | None, session_id: str, channel: str) -> str:
     """Return the key of the session's group. A session without a group has a key of its own. A live session
     is never part of a group, even if it names one."""
     return f"session {session_id}" if group_id is None or channel == Channel.LIVE else group_id
@@ -84,7 +84,7 @@ def _get_key(group_id: str | None, session_id: str, channel: str) -> str:
 def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
     """Return the number of trainable sessions of each group, by key."""
     return Counter(
-        _get_key(row["group_id"], row["session_id"], row["channel"])
+        _get_group_key(row["group_id"], row["session_id"], row["channel"])
         for row in read_rows(folder, manifest.format, "sessions")
         if row["status"] in TRAINABLE_STATUSES
     )
@@ -119,7 +119,7 @@ def _read_training_groups(
         ):
             task = Task(row["task_id"] or row["session_id"], {})
             add(
-                _get_key(None, row["session_id"], row["channel"]),
+                _get_group_key(None, row["session_id"], row["channel"]),
                 Group("", run_id, Channel.DATA, 0, 1, task, created_at=row["created_at"]),
             )
     return by_key

@@ -21,7 +21,7 @@ from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
-from instar.store.base import Store, feedback_key
+from instar.store.base import Store, make_feedback_key
 from instar.types import (
     AGENT_FEEDBACK_PREFIX,
     Call,
@@ -289,7 +289,7 @@ def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: C
         detail=detail,
         created_at=feedback.created_at,
         # The key has a prefix, so that a client's id cannot replace the reward of a scorer.
-        reward_id=feedback_key(feedback.feedback_id),
+        reward_id=make_feedback_key(feedback.feedback_id),
     )
 
 

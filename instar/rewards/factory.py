@@ -55,7 +55,9 @@ class BackgroundScorers:
 
     def are_needed(self, *, serves_live_sessions: bool) -> bool:
         """Return True if any session is scored in the background. ``live``: the run serves live sessions."""
-        return any(scorer.background for scorer in self.scorers) or (serves_live_sessions and bool(self.live_scorers))
+        return any(scorer.is_background for scorer in self.scorers) or (
+            serves_live_sessions and bool(self.live_scorers)
+        )
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:

@@ -64,12 +64,12 @@ class ScoringRunner:
         }
         """For each scorer, the limit of sessions in memory and the limit of attempts."""
         session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
-        background = [scorer for scorer in session_scorers if scorer.background]
+        background = [scorer for scorer in session_scorers if scorer.is_background]
         group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
         self._group_queue = _GroupQueue(self, background, group_scorers)
         self._scorer_queues: list[_ScorerQueue] = []
         for scorer in session_scorers:
-            channels = ROLLOUT_CHANNELS if scorer.background else ()
+            channels = ROLLOUT_CHANNELS if scorer.is_background else ()
             channels += (Channel.LIVE,) if scorer in live_scorers else ()
             if channels:
                 self._scorer_queues.append(_ScorerQueue(self, scorer, channels))
@@ -129,9 +129,9 @@ class _ScorerQueue:
         self._pending: dict[str, int] = {}
         """The ``seq`` of each session that waits or is being scored."""
         self._session_done = asyncio.Event()
-        self._after = 0
+        self._after_seq = 0
         """The next query returns sessions with a higher ``seq``."""
-        self._settled: int | None = None
+        self._settled_seq: int | None = None
         """All sessions up to this ``seq`` were finished when the current scan began."""
         self._last_full_scan = time.monotonic()
 
@@ -146,11 +146,11 @@ class _ScorerQueue:
     async def _start_sessions(self, tasks: asyncio.TaskGroup) -> bool:
         """Start scoring as many sessions as allowed. Return False if there are no more sessions."""
         store, run_id = self.runner.store, self.runner.run_id
-        if self._settled is None:
-            self._settled = await store.last_ended_seq(run_id, self.channels)
+        if self._settled_seq is None:
+            self._settled_seq = await store.last_ended_seq(run_id, self.channels)
         limit = self._max_pending  # the result may contain every pending session again
         unscored = await store.unscored_sessions(
-            run_id, self.scorer.key, self.channels, after=self._after, limit=limit, pending_only=True
+            run_id, self.scorer.key, self.channels, after=self._after_seq, limit=limit, pending_only=True
         )
         free_count = limit - len(self._pending)
         new = [
@@ -162,16 +162,16 @@ class _ScorerQueue:
             self._pending[row.session.session_id] = row.seq
             tasks.create_task(self._score(row.session))
         if len(new) > free_count:
-            self._after = new[free_count - 1].seq
+            self._after_seq = new[free_count - 1].seq
             return True
         if len(unscored) == limit:
-            self._after = unscored[-1].seq
+            self._after_seq = unscored[-1].seq
             return True
         # The next scan begins at the first session that may still become ready, or periodically at 0.
-        self._after = min([self._settled, *(seq - 1 for seq in self._pending.values())])
-        self._settled = None
+        self._after_seq = min([self._settled_seq, *(seq - 1 for seq in self._pending.values())])
+        self._settled_seq = None
         if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
-            self._after, self._last_full_scan = 0, time.monotonic()
+            self._after_seq, self._last_full_scan = 0, time.monotonic()
         return False
 
     async def _score(self, session: Session) -> None:

@@ -18,7 +18,7 @@ from instar.rewards.rules.answers import compute_settings_version
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
-WORKER_SECONDS = 10.0
+WORKER_TIMEOUT_SECONDS = 10.0
 """The time limit for a check in a worker, in seconds. An answer that takes longer scores 0."""
 
 
@@ -89,7 +89,7 @@ class RuleReward(Scorer):
             value = await value if inspect.isawaitable(value) else value
         elif self.workers is not None and isinstance(self.text_scorer, WorkerTextScorer):
             request = self.text_scorer.build_request(task, transcript.final_text)
-            value = (await self.workers.run_check(WORKER_SECONDS, **request)).get("value", 0.0)
+            value = (await self.workers.run_check(WORKER_TIMEOUT_SECONDS, **request)).get("value", 0.0)
         else:
             assert self.text_scorer is not None
             value = self.text_scorer(task, transcript.final_text)

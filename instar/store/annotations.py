@@ -199,14 +199,14 @@ def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = (
 
 
 def get_feedback(
-    db: Database, run_id: str, *, session_id: str | None = None, corrected: bool = False
+    db: Database, run_id: str, *, session_id: str | None = None, corrected_only: bool = False
 ) -> list[Feedback]:
-    """Return feedback, oldest first. If ``corrected``, return only feedback with a correction."""
+    """Return feedback, oldest first. If ``corrected_only``, return only feedback with a correction."""
     where, values = "run_id = ?", [run_id]
     if session_id is not None:
         where += " AND session_id = ?"
         values.append(session_id)
-    if corrected:
+    if corrected_only:
         where += " AND correction IS NOT NULL"
     return FEEDBACK_ROWS.select(db, f"SELECT * FROM feedback WHERE {where} ORDER BY seq", values)
 

@@ -32,7 +32,7 @@ from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
 from instar.store.models import UnscoredSession as UnscoredSession
-from instar.store.models import feedback_key as feedback_key
+from instar.store.models import make_feedback_key as make_feedback_key
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
 from instar.types import Call, Group, Session
@@ -45,7 +45,7 @@ SESSIONS_PER_READ = 64
 """The number of sessions whose calls are read in one snapshot. The limit keeps snapshots short."""
 
 
-class _Method(Generic[P, T]):
+class _QueryMethod(Generic[P, T]):
     """A method of `Store` that runs a query. ``mode`` is the name of the `Store` method that executes the
     query."""
 
@@ -70,16 +70,16 @@ class _Method(Generic[P, T]):
         return await getattr(store, self.mode)(work)
 
 
-def _write(query: Query[P, T]) -> _Method[P, T]:
-    return _Method(query, "write")
+def _write(query: Query[P, T]) -> _QueryMethod[P, T]:
+    return _QueryMethod(query, "write")
 
 
-def _read(query: Query[P, T]) -> _Method[P, T]:
-    return _Method(query, "read")
+def _read(query: Query[P, T]) -> _QueryMethod[P, T]:
+    return _QueryMethod(query, "read")
 
 
-def _read_statement(query: Query[P, T]) -> _Method[P, T]:
-    return _Method(query, "read_statement")
+def _read_statement(query: Query[P, T]) -> _QueryMethod[P, T]:
+    return _QueryMethod(query, "read_statement")
 
 
 class Store:

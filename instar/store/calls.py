@@ -27,7 +27,7 @@ from instar.store.writer import BatchableWrite
 from instar.types import Call, Channel, Group, Session, SessionStatus, Tool
 
 # A call and all of its base calls, the root first.
-_CHAIN = """
+_CHAIN_SQL = """
     WITH RECURSIVE chain (call_id, base_id, depth) AS (
       SELECT call_id, base_id, 0 FROM calls WHERE call_id = ?
       UNION ALL
@@ -41,9 +41,9 @@ _MAX_CALLS_PER_TAIL = 64
 
 # The keys are passed as one value, so that the statement is the same for any number of them. The newest call
 # of a key has the highest row number, and the index of tail keys is in that order.
-_OPEN_LIVE = """s.session_id = calls.session_id AND s.run_id = :run_id AND s.agent_id = :agent_id
+_IS_OPEN_LIVE = """s.session_id = calls.session_id AND s.run_id = :run_id AND s.agent_id = :agent_id
         AND s.channel = :live AND s.status = :open"""
-_BY_TAIL = f"""
+_BY_TAIL_SQL = f"""
     WITH RECURSIVE requested (place, tail_key) AS (
       SELECT 0, substr(:keys, 1, {TAIL_KEY_BYTES})
       UNION ALL
@@ -55,8 +55,8 @@ _BY_TAIL = f"""
       WHERE calls.tail_key = (
         SELECT tail_key FROM requested WHERE EXISTS (
           SELECT 1 FROM calls CROSS JOIN sessions s
-          WHERE calls.tail_key = requested.tail_key AND {_OPEN_LIVE})
-        ORDER BY place LIMIT 1) AND {_OPEN_LIVE}
+          WHERE calls.tail_key = requested.tail_key AND {_IS_OPEN_LIVE})
+        ORDER BY place LIMIT 1) AND {_IS_OPEN_LIVE}
       ORDER BY calls.seq DESC LIMIT {_MAX_CALLS_PER_TAIL}) AS newest
     GROUP BY session_id ORDER BY max(seq) DESC LIMIT {MAX_SESSIONS_PER_TAIL}"""
 
@@ -87,20 +87,20 @@ class AddCalls(BatchableWrite):
     def __init__(
         self,
         calls: Sequence[Call],
-        opening: Session | None,
+        new_session: Session | None,
         key_hash: str | None,
         tail_keys: Mapping[str, bytes],
         bases: BaseCallCache,
     ) -> None:
-        self._inputs = (calls, opening, key_hash, tail_keys)
+        self._inputs = (calls, new_session, key_hash, tail_keys)
         self._bases = bases
         self._calls: list[EncodedCall] = []
-        self._opening: dict[str, Any] | None = None
+        self._new_session: dict[str, Any] | None = None
 
     def prepare(self) -> None:
-        calls, opening, key_hash, tail_keys = self._inputs
+        calls, new_session, key_hash, tail_keys = self._inputs
         self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
-        self._opening = None if opening is None else encode_session(opening, key_hash)
+        self._new_session = None if new_session is None else encode_session(new_session, key_hash)
 
     def on_committed(self) -> None:
         self._bases.add(self._calls)
@@ -113,9 +113,9 @@ class AddCalls(BatchableWrite):
         # which session is missing.
         self._write(db, [self, *others], check=bool(db.for_update))
 
-    def write_single(self, db: Database, others: Sequence[AddCalls]) -> bool:
+    def write_in_one_statement(self, db: Database, others: Sequence[AddCalls]) -> bool:
         writes = (self, *others)
-        if any(write._opening is not None for write in writes):
+        if any(write._new_session is not None for write in writes):
             return False
         calls = [call for write in writes for call in write._calls]
         for encoded in calls:
@@ -129,10 +129,10 @@ class AddCalls(BatchableWrite):
     @staticmethod
     def _write(db: Database, writes: Sequence[AddCalls], *, check: bool) -> None:
         calls = [encoded for write in writes for encoded in write._calls]
-        openings = [write._opening for write in writes if write._opening is not None]
-        db.insert(SESSIONS, [SESSIONS.to_values(row) for row in openings])
+        new_sessions = [write._new_session for write in writes if write._new_session is not None]
+        db.insert(SESSIONS, [SESSIONS.to_values(row) for row in new_sessions])
         if check:
-            _lock_sessions(db, calls, {row["session_id"] for row in openings})
+            _lock_sessions(db, calls, {row["session_id"] for row in new_sessions})
         _check_bases(db, calls, writes[0]._bases)
         for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
@@ -168,7 +168,7 @@ def _check_bases(db: Database, calls: Sequence[EncodedCall], cache: BaseCallCach
 
 def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
     # All in one row: fetching a row releases the interpreter lock, which a busy event loop gives back late.
-    columns = db.json_rows.format(", ".join(("call_id", *BaseCallSummary._fields)))
+    columns = db.json_rows_sql.format(", ".join(("call_id", *BaseCallSummary._fields)))
     sql = f"SELECT {columns} AS summaries FROM calls WHERE call_id IN ({db.json_array_sql.format('?')})"
     rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["summaries"])
     return {call_id: BaseCallSummary._make(summary) for call_id, *summary in rows}
@@ -196,7 +196,7 @@ class PutRecords:
 
 def _add_annotations(db: Database, record: SessionRecord) -> None:
     for reward in record.rewards:
-        if sessions.reward_exists(db, reward.reward_id):
+        if sessions.has_reward(db, reward.reward_id):
             raise ConflictError(f"Reward {reward.reward_id} of session {reward.session_id} already exists.")
     sessions.add_rewards(db, record.rewards)
     annotations.record_scores(db, record.scores, [])
@@ -229,22 +229,22 @@ class FetchedCalls:
 
 
 def fetch_call(db: Database, call_id: str) -> FetchedCalls:
-    rows = db.execute(_CHAIN, (sanitize_text(call_id),)).fetchall()
+    rows = db.execute(_CHAIN_SQL, (sanitize_text(call_id),)).fetchall()
     return FetchedCalls(rows, [call_id] if rows else [], _fetch_tools(db, rows))
 
 
 def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
     """Return the rows of the calls with one of these values in ``column``, and the rows of their base
     calls."""
-    marks = ", ".join("?" * len(values))
+    placeholders = ", ".join("?" * len(values))
     own_rows = db.execute(
-        f"SELECT * FROM calls WHERE {column} IN ({marks}) ORDER BY seq",
+        f"SELECT * FROM calls WHERE {column} IN ({placeholders}) ORDER BY seq",
         [sanitize_text(value) for value in values],
     ).fetchall()
     own_ids = {row["call_id"] for row in own_rows}
     base_rows: dict[str, DatabaseRow] = {}
     for base_id in {row["base_id"] for row in own_rows} - own_ids - {None}:
-        for row in db.execute(_CHAIN, (base_id,)):
+        for row in db.execute(_CHAIN_SQL, (base_id,)):
             if row["call_id"] not in own_ids:
                 base_rows.setdefault(row["call_id"], row)
     # A base is committed before the calls that extend it, so commit order is right for every chain.
@@ -281,4 +281,4 @@ def get_sessions_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequenc
         "live": Channel.LIVE.value,
         "open": SessionStatus.OPEN.value,
     }
-    return [row["session_id"] for row in db.execute(_BY_TAIL, values).fetchall()]
+    return [row["session_id"] for row in db.execute(_BY_TAIL_SQL, values).fetchall()]

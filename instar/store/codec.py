@@ -72,13 +72,13 @@ def checksum(ids: Ids, start: int = 0) -> int:
     return zlib.crc32(np.ascontiguousarray(ids, _INT).data, start)
 
 
-_encode_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode_unicode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dump_json(value: Any) -> str:
     """Return compact JSON. Lone surrogates, which an agent may send and UTF-8 cannot encode, stay escaped."""
-    text = _encode_compact(value)
+    text = _encode_unicode(value)
     try:
         text.encode()
     except UnicodeEncodeError:

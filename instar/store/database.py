@@ -36,7 +36,7 @@ class Database(Protocol):
     """The exceptions that the driver raises."""
     for_update: ClassVar[str]
     """The suffix of a SELECT that locks its rows until this transaction ends."""
-    json_rows: ClassVar[str]
+    json_rows_sql: ClassVar[str]
     """An aggregate that returns all rows as one JSON array of arrays. ``{}`` stands for the columns."""
     json_array_sql: ClassVar[str]
     """A query that expands a JSON array of texts into rows. ``{}`` stands for the array."""

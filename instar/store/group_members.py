@@ -15,12 +15,12 @@ def is_member(group: Group, session: Session, agent_id: str) -> bool:
     once each. Imported data may come from any agent."""
     if group.accepts(session) and (group.channel is Channel.DATA or session.agent_id == agent_id):
         return True
-    _report(session.session_id, group.group_id, session.agent_id, session.channel.value, session.slot)
+    _warn_once(session.session_id, group.group_id, session.agent_id, session.channel.value, session.slot)
     return False
 
 
 @lru_cache(maxsize=4096)
-def _report(session_id: str, group_id: str, agent_id: str, channel: str, slot: int) -> None:
+def _warn_once(session_id: str, group_id: str, agent_id: str, channel: str, slot: int) -> None:
     logger.warning(
         "session %s (agent %s, channel %s, slot %d) names the group %s but does not belong to it; it is "
         "ignored",

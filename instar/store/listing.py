@@ -46,11 +46,11 @@ def get_sessions(
     where = where or SessionFilter()
     where = replace(where, channel=channel or where.channel, status=status or where.status)
     query = _PageQuery(run_id, group_id, where, before, after, limit)
-    rows = db.execute(_DETAILS.format(query.sql(db)), query.values)
+    rows = db.execute(_DETAILS.format(query.build_sql(db)), query.values)
     return [
         SessionRow(
             SESSION_ROWS.decode(row),
-            calls=row["calls"],
+            call_count=row["calls"],
             sampled_tokens=row["sampled"],
             reward=row["reward"],
             seq=row["seq"],
@@ -82,17 +82,17 @@ class _PageQuery:
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     conditions: list[str] = field(default_factory=list[str])
     """SQL conditions; the sessions table has the alias ``x``."""
-    starts: list[str] = field(default_factory=list[str])
+    start_queries: list[str] = field(default_factory=list[str])
     """Queries for the ids of the sessions that meet one of the conditions."""
 
     def __post_init__(self) -> None:
-        self._add_columns()
-        self._add_annotations()
+        self._add_column_conditions()
+        self._add_annotation_conditions()
 
-    def sql(self, db: Database) -> str:
+    def build_sql(self, db: Database) -> str:
         if self.group_id is not None or self.where.ids or self.limit is None:
             return self._limit_page(f"SELECT x.seq FROM sessions x WHERE {self._condition}")
-        for start in self.starts:
+        for start in self.start_queries:
             count = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({start}) AS d LIMIT :limit) AS counted"
             limit = {"limit": MAX_START_SESSIONS + 1}
             if db.execute(count, self.values | limit).fetchone()["n"] <= MAX_START_SESSIONS:
@@ -129,11 +129,11 @@ class _PageQuery:
     def _condition(self) -> str:
         return " AND ".join(self.conditions) or "TRUE"
 
-    def _add(self, condition: str, **values: Any) -> None:
+    def _add_condition(self, condition: str, **values: Any) -> None:
         self.conditions.append(condition)
         self.values |= values
 
-    def _add_columns(self) -> None:
+    def _add_column_conditions(self) -> None:
         where = self.where
         equal = {
             "run_id": self.run_id,
@@ -145,44 +145,46 @@ class _PageQuery:
         }
         for column, value in equal.items():
             if value is not None:
-                self._add(f"x.{column} = :{column}", **{column: value})
+                self._add_condition(f"x.{column} = :{column}", **{column: value})
         if where.ids:
             names = {f"id{number}": session_id for number, session_id in enumerate(where.ids)}
-            self._add(f"x.session_id IN ({', '.join(f':{name}' for name in names)})", **names)
-        self._add_range(before=("x.seq <", self.before), after=("x.seq >", self.after))
-        self._add_start(
-            self._add_range(since=("x.created_at >=", where.since), until=("x.created_at <", where.until))
+            self._add_condition(f"x.session_id IN ({', '.join(f':{name}' for name in names)})", **names)
+        self._add_range_condition(before=("x.seq <", self.before), after=("x.seq >", self.after))
+        self._add_start_query(
+            self._add_range_condition(
+                since=("x.created_at >=", where.since), until=("x.created_at <", where.until)
+            )
         )
         if where.scorer is None and where.source is None:
             low, high = ("x.reward >=", where.reward_min), ("x.reward <=", where.reward_max)
-            self._add_start(self._add_range(reward_min=low, reward_max=high))
+            self._add_start_query(self._add_range_condition(reward_min=low, reward_max=high))
 
-    def _add_range(self, **bounds: tuple[str, float | None]) -> str:
+    def _add_range_condition(self, **bounds: tuple[str, float | None]) -> str:
         """Add the values of the bounds that are set, and return the bounds as one SQL condition."""
         bounds = {name: bound for name, bound in bounds.items() if bound[1] is not None}
         condition = " AND ".join(f"{comparison} :{name}" for name, (comparison, _) in bounds.items())
         if condition:
-            self._add(condition, **{name: value for name, (_, value) in bounds.items()})
+            self._add_condition(condition, **{name: value for name, (_, value) in bounds.items()})
         return condition
 
-    def _add_start(self, condition: str) -> None:
+    def _add_start_query(self, condition: str) -> None:
         if condition and self.run_id is not None:
-            self.starts.append(
+            self.start_queries.append(
                 f"SELECT x.session_id FROM sessions x WHERE x.run_id = :run_id AND {condition}"
             )
 
-    def _add_annotations(self) -> None:
+    def _add_annotation_conditions(self) -> None:
         where = self.where
         for number, (name, value) in enumerate(where.tags):
             values = {"name": name} if value is None else {"name": name, "value": value}
-            self._add_exists("tags", f"tag{number}", values, "")
+            self._add_exists_condition("tags", f"tag{number}", values, "")
         for number, name in enumerate(where.without):
             tag = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
-            self._add(f"NOT EXISTS ({tag})", **{f"no{number}": name})
+            self._add_condition(f"NOT EXISTS ({tag})", **{f"no{number}": name})
         if where.scorer is not None or where.source is not None:
-            self._add_rewards(where)
+            self._add_reward_condition(where)
 
-    def _add_rewards(self, where: SessionFilter) -> None:
+    def _add_reward_condition(self, where: SessionFilter) -> None:
         values: dict[str, str] = {}
         if where.scorer is not None:
             values["scorer"], _, version = where.scorer.partition("@")
@@ -191,18 +193,20 @@ class _PageQuery:
         if where.source is not None:
             values["source"] = where.source.value
         # List every source, because the index has the source before the scorer.
-        every = ", ".join(f"'{source.value}'" for source in RewardSource)
-        extra = f" AND rewards.source IN ({every})" if where.source is None else ""
+        sources = ", ".join(f"'{source.value}'" for source in RewardSource)
+        extra = f" AND rewards.source IN ({sources})" if where.source is None else ""
         for name, comparison in (("reward_min", ">="), ("reward_max", "<=")):
             if (bound := getattr(where, name)) is not None:
                 extra += f" AND rewards.value {comparison} :{name}"
                 self.values[name] = bound
-        self._add_exists("rewards", "by", values, extra)
+        self._add_exists_condition("rewards", "by", values, extra)
 
-    def _add_exists(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
+    def _add_exists_condition(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
         values = {f"{prefix}_{column}": value for column, value in columns.items()}
         rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in columns) + extra
         matching = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"
-        self._add(f"EXISTS ({matching})", **values)
+        self._add_condition(f"EXISTS ({matching})", **values)
         if self.run_id is not None:
-            self.starts.append(f"SELECT session_id FROM {table} WHERE {table}.run_id = :run_id AND {rows}")
+            self.start_queries.append(
+                f"SELECT session_id FROM {table} WHERE {table}.run_id = :run_id AND {rows}"
+            )

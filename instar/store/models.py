@@ -11,7 +11,7 @@ KeyKind = Literal["admin", "agent", "feedback"]
 FEEDBACK_KEY_PREFIX = "feedback:"
 
 
-def feedback_key(feedback_id: str) -> str:
+def make_feedback_key(feedback_id: str) -> str:
     """Return the key of a feedback's reward. The feedback's correction is claimed as a sample under the same
     key."""
     return FEEDBACK_KEY_PREFIX + feedback_id

@@ -26,9 +26,9 @@ from instar.store.writer import Writer
 class PostgresStore(Store):
     """A store in a PostgreSQL schema. Unless ``read_only``, the schema is created or migrated first."""
 
-    def __init__(self, server: PostgresServer, *, readers: int = 4, read_only: bool = False) -> None:
+    def __init__(self, server: PostgresServer, *, reader_threads: int = 4, read_only: bool = False) -> None:
         name, timeout, writer = server.name, server.timeout, None
-        with _translated_errors(server):
+        with _translate_errors(server):
             if read_only:
                 # There are no retries, because a person is usually waiting for the store.
                 with closing(server.connect("instar", read_only=True, retry_timeout=0.0)) as connection:
@@ -36,7 +36,7 @@ class PostgresStore(Store):
             else:
                 writer = Writer(PostgresWriteDatabase.open(server), name, retry_timeout=timeout)
         reader_pool = ReaderPool(
-            lambda: _open_for_reading(server), name, threads=readers, retry_timeout=timeout
+            lambda: _open_for_reading(server), name, threads=reader_threads, retry_timeout=timeout
         )
         super().__init__(name, writer, reader_pool)
 
@@ -47,11 +47,11 @@ class PostgresStore(Store):
         password_env = settings.password_env_name(os.environ)
         password = os.environ[password_env] if password_env else None
         server = PostgresServer(settings.url, settings.db_schema, settings.timeout, password)
-        return cls(server, readers=settings.pool, read_only=read_only)
+        return cls(server, reader_threads=settings.pool, read_only=read_only)
 
 
 @contextmanager
-def _translated_errors(server: PostgresServer) -> Generator[None]:
+def _translate_errors(server: PostgresServer) -> Generator[None]:
     try:
         yield
     except psycopg.Error as error:
@@ -59,5 +59,5 @@ def _translated_errors(server: PostgresServer) -> Generator[None]:
 
 
 def _open_for_reading(server: PostgresServer) -> PostgresDatabase:
-    with _translated_errors(server):
+    with _translate_errors(server):
         return PostgresDatabase(server, server.connect("instar", read_only=True))

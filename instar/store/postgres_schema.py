@@ -99,7 +99,7 @@ def _create_or_migrate(
         exists = connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (server.schema,))
         if exists.fetchone() is None:
             connection.execute(f'CREATE SCHEMA "{server.schema}"'.encode())
-        for statement in _create_statements():
+        for statement in _build_create_statements():
             connection.execute(statement.encode())
         current = VERSION
     for number in range(current, version):
@@ -123,7 +123,7 @@ def _check_server(connection: PostgresConnection, server: PostgresServer) -> Non
 def _read_version(connection: PostgresConnection, server: PostgresServer, version: int) -> int:
     """Return the version of the store, or 0 if the schema is empty or missing. Raise StoreError if the schema
     is not a store, or was written by a newer version of Instar."""
-    tables = _table_names(connection, server)
+    tables = _read_table_names(connection, server)
     if not tables:
         return 0
     if VERSION_TABLE not in tables:
@@ -137,34 +137,34 @@ def _read_version(connection: PostgresConnection, server: PostgresServer, versio
     return current
 
 
-def _table_names(connection: PostgresConnection, server: PostgresServer) -> set[str]:
+def _read_table_names(connection: PostgresConnection, server: PostgresServer) -> set[str]:
     rows = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", (server.schema,))
     return {row["tablename"] for row in rows}
 
 
 def _check_tables(connection: PostgresConnection, server: PostgresServer) -> None:
     expected = {table.name for table in (*TABLES, WRITERS)}
-    if missing := sorted(expected - _table_names(connection, server)):
+    if missing := sorted(expected - _read_table_names(connection, server)):
         raise server.corrupt_error(f"the table {missing[0]} is missing")
 
 
 # --- creation -----------------------------------------------------------------------------------
 
 
-def _create_statements() -> list[str]:
-    counted = {table.name: _count_by_backend(table) for table in (GROUP_COUNTS, SESSION_COUNTS)}
+def _build_create_statements() -> list[str]:
+    counted = {table.name: _add_backend_column(table) for table in (GROUP_COUNTS, SESSION_COUNTS)}
     tables = [counted.get(table.name, table) for table in TABLES]
     return [
         *(to_postgres_ddl(table.create_sql) for table in (*tables, WRITERS)),
         f"CREATE TABLE {VERSION_TABLE} (version BIGINT NOT NULL)",
         f"INSERT INTO {VERSION_TABLE} (version) VALUES ({VERSION})",
         *(to_postgres_ddl(index) for index in INDEXES),
-        *_counting_triggers("groups", "group_counts", ("run_id", "channel", "status", "consumed")),
-        *_counting_triggers("sessions", "session_counts", ("run_id", "channel", "status")),
+        *_build_counting_triggers("groups", "group_counts", ("run_id", "channel", "status", "consumed")),
+        *_build_counting_triggers("sessions", "session_counts", ("run_id", "channel", "status")),
     ]
 
 
-def _count_by_backend(counts: Table) -> Table:
+def _add_backend_column(counts: Table) -> Table:
     """Return the table of counts with one counter row per server process. Readers use the sum of the rows.
 
     Writers that share a counter row would wait for each other, and writers that share two would deadlock.
@@ -175,7 +175,7 @@ def _count_by_backend(counts: Table) -> Table:
     )
 
 
-def _counting_triggers(table: str, counts: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+def _build_counting_triggers(table: str, counts: str, keys: tuple[str, ...]) -> tuple[str, ...]:
     columns = ", ".join(keys)
 
     def count(row: str, by: int) -> str:

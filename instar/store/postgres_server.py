@@ -156,7 +156,7 @@ class PostgresServer:
 
     def translate(self, error: Exception) -> StoreError:
         """Translate an error of PostgreSQL to the error that callers of the store see."""
-        code, text = _sqlstate(error), format_error(error)
+        code, text = _get_sqlstate(error), format_error(error)
         if code == "23505":
             return ConflictError(f"the row already exists: {text}")
         if code.startswith(("22", "23")) or isinstance(error, psycopg.DataError):
@@ -182,7 +182,7 @@ class PostgresServer:
                 f"{self.name} is a standby and rejects writes ({text}): set store.url to the primary"
             )
         if isinstance(error, psycopg.OperationalError):
-            return StoreError(f"{self.name} cannot be reached: {text}. {_advice(text)}")
+            return StoreError(f"{self.name} cannot be reached: {text}. {_suggest_fix(text)}")
         return StoreError(f"{self.name}: {text}")
 
     def corrupt_error(self, detail: str) -> StoreCorrupt:
@@ -192,7 +192,7 @@ class PostgresServer:
         )
 
 
-def _advice(text: str) -> str:
+def _suggest_fix(text: str) -> str:
     if "password" in text:
         return "The password is read from the variable named by store.password_env, or from ~/.pgpass"
     if "does not exist" in text:
@@ -200,7 +200,7 @@ def _advice(text: str) -> str:
     return "Check store.url, and that the server is running"
 
 
-def _sqlstate(error: Exception) -> str:
+def _get_sqlstate(error: Exception) -> str:
     return (error.sqlstate or "") if isinstance(error, psycopg.Error) else ""
 
 
@@ -212,9 +212,9 @@ def format_error(error: Exception) -> str:
 
 
 def is_connection_lost(error: Exception) -> bool:
-    return isinstance(error, TransactionNotCommitted) or _sqlstate(error) in _DISCONNECT_CODES
+    return isinstance(error, TransactionNotCommitted) or _get_sqlstate(error) in _DISCONNECT_CODES
 
 
 def is_transient(error: Exception) -> bool:
     """Return True if the transaction was rolled back because of a deadlock or serialization failure."""
-    return _sqlstate(error) in _TRANSIENT_CODES
+    return _get_sqlstate(error) in _TRANSIENT_CODES

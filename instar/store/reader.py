@@ -29,18 +29,18 @@ class ReaderPool:
         self._local = threading.local()
         self._connections: list[Database] = []
         self._lock = threading.Lock()
-        self._closed = False
+        self._is_closed = False
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="instar-store-reader")
 
     def submit(self, read: Callable[[], T]) -> Future[T]:
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise StoreError(f"The store {self._name} is closed.")
             return self._executor.submit(read)
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self._is_closed = True
         self._executor.shutdown()
         for connection in self._connections:
             connection.close()

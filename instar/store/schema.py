@@ -76,14 +76,14 @@ class Table:
         return f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
 
     def build_insert_sql(self, count: int) -> str:
-        return _insert_many_sql(self.name, self.insert_columns, count)
+        return _build_insert_sql(self.name, self.insert_columns, count)
 
     def to_values(self, row: Mapping[str, object]) -> tuple[object, ...]:
         return tuple(row[name] for name in self.insert_columns)
 
 
 @cache
-def _insert_many_sql(table: str, names: tuple[str, ...], count: int) -> str:
+def _build_insert_sql(table: str, names: tuple[str, ...], count: int) -> str:
     row = f"({', '.join('?' for _ in names)})"
     return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}"
 
@@ -109,7 +109,7 @@ _SQL_TYPES = {
 }
 
 
-def _sql_columns(cls: type, *names: str) -> dict[str, str]:
+def _build_columns(cls: type, *names: str) -> dict[str, str]:
     """Return the SQL types of the dataclass fields ``names``, by default of all fields."""
     types = get_field_types(cls)
     return {
@@ -118,7 +118,7 @@ def _sql_columns(cls: type, *names: str) -> dict[str, str]:
     }
 
 
-RUNS = Table("runs", _sql_columns(Run) | {"run_id": "TEXT PRIMARY KEY"})
+RUNS = Table("runs", _build_columns(Run) | {"run_id": "TEXT PRIMARY KEY"})
 
 GROUPS = Table(
     "groups",
@@ -150,10 +150,10 @@ SESSIONS = Table(
     {
         "seq": ROW_NUMBER,
         "session_id": "TEXT NOT NULL UNIQUE",
-        **_sql_columns(Session, "run_id", "agent_id", "policy_id", "channel", "status", "group_id", "slot"),
-        **_sql_columns(Session, "attempt", "task_id", "reason", "seed", "sampling", "metadata"),
+        **_build_columns(Session, "run_id", "agent_id", "policy_id", "channel", "status", "group_id", "slot"),
+        **_build_columns(Session, "attempt", "task_id", "reason", "seed", "sampling", "metadata"),
         "key_hash": "TEXT UNIQUE",
-        **_sql_columns(Session, "created_at", "ended_at", "external_id"),
+        **_build_columns(Session, "created_at", "ended_at", "external_id"),
         # The session's latest reward without a call, copied from `rewards` so that sessions can be filtered.
         "reward": "REAL",
     },
@@ -169,19 +169,19 @@ CALLS = Table(
         "seq": ROW_NUMBER,
         "call_id": "TEXT NOT NULL UNIQUE",
         "session_id": SESSION_ID,
-        **_sql_columns(Call, "run_id", "agent_id", "policy_id", "request_id", "parent_id", "link"),
-        **_sql_columns(Call, "base_id", "base_tokens", "base_messages"),
+        **_build_columns(Call, "run_id", "agent_id", "policy_id", "request_id", "parent_id", "link"),
+        **_build_columns(Call, "base_id", "base_tokens", "base_messages"),
         # Checksums of the prompt and of prompt + sampled tokens; a rebuilt call is verified against them.
         "prompt_tokens": INTEGER,
         "prompt_crc": INTEGER,
         "sampled_tokens": INTEGER,
         "sequence_crc": INTEGER,
         "message_count": INTEGER,
-        **_sql_columns(Call, "status", "trainable", "reason", "finish_reason", "dialect", "params"),
-        **_sql_columns(Call, "started_at", "first_token_at", "ended_at"),
+        **_build_columns(Call, "status", "trainable", "reason", "finish_reason", "dialect", "params"),
+        **_build_columns(Call, "started_at", "first_token_at", "ended_at"),
         "tools_hash": "TEXT REFERENCES tools (hash)",
-        **_sql_columns(Call, "versions", "prompt_ids", "sampled_ids", "logprobs", "behavior_logprobs"),
-        **_sql_columns(Call, "messages", "reply"),
+        **_build_columns(Call, "versions", "prompt_ids", "sampled_ids", "logprobs", "behavior_logprobs"),
+        **_build_columns(Call, "messages", "reply"),
         "model": "TEXT NOT NULL DEFAULT ''",
         "client_key": "TEXT",
         "digests": "BLOB NOT NULL DEFAULT x''",
@@ -197,8 +197,8 @@ REWARDS = Table(
     {
         "seq": ROW_NUMBER,
         "session_id": SESSION_ID,
-        **_sql_columns(Session, "run_id", "agent_id", "policy_id"),
-        **_sql_columns(Reward, "call_id", "value", "source", "scorer", "detail", "created_at", "reward_id"),
+        **_build_columns(Session, "run_id", "agent_id", "policy_id"),
+        **_build_columns(Reward, "call_id", "value", "source", "scorer", "detail", "created_at", "reward_id"),
         "scorer_version": "TEXT NOT NULL DEFAULT ''",
         "cost": "REAL NOT NULL DEFAULT 0",
     },
@@ -212,7 +212,7 @@ SCORES = Table(
         "session_id": SESSION_ID,
         "scorer": TEXT,
         "run_id": TEXT,
-        **_sql_columns(Score, "state", "attempts", "reason", "created_at"),
+        **_build_columns(Score, "state", "attempts", "reason", "created_at"),
     },
     constraints=("PRIMARY KEY (session_id, scorer)",),
     added_in=4,
@@ -224,7 +224,7 @@ TAGS = Table(
         "session_id": SESSION_ID,
         "name": TEXT,
         "run_id": TEXT,
-        **_sql_columns(Tag, "value", "reason", "author", "created_at"),
+        **_build_columns(Tag, "value", "reason", "author", "created_at"),
     },
     constraints=("PRIMARY KEY (session_id, name)",),
     added_in=4,
@@ -237,8 +237,8 @@ FEEDBACK = Table(
         "feedback_id": "TEXT NOT NULL UNIQUE",
         "session_id": SESSION_ID,
         "run_id": TEXT,
-        **_sql_columns(Feedback, "call_id", "thumbs", "score", "text", "correction", "correction_ids"),
-        **_sql_columns(Feedback, "author", "created_at"),
+        **_build_columns(Feedback, "call_id", "thumbs", "score", "text", "correction", "correction_ids"),
+        **_build_columns(Feedback, "author", "created_at"),
     },
     generated=("seq",),
     added_in=4,
@@ -252,7 +252,7 @@ JUDGMENTS = Table(
 )
 
 DATASETS = Table(
-    "datasets", _sql_columns(DatasetRow), constraints=("PRIMARY KEY (name, version)",), added_in=4
+    "datasets", _build_columns(DatasetRow), constraints=("PRIMARY KEY (name, version)",), added_in=4
 )
 
 POLICIES = Table(
@@ -272,18 +272,18 @@ POLICIES = Table(
     constraints=("PRIMARY KEY (policy_id, version)",),
 )
 
-STEPS = Table("steps", _sql_columns(Step), constraints=("PRIMARY KEY (run_id, step)",))
+STEPS = Table("steps", _build_columns(Step), constraints=("PRIMARY KEY (run_id, step)",))
 
 CLAIMS = Table(
     "claims",
-    {"seq": ROW_NUMBER, **_sql_columns(Claim)},
+    {"seq": ROW_NUMBER, **_build_columns(Claim)},
     constraints=("UNIQUE (run_id, epoch, sample_key)",),
     generated=("seq",),
 )
 
-ENDPOINTS = Table("endpoints", _sql_columns(Endpoint), constraints=("PRIMARY KEY (run_id, role, name)",))
+ENDPOINTS = Table("endpoints", _build_columns(Endpoint), constraints=("PRIMARY KEY (run_id, role, name)",))
 
-KEYS = Table("keys", _sql_columns(KeyRow) | {"key_hash": "TEXT PRIMARY KEY"}, added_in=2)
+KEYS = Table("keys", _build_columns(KeyRow) | {"key_hash": "TEXT PRIMARY KEY"}, added_in=2)
 
 SECRETS = Table("secrets", {"name": "TEXT PRIMARY KEY", "value": BLOB}, added_in=2)
 

@@ -42,7 +42,9 @@ INDEXES_BY_VERSION = {
 INDEXES = tuple(index for indexes in INDEXES_BY_VERSION.values() for index in indexes)
 
 
-def _counting_triggers(table: str, counts: str, keys: tuple[str, ...], watched: str) -> tuple[str, str]:
+def _build_counting_triggers(
+    table: str, counts: str, keys: tuple[str, ...], watched_columns: str
+) -> tuple[str, str]:
     new = ", ".join(f"NEW.{key}" for key in keys)
     old = " AND ".join(f"{key} = OLD.{key}" for key in keys)
     add = (
@@ -51,14 +53,14 @@ def _counting_triggers(table: str, counts: str, keys: tuple[str, ...], watched: 
     )
     return (
         f"CREATE TRIGGER {table}_counted AFTER INSERT ON {table} BEGIN {add} END",
-        f"CREATE TRIGGER {table}_recounted AFTER UPDATE OF {watched} ON {table} BEGIN "
+        f"CREATE TRIGGER {table}_recounted AFTER UPDATE OF {watched_columns} ON {table} BEGIN "
         f"UPDATE {counts} SET n = n - 1 WHERE {old}; {add} END",
     )
 
 
 TRIGGERS = (
-    *_counting_triggers(
+    *_build_counting_triggers(
         "groups", "group_counts", ("run_id", "channel", "status", "consumed"), "status, consumed"
     ),
-    *_counting_triggers("sessions", "session_counts", ("run_id", "channel", "status"), "status"),
+    *_build_counting_triggers("sessions", "session_counts", ("run_id", "channel", "status"), "status"),
 )

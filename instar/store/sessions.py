@@ -141,7 +141,7 @@ def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
 def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
     """Add rewards. A reward whose ``reward_id`` already exists is skipped."""
     for reward in rewards:
-        if reward_exists(db, reward.reward_id):
+        if has_reward(db, reward.reward_id):
             continue
         row = encode_reward(reward)
         insert_for_session(db, REWARDS.insert_for_session_sql, row)
@@ -156,7 +156,7 @@ def insert_for_session(db: Database, sql: str, row: Mapping[str, Any]) -> None:
         raise StoreError(f"There is no session {row['session_id']}.")
 
 
-def reward_exists(db: Database, reward_id: str | None) -> bool:
+def has_reward(db: Database, reward_id: str | None) -> bool:
     if reward_id is None:
         return False
     return db.execute("SELECT 1 FROM rewards WHERE reward_id = ?", (reward_id,)).fetchone() is not None

@@ -42,7 +42,7 @@ class SqliteStore(Store):
 
 
 @contextmanager
-def _translated_errors(path: Path) -> Generator[None]:
+def _translate_errors(path: Path) -> Generator[None]:
     try:
         yield
     except sqlite3.Error as error:
@@ -57,23 +57,23 @@ def _open_for_writing(path: Path) -> SqliteDatabase:
             get_counter_path(path).unlink(missing_ok=True)  # it belongs to a store that was deleted
     except OSError as error:
         raise StoreError(f"cannot create {path}: {error}") from error
-    with _translated_errors(path), ExitStack() as on_failure:
+    with _translate_errors(path), ExitStack() as on_failure:
         connection = connect(path)
         on_failure.callback(connection.close)
         migrations.create_or_migrate(connection, path)
         connection.wait_in_begin()
-        connection.count_calls()
+        connection.start_call_counter()
         on_failure.pop_all()
         return connection
 
 
 def _open_for_reading(path: Path) -> SqliteDatabase:
-    with _translated_errors(path):
+    with _translate_errors(path):
         return connect(path, read_only=True)
 
 
 def _check_readable(path: Path) -> None:
     if not path.is_file():
         raise StoreError(f"there is no store at {path}")
-    with _translated_errors(path), closing(connect(path, read_only=True)) as connection:
+    with _translate_errors(path), closing(connect(path, read_only=True)) as connection:
         migrations.check_version(connection, path)

@@ -51,32 +51,32 @@ class CallCounter:
             self._memory = mmap.mmap(file, COUNTER_BYTES)
         finally:
             os.close(file)
-        self._acknowledged = self._read()
+        self._acknowledged_row_number = self._read()
 
-    def check(self, last_call: int) -> None:
+    def check(self, last_row_number: int) -> None:
         """Report the acknowledged calls that the database, whose last call has this row number, has lost.
         The row number must be read later than this object was created, because other processes write."""
-        if self._acknowledged > last_call:
+        if self._acknowledged_row_number > last_row_number:
             logger.warning(
                 "%s acknowledged calls are missing in %s (row numbers %s to %s), and other writes of that "
                 "time may be missing too: its write-ahead log was truncated or damaged, or an older copy of "
                 "the file was restored. If you need them, restore the files of the store from a backup",
-                self._acknowledged - last_call,
+                self._acknowledged_row_number - last_row_number,
                 self._path,
-                last_call + 1,
-                self._acknowledged,
+                last_row_number + 1,
+                self._acknowledged_row_number,
             )
-            self._write(last_call)
+            self._write(last_row_number)
 
-    def record(self, last_call: int) -> None:
-        if last_call > self._read():
-            self._write(last_call)
+    def record(self, last_row_number: int) -> None:
+        if last_row_number > self._read():
+            self._write(last_row_number)
 
     def _read(self) -> int:
         return int.from_bytes(self._memory[:], "little")
 
-    def _write(self, last_call: int) -> None:
-        self._memory[:] = last_call.to_bytes(COUNTER_BYTES, "little")
+    def _write(self, last_row_number: int) -> None:
+        self._memory[:] = last_row_number.to_bytes(COUNTER_BYTES, "little")
 
     def close(self) -> None:
         self._memory.close()
@@ -87,12 +87,12 @@ class SqliteDatabase(sqlite3.Connection):
 
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
     for_update: ClassVar[str] = ""
-    json_rows: ClassVar[str] = "json_group_array(json_array({}))"
+    json_rows_sql: ClassVar[str] = "json_group_array(json_array({}))"
     json_array_sql: ClassVar[str] = "SELECT value FROM json_each({})"
     path: Path
     busy_timeout = BUSY_TIMEOUT_SECONDS
     _counter: CallCounter | None = None
-    _last_call: int | None = None
+    _last_call_row: int | None = None
     """The row number of the last call that was inserted and not rolled back since the last commit."""
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT_SECONDS) -> None:
@@ -101,7 +101,7 @@ class SqliteDatabase(sqlite3.Connection):
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
 
-    def count_calls(self) -> None:
+    def start_call_counter(self) -> None:
         """Report acknowledged calls that are missing, and count the calls from now on."""
         try:
             counter = CallCounter(self.path)
@@ -111,9 +111,9 @@ class SqliteDatabase(sqlite3.Connection):
             logger.warning("cannot count the acknowledged calls of %s: %s", self.path, error)
 
     def on_committed(self) -> None:
-        if self._last_call is not None and self._counter is not None:
-            self._counter.record(self._last_call)
-        self._last_call = None
+        if self._last_call_row is not None and self._counter is not None:
+            self._counter.record(self._last_call_row)
+        self._last_call_row = None
 
     def close(self) -> None:
         if self._counter is not None:
@@ -140,7 +140,7 @@ class SqliteDatabase(sqlite3.Connection):
     def _insert_rows(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
         cursor = self.execute(table.build_insert_sql(len(rows)), tuple(chain.from_iterable(rows)))
         if table is CALLS:
-            self._last_call = cursor.lastrowid
+            self._last_call_row = cursor.lastrowid
 
     def lock_name(self, name: str) -> None:
         return
@@ -166,11 +166,11 @@ class SqliteDatabase(sqlite3.Connection):
         self.execute("COMMIT")
 
     def rollback_savepoint(self) -> None:
-        self._last_call = None
+        self._last_call_row = None
         self.execute("ROLLBACK TO job")
 
     def rollback(self) -> None:
-        self._last_call = None
+        self._last_call_row = None
         if self.in_transaction:
             self.execute("ROLLBACK")
 

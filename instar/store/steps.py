@@ -105,11 +105,11 @@ def advance_step(
         refresh_consumed(db, _get_group_ids(db, run_id, step))
 
 
-def release_steps(db: Database, run_id: str, after: int, *, saved: bool = False) -> list[int]:
+def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
     """Release every unsaved step later than ``after`` with its claims, and return the numbers of the released
-    steps. If ``saved``, also release saved and committed steps, because their weights are lost. Recovery uses
+    steps. If ``include_saved``, also release saved and committed steps, because their weights are lost. Recovery uses
     this."""
-    states = [state.value for state in (STATE_ORDER if saved else STATE_ORDER[:2])]
+    states = [state.value for state in (STATE_ORDER if include_saved else STATE_ORDER[:2])]
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? "
         f"AND state IN ({db.json_array_sql.format('?')}) ORDER BY step{db.for_update}",

@@ -26,7 +26,7 @@ from instar.store.database import Database
 T = TypeVar("T")
 WriteFunction = Callable[[Database], T]
 
-MAX_BATCH = 256
+MAX_BATCH_WRITES = 256
 GROUPING_WAIT_SECONDS = 0.0005
 """The time to wait for more writes after a batch of several writes. A commit of ten writes costs about the
 same as a commit of one, so waiting pays under load. A batch that is as large as the previous one does not
@@ -49,7 +49,7 @@ class BatchableWrite(ABC):
         are repeated one by one."""
 
     @abstractmethod
-    def write_single(self, db: Database, others: Sequence[Any]) -> bool:
+    def write_in_one_statement(self, db: Database, others: Sequence[Any]) -> bool:
         """Write like `write_batch`, but in one statement that commits itself, and return True. Return False
         and write nothing if one statement is not enough."""
 
@@ -99,7 +99,7 @@ class Writer:
         self._name = name
         self._retry_timeout = retry_timeout
         self._queue: SimpleQueue[_WriteJob | None] = SimpleQueue()
-        self._closed = False
+        self._is_closed = False
         self._previous_batch_size = 0
         self._lock = threading.Lock()
         # A daemon thread: if the process exits without `close`, no queued write has been acknowledged.
@@ -111,28 +111,28 @@ class Writer:
         before the write starts prevents the write."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise StoreError(f"The store {self._name} is closed.")
             self._queue.put(_WriteJob(work, future))
         return future
 
     def close(self) -> None:
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._is_closed:
+                self._is_closed = True
                 self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        closing = False
-        while not closing:
-            jobs, closing = self._next_batch()
+        is_closing = False
+        while not is_closing:
+            jobs, is_closing = self._get_next_batch()
             jobs = [job for job in jobs if not job.future.cancelled()]
             try:
                 self._commit([job for job in jobs if job.error is None])
             except Exception as error:  # noqa: BLE001 any error: if the writer thread died, all callers would hang
                 self._db.rollback()
-                _fail(jobs, error)
+                _set_error(jobs, error)
             self._db.on_committed()
             _wake_callers(jobs)
             # The callers have already been woken, so that this does not delay them.
@@ -143,7 +143,7 @@ class Writer:
             jobs.clear()
         self._db.close()
 
-    def _next_batch(self) -> tuple[list[_WriteJob], bool]:
+    def _get_next_batch(self) -> tuple[list[_WriteJob], bool]:
         """Wait for a write. Return it with all other queued writes, and True if the writer must stop.
 
         Writes are prepared here, while more writes may arrive.
@@ -154,15 +154,15 @@ class Writer:
         while job is not None:
             jobs.append(job)
             job.prepare()
-            if len(jobs) == MAX_BATCH:
+            if len(jobs) == MAX_BATCH_WRITES:
                 return jobs, False
             try:
-                job = self._next_job(deadline if len(jobs) < self._previous_batch_size else 0.0)
+                job = self._get_next_job(deadline if len(jobs) < self._previous_batch_size else 0.0)
             except Empty:
                 return jobs, False
         return jobs, True
 
-    def _next_job(self, deadline: float) -> _WriteJob | None:
+    def _get_next_job(self, deadline: float) -> _WriteJob | None:
         """Return the next queued write. Raise Empty if there is none by the deadline."""
         try:
             return self._queue.get_nowait()
@@ -178,14 +178,14 @@ class Writer:
             self._commit_with_retry(jobs)
         except self._db.errors as error:
             if len(jobs) == 1 or self._db.is_global_failure(error):
-                _fail(jobs, self._db.translate(error))
+                _set_error(jobs, self._db.translate(error))
             else:
                 # One write that does not fit on the disk must not fail the others.
                 for job in jobs:
                     self._commit([job])
         except StoreError as error:
             self._db.rollback()
-            _fail(jobs, error)
+            _set_error(jobs, error)
 
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
         deadline: float | None = None
@@ -203,12 +203,12 @@ class Writer:
     def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:
             job.result, job.error = None, None
-        if not self._write_single(jobs):
+        if not self._write_in_one_statement(jobs):
             self._write_transaction(jobs)
         self.commit_count += 1
         self.write_count += len(jobs)
 
-    def _write_single(self, jobs: Sequence[_WriteJob]) -> bool:
+    def _write_in_one_statement(self, jobs: Sequence[_WriteJob]) -> bool:
         """Try to write the jobs in one statement, and return True on success. Errors are not raised here,
         because `_write_transaction` reports them."""
         first = jobs[0].batchable
@@ -218,7 +218,7 @@ class Writer:
         if any(type(other) is not type(first) for other in others):
             return False
         try:
-            return first.write_single(self._db, others)
+            return first.write_in_one_statement(self._db, others)
         except Exception:  # noqa: BLE001 any error: the transaction finds which write caused it
             return False
 
@@ -263,7 +263,7 @@ class Writer:
         return None
 
 
-def _fail(jobs: Sequence[_WriteJob], error: Exception) -> None:
+def _set_error(jobs: Sequence[_WriteJob], error: Exception) -> None:
     for job in jobs:
         job.error = error
 

@@ -337,7 +337,9 @@ class Trainer:
         else:
             await self.backend.start()
         await self._tombstone_abandoned_versions()
-        released = await self.store.release_steps(self.run_id, after=self.saved_step, saved=bool(damaged))
+        released = await self.store.release_steps(
+            self.run_id, after=self.saved_step, include_saved=bool(damaged)
+        )
         if released:
             logger.info("released the claims of %s step(s): %s", len(released), released)
         remove_checkpoints_after(self.config.run_dir, self.saved_step, damaged)

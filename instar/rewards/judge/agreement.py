@@ -40,11 +40,11 @@ async def measure_run_agreement(store: Store, run_id: str, *, page_size: int = 5
         after = rows[-1].seq
         rewards = await store.rewards_by_session([row.session.session_id for row in rows])
         for session_rewards in rewards.values():
-            _count(tallies, session_rewards)
-    return [tally.result(name) for name, tally in sorted(tallies.items())]
+            _count_rewards(tallies, session_rewards)
+    return [tally.to_agreement(name) for name, tally in sorted(tallies.items())]
 
 
-def _count(tallies: dict[str, _Tally], rewards: Sequence[Reward]) -> None:
+def _count_rewards(tallies: dict[str, _Tally], rewards: Sequence[Reward]) -> None:
     rules = [r.value for r in rewards if r.source is RewardSource.RULE and r.call_id is None]
     session_values: dict[str, float] = {}
     for reward in rewards:
@@ -60,47 +60,49 @@ def _count(tallies: dict[str, _Tally], rewards: Sequence[Reward]) -> None:
 
 @dataclass(slots=True)
 class _Tally:
-    rewards: int = 0
-    total: float = 0.0
+    reward_count: int = 0
+    reward_sum: float = 0.0
     dollars: float = 0.0
     vote_pairs: int = 0
-    equal_votes: float = 0.0
-    orders: int = 0
-    orders_agreed: int = 0
+    vote_agreement_sum: float = 0.0
+    order_count: int = 0
+    agreed_orders: int = 0
     compared: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     """The judge's and a rule's reward for each session that has both."""
 
     def add(self, reward: Reward) -> None:
-        self.rewards += 1
-        self.total += reward.value
+        self.reward_count += 1
+        self.reward_sum += reward.value
         self.dollars += reward.cost
         votes: list[Any] = reward.detail.get("votes", [])
         for first, second in combinations(votes, 2):
             self.vote_pairs += 1
-            self.equal_votes += float(first == second) if isinstance(first, str) else 1 - abs(first - second)
-        self.orders += reward.detail.get("orders", 0)
-        self.orders_agreed += reward.detail.get("orders_agreed", 0)
+            self.vote_agreement_sum += (
+                float(first == second) if isinstance(first, str) else 1 - abs(first - second)
+            )
+        self.order_count += reward.detail.get("orders", 0)
+        self.agreed_orders += reward.detail.get("orders_agreed", 0)
 
-    def result(self, name: str) -> JudgeAgreement:
+    def to_agreement(self, name: str) -> JudgeAgreement:
         same_side = [(judge >= 0.5) == (rule >= 0.5) for judge, rule in self.compared]
         return JudgeAgreement(
             judge=name,
-            reward_count=self.rewards,
-            mean_reward=self.total / self.rewards,
+            reward_count=self.reward_count,
+            mean_reward=self.reward_sum / self.reward_count,
             dollars=self.dollars,
-            vote_agreement=_share(self.equal_votes, self.vote_pairs),
-            order_agreement=_share(self.orders_agreed, self.orders),
+            vote_agreement=_compute_share(self.vote_agreement_sum, self.vote_pairs),
+            order_agreement=_compute_share(self.agreed_orders, self.order_count),
             rule_sessions=len(same_side),
-            rule_same_side=_share(sum(same_side), len(same_side)),
-            rule_correlation=_correlation(self.compared),
+            rule_same_side=_compute_share(sum(same_side), len(same_side)),
+            rule_correlation=_compute_correlation(self.compared),
         )
 
 
-def _share(part: float, total: int) -> float | None:
+def _compute_share(part: float, total: int) -> float | None:
     return part / total if total else None
 
 
-def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+def _compute_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     if len(pairs) < 2:
         return None
     means = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]

@@ -77,7 +77,7 @@ class JudgeVote(Generic[T]):
 
 
 class Judge(Scorer):
-    background = True
+    is_background = True
 
     def __init__(self, config: JudgeRewardConfig) -> None:
         self.config = config
@@ -126,11 +126,11 @@ class Judge(Scorer):
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         raise NotImplementedError
 
-    def task_parts(self, task: Task) -> list[JudgePromptPart]:
+    def build_task_parts(self, task: Task) -> list[JudgePromptPart]:
         """Return the prompt parts that describe the task, limited to a quarter of the prompt."""
         return render_task(task, self.config.max_prompt_chars // 4)
 
-    def reward(
+    def build_reward(
         self, session_id: str, value: float, detail: Json, cost: float, call: Call | None = None
     ) -> Reward:
         return Reward(
@@ -156,9 +156,9 @@ class Judge(Scorer):
             hash_json([self._answer_settings, fields, hashed_parts, number])
             for number in range(self.config.votes)
         ]
-        return await gather_all([self._vote(key, parts, fields, parse, session_id) for key in keys])
+        return await gather_all([self._get_vote(key, parts, fields, parse, session_id) for key in keys])
 
-    async def _vote(
+    async def _get_vote(
         self,
         key: bytes,
         parts: Sequence[JudgePromptPart],
@@ -184,10 +184,10 @@ class Judge(Scorer):
         tokens = (len(system) + len(user)) / CHARS_PER_TOKEN
         async with (
             self._slots,
-            self._budget.reserve(self.config.budget, self._price(tokens, self.config.max_tokens)),
+            self._budget.reserve(self.config.budget, self._compute_cost(tokens, self.config.max_tokens)),
         ):
             reply = await self._endpoint.ask(system, user, self.rubric.schema)
-            cost = self._price(reply.input_tokens, reply.output_tokens)
+            cost = self._compute_cost(reply.input_tokens, reply.output_tokens)
             self._budget.calls += 1
             self._budget.dollars += cost
             try:
@@ -201,7 +201,7 @@ class Judge(Scorer):
             await store.put_judgment(key, run_id, judgment, cost)
         return judgment
 
-    def _price(self, input_tokens: float, output_tokens: float) -> float:
+    def _compute_cost(self, input_tokens: float, output_tokens: float) -> float:
         return (input_tokens * self.config.input_price + output_tokens * self.config.output_price) / 1e6
 
 

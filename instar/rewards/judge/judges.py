@@ -28,12 +28,12 @@ class OutcomeJudge(Judge):
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         session = truncate_parts(session_steps.render_conversation(transcript.calls), self.max_session_chars)
-        parts = [*self.task_parts(task), *session]
+        parts = [*self.build_task_parts(task), *session]
         votes = await self.ask(parts, self._parse_answer, transcript.session_id)
         scores = [vote.answer[0] for vote in votes]
         detail = _describe_votes(scores, [vote.answer[1] for vote in votes])
         cost = sum(vote.cost for vote in votes)
-        return [self.reward(transcript.session_id, fmean(scores), detail, cost)]
+        return [self.build_reward(transcript.session_id, fmean(scores), detail, cost)]
 
     def _parse_answer(self, json_answer: Json) -> tuple[float, str]:
         answer = convert_answer(json_answer, answers.ScoreAnswer)
@@ -57,7 +57,7 @@ class StepJudge(Judge, Generic[T]):
         complete = [step for step in session_steps.build_steps(transcript.calls) if step.is_complete]
         steps = [step for step in complete if step.after] if self.shows_following else complete
         windows = session_steps.split_into_windows(steps, self._render_step, self.max_session_chars)
-        task_parts = self.task_parts(task)
+        task_parts = self.build_task_parts(task)
         rewards = await gather_all(
             [
                 self._judge_window(transcript.session_id, window, [*task_parts, *parts])
@@ -88,7 +88,7 @@ class StepJudge(Judge, Generic[T]):
             if combined is not None:
                 value, detail = combined
                 detail = {"step": step.number, **detail}
-                rewards.append(self.reward(session_id, value, detail, cost, step.call))
+                rewards.append(self.build_reward(session_id, value, detail, cost, step.call))
         return rewards
 
 

@@ -66,7 +66,7 @@ class PairwiseJudge(GroupScorer, Judge):
             [
                 self.ask(
                     [
-                        *self.task_parts(task),
+                        *self.build_task_parts(task),
                         *(JudgePromptPart(f"session A, {part.label}", part.text) for part in rendered[x]),
                         *(JudgePromptPart(f"session B, {part.label}", part.text) for part in rendered[y]),
                     ],
@@ -100,7 +100,7 @@ class PairwiseJudge(GroupScorer, Judge):
             "orders_agreed": sum(comparison.agreed for comparison in own),
         }
         cost = sum(comparison.cost / 2 for comparison in own)
-        return self.reward(sessions[index].session_id, value, detail, cost)
+        return self.build_reward(sessions[index].session_id, value, detail, cost)
 
 
 def _parse_answer(json_answer: Json) -> Winner:

@@ -20,7 +20,7 @@ class SessionStep:
     before: tuple[JudgePromptPart, ...]
     reply: JudgePromptPart
     after: tuple[JudgePromptPart, ...]
-    """The messages that followed the step in the same conversation."""
+    """The messages that followed the step in the shared_count conversation."""
 
     @property
     def is_complete(self) -> bool:
@@ -42,7 +42,7 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
         elif parent_number is None and number > 1:
             before.append(JudgePromptPart(f"step {number} starts a new conversation"))
         parent = None if parent_number is None else calls[parent_number - 1]
-        before += [_render_part(f"step {number}", message) for message in _new_messages(call, parent)]
+        before += [_render_part(f"step {number}", message) for message in _find_new_messages(call, parent)]
         suffix = "" if call.status is CallStatus.OK else ", incomplete"
         reply = JudgePromptPart(f"step {number}: assistant's reply{suffix}", _render_message(call.reply))
         after = tuple(_render_following(call, number, following))
@@ -50,17 +50,20 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
     return steps
 
 
-def _new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
+def _find_new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
     """Return the messages of a call that its parent call does not have."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:
         return call.messages[len(parent.messages) + 1 :]
     rendered = (*parent.messages, parent.reply)
-    same = 0
-    while same < min(len(rendered), len(call.messages)) and rendered[same] == call.messages[same]:
-        same += 1
-    return call.messages[same:]
+    shared_count = 0
+    while (
+        shared_count < min(len(rendered), len(call.messages))
+        and rendered[shared_count] == call.messages[shared_count]
+    ):
+        shared_count += 1
+    return call.messages[shared_count:]
 
 
 def _render_following(call: Call, number: int, following: dict[str, Call]) -> Iterator[JudgePromptPart]:
@@ -69,7 +72,7 @@ def _render_following(call: Call, number: int, following: dict[str, Call]) -> It
     for _ in range(MAX_FOLLOWING_CALLS):
         if (next_call := following.get(current.call_id)) is None:
             return
-        messages = _new_messages(next_call, current)
+        messages = _find_new_messages(next_call, current)
         yield from (_render_part(label, message) for message in messages)
         if any(message["role"] == "user" for message in messages):
             return

@@ -16,11 +16,11 @@ from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, Task
 
 NO_ANSWER = "there is no answer in the final text"
-ComparisonC = TypeVar("ComparisonC", bound=answers.ComparisonConfig)
-WorkerC = TypeVar("WorkerC", bound=answers.WorkerConfig)
+ComparisonConfigT = TypeVar("ComparisonConfigT", bound=answers.ComparisonConfig)
+WorkerConfigT = TypeVar("WorkerConfigT", bound=answers.WorkerConfig)
 
 
-class ComparisonRule(AnswerRule[ComparisonC]):
+class ComparisonRule(AnswerRule[ComparisonConfigT]):
     """A rule that compares the answer with the expected answers. Sessions without a task get no reward."""
 
     no_answer_reason = NO_ANSWER
@@ -34,8 +34,8 @@ class ComparisonRule(AnswerRule[ComparisonC]):
         answer = extract_answer(transcript.final_text, part=part, after=config.after)
         is_correct = self.is_correct(task, answer, expected)
         if is_correct is None:
-            return self.reward(transcript, 0.0, reason=self.no_answer_reason)
-        return self.reward(transcript, is_correct, answer=answer)
+            return self.build_rewards(transcript, 0.0, reason=self.no_answer_reason)
+        return self.build_rewards(transcript, is_correct, answer=answer)
 
     @abstractmethod
     def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
@@ -75,11 +75,11 @@ class NumericReward(ComparisonRule[rules.NumericRewardConfig]):
         return any(abs(value - n) <= limit for n, limit in zip(numbers, tolerances, strict=True))
 
 
-class WorkerRule(AnswerRule[WorkerC]):
+class WorkerRule(AnswerRule[WorkerConfigT]):
     check_name: str
     """The name of the check in ``check_worker.py``."""
 
-    def __init__(self, config: WorkerC) -> None:
+    def __init__(self, config: WorkerConfigT) -> None:
         super().__init__(config)
         self.workers = CheckWorkerPool(self.check_name)
         self.concurrency_limit = self.workers.concurrency_limit
@@ -96,10 +96,10 @@ class WorkerRule(AnswerRule[WorkerC]):
     async def check_answer(self, transcript: Transcript, part: str, **request: Any) -> list[Reward]:
         answer = extract_answer(transcript.final_text, part=part, after=self.config.after)
         if answer is None:
-            return self.reward(transcript, 0.0, reason=NO_ANSWER)
+            return self.build_rewards(transcript, 0.0, reason=NO_ANSWER)
         answer = self.normalize(answer)
         result = await self.workers.run_check(self.config.seconds, answer=answer, **request)
-        return self.reward(
+        return self.build_rewards(
             transcript, result["ok"], answer=result.get("answer", answer), reason=result.get("reason")
         )
 

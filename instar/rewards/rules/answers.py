@@ -43,18 +43,18 @@ RULES_VERSION = "3"
 ComparisonConfig = rules.ExactRewardConfig | rules.NumericRewardConfig
 WorkerConfig = rules.MathRewardConfig | rules.JsonSchemaRewardConfig | rules.RegexRewardConfig
 SandboxedConfig = rules.CommandRewardConfig | rules.TestsRewardConfig
-C = TypeVar("C", bound=ComparisonConfig | WorkerConfig | SandboxedConfig)
+ConfigT = TypeVar("ConfigT", bound=ComparisonConfig | WorkerConfig | SandboxedConfig)
 
 
-class AnswerRule(Scorer, Generic[C]):
+class AnswerRule(Scorer, Generic[ConfigT]):
     """A scorer that checks the final text of a session."""
 
-    def __init__(self, config: C) -> None:
+    def __init__(self, config: ConfigT) -> None:
         self.config = config
         self.name = config.name
         self.version = compute_settings_version(config)
 
-    def reward(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
+    def build_rewards(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
         truncated: Json = {
             name: item[:MAX_DETAIL_CHARS] if isinstance(item, str) else item
             for name, item in detail.items()
@@ -109,7 +109,7 @@ def _replace_fraction(match: re.Match[str]) -> str:
     return f" {fraction}" if is_mixed else fraction
 
 
-def _add_whole_number(match: re.Match[str]) -> str:
+def _convert_mixed_number(match: re.Match[str]) -> str:
     integer, numerator, denominator = map(int, match.groups())
     return f"{integer * denominator + numerator}/{denominator}" if numerator < denominator else match[0]
 
@@ -121,7 +121,7 @@ def find_last_number(text: str) -> str | None:
         text = pattern.sub(replacement, text)
     if SPACED_NUMBER.fullmatch(text):
         text = text.replace(" ", "")
-    numbers = NUMBER.findall(MIXED_NUMBER.sub(_add_whole_number, text))
+    numbers = NUMBER.findall(MIXED_NUMBER.sub(_convert_mixed_number, text))
     return numbers[-1] if numbers else None
 
 

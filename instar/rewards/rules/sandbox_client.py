@@ -31,7 +31,7 @@ UPDATE_ARGUMENTS = "__update_arguments__"
 class TestsPeer(Peer):
     """The tests' end of the connection. The answer can use only objects that a test has passed to it."""
 
-    guarded = True
+    is_guarded = True
 
     def __init__(self, descriptor: int, tests_module: str) -> None:
         super().__init__(descriptor)
@@ -47,14 +47,14 @@ class TestsPeer(Peer):
         if not isinstance(name, str):
             is_allowed = name[0] == "yours"
         elif name in ("getattr", "setattr"):
-            is_allowed = self._may_access(args[0], args[1], writes=name == "setattr")
+            is_allowed = self._can_access(args[0], args[1], writes=name == "setattr")
         else:
             is_allowed = name in OPERATIONS
         if not is_allowed:
             error = AttributeError if name == "getattr" else PermissionError
             raise error(f"an answer cannot use {name!r:.50} of an object of its tests")
 
-    def _may_access(self, target: Any, name: str, *, writes: bool) -> bool:
+    def _can_access(self, target: Any, name: str, *, writes: bool) -> bool:
         if not any(target is value for value in self.exported):
             return False
         if self._is_mock(target):

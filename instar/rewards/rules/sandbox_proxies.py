@@ -49,14 +49,14 @@ class RemoteObject:
         self._peer.request("delitem", [self, key])
 
     def __contains__(self, item: Any) -> bool:
-        if may_ask(self, item):
+        if can_send_operands(self, item):
             return self._peer.request("contains", [self, item])
         return any(other is item or other == item for other in self)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not self._peer.guarded:
+        if not self._peer.is_guarded:
             return bool(self._peer.request("eq", [self, other]))
         if self._data is not None:  # the class extends a type of data, which is compared here
             return get_data(self) == get_data(other)
@@ -172,14 +172,14 @@ def get_data(value: Any) -> Any:
     return value
 
 
-def may_ask(proxy: RemoteObject, *others: Any) -> bool:
+def can_send_operands(proxy: RemoteObject, *others: Any) -> bool:
     """Return True if the other process may get the operands of an operator of the proxy."""
     is_remote = all(isinstance(other, RemoteObject) for other in others)
-    return is_remote or proxy._is_constructed or not proxy._peer.guarded
+    return is_remote or proxy._is_constructed or not proxy._peer.is_guarded
 
 
-def apply(method: str, function: str, proxy: RemoteObject, left: Any, right: Any) -> Any:
-    if may_ask(proxy, left, right):
+def apply_operator(method: str, function: str, proxy: RemoteObject, left: Any, right: Any) -> Any:
+    if can_send_operands(proxy, left, right):
         value = proxy._peer.request(function, [left, right])
         return mark_constructed(value, is_constructed=proxy._is_constructed)
     if proxy._data is None:
@@ -190,25 +190,25 @@ def apply(method: str, function: str, proxy: RemoteObject, left: Any, right: Any
 
 
 def add_operators() -> None:
-    def binary(method: str, function: str, *, is_reflected: bool = False) -> Callable[..., Any]:
+    def make_binary_method(method: str, function: str, *, is_reflected: bool = False) -> Callable[..., Any]:
         def call(self: RemoteObject, other: Any) -> Any:
-            return apply(method, function, self, *((other, self) if is_reflected else (self, other)))
+            return apply_operator(method, function, self, *((other, self) if is_reflected else (self, other)))
 
         return call
 
-    def unary(function: str) -> Callable[..., Any]:
+    def make_unary_method(function: str) -> Callable[..., Any]:
         def call(self: RemoteObject, *args: Any) -> Any:
             return self._peer.request(function, [self, *args])
 
         return call
 
     for name, function in OPERATORS.items():
-        setattr(RemoteObject, f"__{name}__", binary(name, function))
-        setattr(RemoteObject, f"__r{name}__", binary(name, function, is_reflected=True))
+        setattr(RemoteObject, f"__{name}__", make_binary_method(name, function))
+        setattr(RemoteObject, f"__r{name}__", make_binary_method(name, function, is_reflected=True))
     for name in ("lt", "le", "gt", "ge"):
-        setattr(RemoteObject, f"__{name}__", binary(name, name))
+        setattr(RemoteObject, f"__{name}__", make_binary_method(name, name))
     for name in UNARY:
-        setattr(RemoteObject, f"__{name}__", unary(name))
+        setattr(RemoteObject, f"__{name}__", make_unary_method(name))
     for kind in PROXY_TYPES.values():
         kind.__doc__ = property(lambda self: self.__getattr__("__doc__"))  # pyright: ignore
 

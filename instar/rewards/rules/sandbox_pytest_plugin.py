@@ -13,36 +13,36 @@ from typing import Any
 
 _KEY = Path("key").read_text(encoding="utf-8")
 Path("key").unlink()
-_REPORT = os.dup(1)
+_REPORT_FD = os.dup(1)
 _exit_code = [1]
-_total: set[str] = set()
-_passed: set[str] = set()
-_cases: set[str] = set()
+_test_ids: set[str] = set()
+_passed_ids: set[str] = set()
+_unittest_ids: set[str] = set()
 """TestCase tests. For these, pytest does not report where they were skipped."""
 
 
 def pytest_collection_finish(session: Any) -> None:
     for item in session.items:
-        _total.add(item.nodeid)
+        _test_ids.add(item.nodeid)
         case = getattr(item, "cls", None)
         if case is not None and issubclass(case, unittest.TestCase):
-            _cases.add(item.nodeid)
+            _unittest_ids.add(item.nodeid)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     if report.skipped and _is_skipped_by_test(report):
-        _total.discard(report.nodeid)
+        _test_ids.discard(report.nodeid)
     elif report.when == "call" and report.passed:
-        _passed.add(report.nodeid)
+        _passed_ids.add(report.nodeid)
     elif report.failed:
-        _passed.discard(report.nodeid)
+        _passed_ids.discard(report.nodeid)
 
 
 def _is_skipped_by_test(report: Any) -> bool:
     """Return True if the test's own file, not the answer, skips the test or expects it to fail."""
     if hasattr(report, "wasxfail"):
         return bool({"xfail", "__unittest_expecting_failure__"} & set(report.keywords))
-    if report.nodeid in _cases:
+    if report.nodeid in _unittest_ids:
         return bool({"skip", "skipif", "__unittest_skip__"} & set(report.keywords))
     return Path(report.longrepr[0]).name == Path(report.location[0]).name
 
@@ -52,11 +52,11 @@ def pytest_sessionfinish(session: Any, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: Any) -> None:
-    counts = {"passed": len(_passed & _total), "total": len(_total)}
+    counts = {"passed": len(_passed_ids & _test_ids), "total": len(_test_ids)}
     if _answer is not None:
         counts["lost"] = _answer.peer.is_lost
     sys.stdout.flush()
-    os.write(_REPORT, f"\n{_KEY} {json.dumps(counts)}\n".encode())
+    os.write(_REPORT_FD, f"\n{_KEY} {json.dumps(counts)}\n".encode())
     os._exit(_exit_code[0])  # the exit of Python would wait for threads that the answer started
 
 

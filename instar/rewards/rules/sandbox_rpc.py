@@ -76,7 +76,7 @@ class ConnectionLost(Exception):
 class Peer:
     """One end of the connection. Calls may be nested: while one end waits, it handles calls of the other."""
 
-    guarded = False
+    is_guarded = False
     """True if proxies must not reveal data of this process to the other, such as an expected value."""
 
     def __init__(self, descriptor: int) -> None:

@@ -37,13 +37,13 @@ RPC_FILES = {str(folder / "__init__.py"): "" for folder in (PACKAGE_FOLDER, *PAC
 }
 TESTS_EXTRA_SECONDS = 10.0
 """The additional time for tests, after which an answer that takes too long has been stopped."""
-C = TypeVar("C", bound=SandboxedConfig)
+ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
 
 
-class SandboxedRule(AnswerRule[C]):
-    background = True
+class SandboxedRule(AnswerRule[ConfigT]):
+    is_background = True
 
-    def __init__(self, config: C) -> None:
+    def __init__(self, config: ConfigT) -> None:
         super().__init__(config)
         settings = config.sandbox
         self.readable_paths = [path.expanduser() for path in settings.read]
@@ -84,9 +84,9 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
     async def start(self, context: ScoringContext) -> None:
         await super().start(context)
         script = 'command -v "$0" || { echo "there is no $0"; exit 1; }'
-        await self.require_program("sh", "-c", script, self._program(), setting="reward.command")
+        await self.require_program("sh", "-c", script, self._find_program(), setting="reward.command")
 
-    def _program(self) -> str:
+    def _find_program(self) -> str:
         """Return the program to run in the sandbox: the command, or the script's interpreter."""
         if self.script is None:
             return self.command[0]
@@ -104,7 +104,7 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
         files = {**self.files, config.file: answer, "task.json": json.dumps(task.data)}
         variables = {"INSTAR_ANSWER": config.file, "INSTAR_TASK": "task.json"}
         result = await self.run(SandboxJob(self.command, files, variables, self.readable_paths))
-        return self.reward(
+        return self.build_rewards(
             transcript, result.ok, reason=result.reason, output=result.output[-MAX_DETAIL_CHARS:]
         )
 
@@ -124,7 +124,10 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         if self.config.isolate:
             result, failure = await self._run_isolated(code, tests, key)
         else:
-            result, failure = await self.run(self._tests_job(tests, key, {self.config.file: code})), None
+            result, failure = (
+                await self.run(self._build_tests_job(tests, key, {self.config.file: code})),
+                None,
+            )
         report, output = self._parse_report(failure or result, result.output, key)
         passed, total = (report["passed"], report["total"]) if report else (0, 0)
         share = passed / total if total else 0.0
@@ -136,7 +139,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         failed = failure or result
         is_reason = failure is not None or result.exceeded_limit or not total
         reason = "" if value == 1.0 else (failed.reason if is_reason else "") or summary
-        return self.reward(
+        return self.build_rewards(
             transcript, value, passed=passed, total=total, reason=reason, output=output[-MAX_DETAIL_CHARS:]
         )
 
@@ -151,7 +154,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
             script = ANSWER_SCRIPT.read_text(encoding="utf-8")
             files = {"run_answer.py": script, self.config.file: code, **RPC_FILES}
             job = SandboxJob(command, files, readable_paths=self.readable_paths, channel=answer_end)
-            tests_job = self._tests_job(tests, key, RPC_FILES, tests_end)
+            tests_job = self._build_tests_job(tests, key, RPC_FILES, tests_end)
             answer_task = asyncio.create_task(self.run(job))
             tests_task = asyncio.create_task(self.run(tests_job, extra_seconds=TESTS_EXTRA_SECONDS))
             try:
@@ -180,7 +183,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
             return None, output
         return json.loads(report.splitlines()[0]), before
 
-    def _tests_job(
+    def _build_tests_job(
         self, tests: list[str], key: str, files: dict[str, str], channel: socket.socket | None = None
     ) -> SandboxJob:
         config = self.config

@@ -21,18 +21,18 @@ from typing import Any
 def main(file: str, descriptor: str | None = None) -> None:
     key = _read_and_delete("key")
     tests: list[str] = json.loads(_read_and_delete("tests.json"))
-    report = os.dup(1)
+    report_fd = os.dup(1)
     counts = {"passed": 0, "total": 0}
     answer = None if descriptor is None else _connect(file, int(descriptor))
-    names = _load(file) if answer is None else answer.names
+    names = _load_answer(file) if answer is None else answer.names
     for number, test in enumerate(tests):
-        passed, total = _run(test, f"test {number + 1}", names, answer)
+        passed, total = _run_test(test, f"test {number + 1}", names, answer)
         counts["passed"] += passed
         counts["total"] += total
     if answer is not None:
         counts["lost"] = answer.peer.is_lost
     sys.stdout.flush()
-    os.write(report, f"\n{key} {json.dumps(counts)}\n".encode())
+    os.write(report_fd, f"\n{key} {json.dumps(counts)}\n".encode())
     os._exit(0)
 
 
@@ -49,7 +49,7 @@ def _read_and_delete(name: str) -> str:
     return text
 
 
-def _load(file: str) -> dict[str, Any] | None:
+def _load_answer(file: str) -> dict[str, Any] | None:
     module = types.ModuleType(Path(file).stem)
     sys.modules[module.__name__] = module
     source = Path(file).read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def _execute(source: str | ast.Module, name: str, scope: dict[str, Any]) -> None
     exec(compile(source, name, "exec", dont_inherit=True), scope)
 
 
-def _run(test: str, name: str, names: dict[str, Any] | None, answer: Any) -> tuple[int, int]:
+def _run_test(test: str, name: str, names: dict[str, Any] | None, answer: Any) -> tuple[int, int]:
     """Return the numbers of passed tests and of all tests. Tests are the functions ``test_*`` and the
     TestCases that the text defines, or else the text itself, if it checks anything."""
     if names is None:

@@ -16,7 +16,7 @@ from instar.models import usable_cores
 from instar.types import Json
 
 WORKER_SCRIPT = Path(__file__).with_name("check_worker.py")
-START_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 120.0
 MAX_WORKERS = 4
 MAX_LINE_BYTES = 2**20
 ENVIRONMENT_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "LANG")
@@ -103,7 +103,7 @@ class CheckWorkerPool:
         )
         assert worker.stdout is not None
         try:
-            line = await asyncio.wait_for(worker.stdout.readline(), START_SECONDS)
+            line = await asyncio.wait_for(worker.stdout.readline(), START_TIMEOUT_SECONDS)
             return worker, json.loads(line or "{}")
         except BaseException:  # including cancellation: no process may be left running
             await asyncio.shield(_kill(worker))

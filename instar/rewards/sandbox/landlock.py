@@ -41,21 +41,21 @@ class LandlockSandbox(Sandbox):
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = supervise.pick_unused_uid()
-        folder, lock = _create_locked_folder()
+        folder, lock_fd = _create_locked_folder()
         try:
-            temporary = folder / "tmp"
-            temporary.mkdir()
+            temporary_folder = folder / "tmp"
+            temporary_folder.mkdir()
             if uid is not None:
-                for path in (folder, temporary):
+                for path in (folder, temporary_folder):
                     os.chown(path, uid, uid)
-            return await supervise.supervise_job(self._launch(job, limits, folder, uid), job, limits)
+            return await supervise.supervise_job(self._build_launch(job, limits, folder, uid), job, limits)
         finally:
             try:
                 await finish(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
             finally:
-                os.close(lock)
+                os.close(lock_fd)
 
-    def _launch(
+    def _build_launch(
         self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None
     ) -> supervise.SandboxLaunch:
         families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK) if limits.network else ()
@@ -89,21 +89,21 @@ def _create_locked_folder() -> tuple[Path, int]:
     """Return a new folder and a file descriptor that locks it until this process closes it or dies."""
     # The folder gets its name only when it is locked, so that no other process takes it for a leftover.
     created = Path(tempfile.mkdtemp(prefix="instar-new-"))
-    lock = os.open(created, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return created.rename(created.with_name(created.name.replace("instar-new-", FOLDER_PREFIX, 1))), lock
+    lock_fd = os.open(created, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
+    return created.rename(created.with_name(created.name.replace("instar-new-", FOLDER_PREFIX, 1))), lock_fd
 
 
 def remove_leftover_folders() -> None:
     """Remove the folders of jobs whose owners were killed before they could remove them."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):  # its owner is alive and holds the lock, or it belongs to another user
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
-                os.close(lock)
+                os.close(lock_fd)
 
 
 def _kill(root: int) -> None:

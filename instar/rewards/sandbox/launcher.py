@@ -80,7 +80,7 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
 def exec_job(settings: dict[str, Any]) -> NoReturn:
     try:
         if settings["uid"] is not None:
-            change_user(settings["uid"], keep_search=settings["landlock"] is not None)
+            change_user(settings["uid"], keep_search_access=settings["landlock"] is not None)
         os.chdir(settings["folder"])
         for name, text in settings["files"].items():
             path = Path(name)
@@ -105,18 +105,18 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
         os._exit(COMMAND_NOT_FOUND)
 
 
-def change_user(uid: int, *, keep_search: bool) -> None:
-    """Change to the user ``uid``. With ``keep_search``, keep access to Python in folders such as /root."""
-    if keep_search:
+def change_user(uid: int, *, keep_search_access: bool) -> None:
+    """Change to the user ``uid``. With ``keep_search_access``, keep access to Python in folders such as /root."""
+    if keep_search_access:
         status = Path("/proc/self/status").read_text()
         permitted = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
-        keep_search = bool(int(permitted.split()[1], 16) >> CAP_DAC_READ_SEARCH & 1)
-    if keep_search:
+        keep_search_access = bool(int(permitted.split()[1], 16) >> CAP_DAC_READ_SEARCH & 1)
+    if keep_search_access:
         prctl(PR_SET_KEEPCAPS, 1)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    if keep_search:
+    if keep_search_access:
         bit = 1 << CAP_DAC_READ_SEARCH
         header = struct.pack("=Ii", LINUX_CAPABILITY_VERSION_3, 0)
         check_result(libc.capset(header, struct.pack("=6I", bit, bit, bit, 0, 0, 0)), "capset")

@@ -78,8 +78,8 @@ def pick_unused_uid() -> int | None:
 
 
 async def supervise_job(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
-    status, child_status = os.pipe()
-    os.set_blocking(status, False)
+    status_fd, child_status_fd = os.pipe()
+    os.set_blocking(status_fd, False)
     try:
         process = await asyncio.create_subprocess_exec(
             *launch.command_prefix,
@@ -89,23 +89,23 @@ async def supervise_job(launch: SandboxLaunch, job: SandboxJob, limits: SandboxL
             stderr=asyncio.subprocess.STDOUT,
             env={"PATH": os.defpath},
             cwd="/",
-            pass_fds=(child_status,) if job.channel is None else (child_status, job.channel.fileno()),
+            pass_fds=(child_status_fd,) if job.channel is None else (child_status_fd, job.channel.fileno()),
             start_new_session=True,
         )
-        settings = json.dumps(_build_settings(launch, job, limits, child_status)).encode()
-        os.close(child_status)
-        child_status = -1
+        settings = json.dumps(_build_settings(launch, job, limits, child_status_fd)).encode()
+        os.close(child_status_fd)
+        child_status_fd = -1
         if job.channel is not None:  # the other end must notice when the job exits
             job.channel.close()
         exceeded, output = await _watch(process, settings, launch, limits)
         try:
-            report = os.read(status, 4096)
+            report = os.read(status_fd, 4096)
         except BlockingIOError:  # the launcher has written nothing
             report = b""
     finally:
-        os.close(status)
-        if child_status >= 0:
-            os.close(child_status)
+        os.close(status_fd)
+        if child_status_fd >= 0:
+            os.close(child_status_fd)
     text = output.decode(errors="replace")
     if report != b"ready" and exceeded != "time":
         problem = (report.decode(errors="replace") or text).strip()
@@ -116,7 +116,7 @@ async def supervise_job(launch: SandboxLaunch, job: SandboxJob, limits: SandboxL
 
 
 def _build_settings(
-    launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, status: int
+    launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits, status_fd: int
 ) -> dict[str, Any]:
     requested = {
         "RLIMIT_AS": limits.memory_mb * MB,
@@ -152,7 +152,7 @@ def _build_settings(
         "limits": rlimits,
         "landlock": launch.landlock,
         "seccomp": launch.seccomp.hex(),
-        "status": status,
+        "status": status_fd,
         "channel": None if job.channel is None else job.channel.fileno(),
     }
 
@@ -168,13 +168,13 @@ async def _watch(
         asyncio.create_task(_read_output(process, output, limits.output_kb * 1024, output_full)),
     ]
     try:
-        exceeded = await _wait_or_exceed(process, launch, limits, output_full)
+        exceeded = await _wait_for_exit_or_limit(process, launch, limits, output_full)
     finally:
         await finish(_kill_and_wait(process, launch, tasks))
     return exceeded, bytes(output)
 
 
-async def _wait_or_exceed(
+async def _wait_for_exit_or_limit(
     process: asyncio.subprocess.Process,
     launch: SandboxLaunch,
     limits: SandboxLimits,

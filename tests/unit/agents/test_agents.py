@@ -39,7 +39,7 @@ async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> 
         for rewards in await rewards_of(harness):
             assert [reward.source for reward in rewards] == [RewardSource.RULE]
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
-        assert {row.calls for row in rows} == {2}
+        assert {row.call_count for row in rows} == {2}
 
 
 async def test_gsm8k_answer_without_number_scores_zero(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ async def test_gsm8k_tool_agent_reward_halves_with_every_check(
         for rewards in await rewards_of(harness):
             assert [reward.source for reward in rewards] == [RewardSource.AGENT]
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
-        assert {row.calls for row in rows} == {calls}
+        assert {row.call_count for row in rows} == {calls}
         assert {row.session.metadata.get("turns") for row in rows} == {calls}
 
 
@@ -67,7 +67,7 @@ async def test_textarena_agent_plays_games_to_the_end(tmp_path: Path) -> None:
         figures = await tried(harness, tasks, "textarena:play", {"type": "agent"})
         assert figures["accuracy"] == 1.0
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
-        assert len({row.calls for row in rows}) > 1
+        assert len({row.call_count for row in rows}) > 1
 
 
 async def test_textarena_game_for_two_is_deterministic(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_verifiers_agent_returns_reward_of_rubric(tmp_path: Path) -> None:
             figures = await tried(harness, tasks, "verifiers:run", {"type": "agent"}, max_tokens=200)
             assert figures["accuracy"] == accuracy
             rows = await harness.store.sessions(RUN, channel=Channel.VAL)
-            assert {row.calls for row in rows} == {calls}
+            assert {row.call_count for row in rows} == {calls}
 
 
 async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_previous_store_has_its_sessions_calls_and_rewards(run_dir: Path) -> Non
         ids = [row.session.session_id for row in rows]
         assert len(ids) == 32
         assert {row.session.status for row in rows} == {SessionStatus.COMPLETED}
-        assert {(row.calls, row.sampled_tokens) for row in rows} == {(2, 8)}
+        assert {(row.call_count, row.sampled_tokens) for row in rows} == {(2, 8)}
         calls = await store.calls_by_session(ids)
         assert {tuple(call.link for call in calls[id]) for id in ids} == {(Link.ROOT, Link.EXTENDS)}
         assert {call.status for id in ids for call in calls[id]} == {CallStatus.OK}

@@ -74,7 +74,7 @@ async def test_import_of_an_export_restores_every_field(
     for session in ("s0-0", "s2-1", "odd"):
         for original, imported in zip(await store.calls(session), await target.calls(session), strict=True):
             assert_same_call(imported, original)
-    (feedback,) = await target.feedback(RUN, corrected=True)
+    (feedback,) = await target.feedback(RUN, corrected_only=True)
     assert feedback.correction_ids is not None
     assert feedback.correction_ids.tolist() == [3, 4]
 
@@ -105,7 +105,7 @@ async def test_export_of_the_same_data_writes_identical_files(
     store: Store, tmp_path: Path, format: str
 ) -> None:
     for name in ("one", "two"):
-        await export_all(store, tmp_path / name, format=format, samples=True)
+        await export_all(store, tmp_path / name, format=format, includes_samples=True)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*"))
     assert files
     for path in files:
@@ -195,7 +195,7 @@ async def test_manifest_records_filters_counts_and_versions(store: Store, tmp_pa
 
 
 async def test_samples_table_holds_one_flat_row_per_path(store: Store, tmp_path: Path) -> None:
-    await export_all(store, tmp_path / "out", samples=True)
+    await export_all(store, tmp_path / "out", includes_samples=True)
     lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if line]
     (row,) = [row for row in rows if row["session_id"] == "s1-1"]

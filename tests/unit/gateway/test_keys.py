@@ -82,7 +82,7 @@ async def test_agents_with_equal_content_have_different_sessions(gateway: Runnin
     for key in keys:
         assert (await ask(gateway, key)).status_code == 200
     rows = await gateway.store.sessions(channel=Channel.LIVE)
-    assert sorted((row.session.agent_id, row.calls) for row in rows) == [("one", 1), ("two", 1)]
+    assert sorted((row.session.agent_id, row.call_count) for row in rows) == [("one", 1), ("two", 1)]
 
 
 async def test_session_key_uses_its_session_only(gateway: RunningGateway) -> None:

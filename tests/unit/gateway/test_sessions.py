@@ -145,7 +145,7 @@ async def test_live_session_is_found_by_content(gateway: RunningGateway) -> None
         models = await client.models.list()
     assert [model.id for model in models.data] == ["policy"]
     rows = await gateway.store.sessions("run")
-    assert [(row.session.channel, row.calls) for row in rows] == [(Channel.LIVE, 2), (Channel.LIVE, 1)]
+    assert [(row.session.channel, row.call_count) for row in rows] == [(Channel.LIVE, 2), (Channel.LIVE, 1)]
 
 
 async def test_evicted_session_is_loaded_again(start_gateway: StartGateway) -> None:

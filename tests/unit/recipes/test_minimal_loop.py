@@ -30,7 +30,7 @@ async def test_minimal_loop_trains_and_publishes(tmp_path: Path, capsys: pytest.
     await store.close()
     assert published == [1, 2]
     assert len(sessions) == 2 * 3 * 8
-    assert all(row.reward in (0.0, 1.0) and row.calls for row in sessions)
+    assert all(row.reward in (0.0, 1.0) and row.call_count for row in sessions)
 
 
 def test_minimal_loop_stays_short() -> None:

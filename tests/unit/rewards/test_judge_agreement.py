@@ -39,7 +39,12 @@ async def test_agreement_of_votes_is_one_minus_mean_difference(tmp_path: Path) -
     (result,) = await measure_agreement(
         tmp_path, [[make_judge_reward(0.5, votes=[0.5, 0.5])], [make_judge_reward(0.5, votes=[0.0, 1.0])]]
     )
-    assert (result.judge, result.reward_count, result.mean_reward, result.dollars) == ("judge:outcome@v", 2, 0.5, 0.5)
+    assert (result.judge, result.reward_count, result.mean_reward, result.dollars) == (
+        "judge:outcome@v",
+        2,
+        0.5,
+        0.5,
+    )
     assert result.vote_agreement == 0.5
     assert (result.order_agreement, result.rule_same_side, result.rule_correlation) == (None, None, None)
     (result,) = await measure_agreement(

@@ -16,7 +16,12 @@ from pydantic import ValidationError
 from instar.config import ExactRewardConfig, RunConfig, rules
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.factory import create_scorers
-from instar.rewards.rules.answers import extract_answer, find_last_number, parse_number, compute_settings_version
+from instar.rewards.rules.answers import (
+    compute_settings_version,
+    extract_answer,
+    find_last_number,
+    parse_number,
+)
 from instar.rewards.rules.sandbox_rules import RUNNER_SCRIPT
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.rewards.sandbox import bubblewrap
@@ -97,8 +102,12 @@ async def test_expected_field_may_be_nested_and_missing_field_raises() -> None:
 
 def test_rule_version_depends_on_settings_but_not_on_name() -> None:
     plain = ExactRewardConfig(type="exact")
-    assert compute_settings_version(plain) == compute_settings_version(plain.model_copy(update={"name": "other"}))
-    assert compute_settings_version(plain) != compute_settings_version(plain.model_copy(update={"ignore_case": True}))
+    assert compute_settings_version(plain) == compute_settings_version(
+        plain.model_copy(update={"name": "other"})
+    )
+    assert compute_settings_version(plain) != compute_settings_version(
+        plain.model_copy(update={"ignore_case": True})
+    )
 
 
 MATH = [

@@ -125,7 +125,7 @@ async def test_demo_agent_solves_its_tasks_with_the_tool(tmp_path: Path, tool: s
         await evaluator.services.agent.close()
         assert figures["accuracy"] == accuracy
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
-        assert {row.calls for row in rows} == {2}
+        assert {row.call_count for row in rows} == {2}
         for row in rows[:3]:
             first, second = await harness.store.calls(row.session.session_id)
             assert second.prompt_ids[: len(first.sequence)].tolist() == first.sequence.tolist()

@@ -178,8 +178,8 @@ class RunAndSessionTests(StoreFixtures):
         await store.end_session("b", SessionStatus.FAILED, "x")
         rows = await store.sessions()
         assert [row.session.session_id for row in rows] == ["a", "b", "c"]
-        assert (rows[0].calls, rows[0].sampled_tokens, rows[0].reward) == (2, 5, 0.5)
-        assert (rows[1].calls, rows[1].sampled_tokens, rows[1].reward) == (0, 0, None)
+        assert (rows[0].call_count, rows[0].sampled_tokens, rows[0].reward) == (2, 5, 0.5)
+        assert (rows[1].call_count, rows[1].sampled_tokens, rows[1].reward) == (0, 0, None)
 
         async def listed_ids(**filters: object) -> list[str]:
             return [row.session.session_id for row in await store.sessions(**filters)]  # type: ignore[arg-type]

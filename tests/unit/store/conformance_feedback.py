@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from instar.errors import StoreError
-from instar.store.base import Store, feedback_key
+from instar.store.base import Store, make_feedback_key
 from instar.types import UNTRAINABLE, Channel, Feedback, Reward, RewardSource, Tag
 
 from .factories import RUN, ids, make_claim, make_session
@@ -28,7 +28,7 @@ class FeedbackTests:
     async def test_feedback_with_every_field_round_trips_once(self, store: Store) -> None:
         await store.open_session(make_session())
         feedback = replace(make_correction(1), thumbs=-1, score=0.25, text="no\x00", author="Ada")
-        reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=feedback_key("f1"))
+        reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=make_feedback_key("f1"))
         assert await store.add_feedback(feedback, [reward])
         assert not await store.add_feedback(replace(feedback, text="other"), [replace(reward, value=1.0)])
         (stored,) = await store.feedback(RUN)
@@ -59,7 +59,7 @@ class FeedbackTests:
 
         assert await remaining_ids() == ["f1", "f2", "f3"]
         assert await remaining_ids(limit=2) == ["f1", "f2"]
-        claim = replace(make_claim(feedback_key("f1")), session_id="s", group_id=None, step=1)
+        claim = replace(make_claim(make_feedback_key("f1")), session_id="s", group_id=None, step=1)
         await store.claim_step(RUN, 1, [claim])
         assert await remaining_ids() == ["f2", "f3"]
         assert await remaining_ids(epoch=1) == ["f1", "f2", "f3"]

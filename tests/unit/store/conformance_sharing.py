@@ -217,4 +217,4 @@ class SeveralHostsTests:
 
         results = await asyncio.gather(*(add(host, number) for number in range(20) for host in hosts))
         assert sum(results) == 20
-        assert [row.calls for row in await hosts[0].sessions(RUN)] == [1] * 20
+        assert [row.call_count for row in await hosts[0].sessions(RUN)] == [1] * 20

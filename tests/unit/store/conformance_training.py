@@ -167,7 +167,7 @@ class GroupAndStepTests:
         for number, state in enumerate([StepState.COMMITTED, StepState.SAVED, StepState.COMMITTED]):
             await store.claim_step(RUN, number, [make_claim(f"k{number}")])
             await store.advance_step(RUN, number, state)
-        assert await store.release_steps(RUN, after=0, saved=True) == [1, 2]
+        assert await store.release_steps(RUN, after=0, include_saved=True) == [1, 2]
         assert [step.step for step in await store.steps(RUN)] == [0]
         assert [claim.sample_key for claim in await store.claims(RUN)] == ["k0"]
 

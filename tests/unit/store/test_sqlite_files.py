@@ -201,7 +201,7 @@ async def test_file_of_each_released_version_is_migrated(path: Path, fixture: Pa
     restore(path, fixture)
     store = SqliteStore(path)
     (row,) = await store.sessions()
-    assert (row.session.session_id, row.calls, row.sampled_tokens, row.reward) == ("s", 2, 4, 0.5)
+    assert (row.session.session_id, row.call_count, row.sampled_tokens, row.reward) == ("s", 2, 4, 0.5)
     first, second = await store.calls("s")
     assert second.prompt_ids.tolist() == [*first.sequence.tolist(), 9]
     assert [message["content"] for message in second.messages] == ["hello", "hi", "go on"]

@@ -71,8 +71,8 @@ class FaultyStore(SqliteStore):
         await super().tombstone(policy_id, version, reason)
         self.faults.reach("tombstoned")
 
-    async def release_steps(self, run_id: str, after: int, *, saved: bool = False) -> list[int]:
-        released = await super().release_steps(run_id, after, saved=saved)
+    async def release_steps(self, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
+        released = await super().release_steps(run_id, after, include_saved=include_saved)
         self.faults.reach("released")
         return released
 
