@@ -1,4 +1,4 @@
-"""The input, the findings and the limits of the curation checks."""
+"""The types that the curation checks use: session summaries, findings and limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CurationLimits:
     similarity: float = 0.9
     """The minimum share of common word trigrams at which two sessions count as near-duplicates."""
     drift: float = 2.0
-    """The factor by which output length or repetition must grow from the first to the latest versions."""
+    """The factor by which output length or repetition grows from the first to the latest versions."""
     repetition: float = 0.3
     """The share of an output's word trigrams that already occurred earlier in the output."""
     disagreement: float = 0.5

@@ -96,8 +96,8 @@ def find_repetition_drift(
 
 
 def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each session with widely differing rewards from a rule and a judge. One of the two
-    is wrong."""
+    """Return a finding for each session in which the rewards of a rule and of a judge differ widely, because
+    one of them must be wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
         rule, judge = (
@@ -123,7 +123,7 @@ CHECKS: dict[str, Check] = {
 }
 
 GROUP_CHECKS = ("identical", "zero_signal")
-"""Checks that need complete groups. They report false findings for a part of a group."""
+"""Checks that need complete groups. If sessions of a group are missing, their findings may be wrong."""
 
 
 def _find_drift(

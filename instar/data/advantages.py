@@ -1,7 +1,7 @@
 """Computes advantages from the rewards of a group.
 
 A failed or unscored session has the reward None, which is excluded from every mean. Its advantage is None,
-and the session is not trained on.
+and the session is not used for training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Advantages = list[float | None]
 STD_FLOOR = 1e-6
 """Added to the standard deviation, so that nearly equal rewards do not get huge advantages."""
 SIGNAL_THRESHOLD = 1e-8
-"""The size up to which advantages are considered rounding errors."""
+"""Advantages with at most this absolute value are considered rounding errors."""
 MAX_SAMPLING_WEIGHT = 2.0
 """The largest importance weight of a token that was not sampled from the full softmax."""
 
@@ -61,7 +61,7 @@ class AdvantageEstimator:
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
         self.baseline: float | None = None
-        """The moving mean of the estimator `running`, or None before the first rewards."""
+        """The moving mean of the rewards, for the estimator `running`. None before the first reward."""
 
     def __call__(self, rewards: Rewards) -> Advantages:
         estimate = ESTIMATORS.get(self.config.estimator, self._subtract_baseline)
@@ -79,7 +79,7 @@ class AdvantageEstimator:
         return [None if r is None else r - baseline for r in rewards]
 
     def to_json(self) -> Json:
-        """Return the state that is part of checkpoints."""
+        """Return the estimator's state for a checkpoint. It is empty for estimators without a state."""
         return {"mean": self.baseline} if self.config.estimator == "running" else {}
 
     def load_json(self, state: Json) -> None:
@@ -100,8 +100,8 @@ Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "non
 
 
 def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
-    """Divide the advantages by the step's divisor (see `compute_divisor`). Sessions without trained tokens in
-    this step do not count."""
+    """Return the samples with their advantages divided by the step's divisor (see `compute_divisor`) or, with
+    ``session_tokens``, by the trained tokens of their session times the number of sessions."""
     tokens = _count_trained_tokens_by_session(samples)
     common_divisor = compute_divisor(samples, mode)
     divisors = (
@@ -115,7 +115,8 @@ def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
 
 
 def compute_divisor(samples: Sequence[Sample], mode: Normalization) -> float:
-    """Return the divisor of the step's sum over tokens, or 1 if every session has its own divisor."""
+    """Return the number by which the per-token terms of the step, such as advantages and penalties, are
+    divided: the trained tokens or the sessions of the step. It is 1 if every session has its own divisor."""
     match mode:
         case "batch_tokens":
             return sum(_count_trained_tokens_by_session(samples).values())
@@ -135,9 +136,9 @@ def _count_trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int
 def compute_token_scales(
     samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
 ) -> list[Floats]:
-    """Return, for each sample, the value to which an advantage of 1 is scaled on each trained token. Terms
-    that are added to the advantages later are multiplied by these scales. If ``should_reweight``, the scales
-    include the weights of `reweight_truncated_sampling`."""
+    """Return the scales of each sample: for each trained token, the factor by which its advantage is
+    multiplied, and 0 for other tokens. Terms that are added to the advantages later must be multiplied by
+    these scales. If ``should_reweight``, they include the weights of `reweight_truncated_sampling`."""
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
     if should_reweight:
         ones = [reweight_truncated_sampling(sample) for sample in ones]
@@ -145,9 +146,9 @@ def compute_token_scales(
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:
-    """Return the sample with its advantages multiplied by p_full / p_sampled, capped. The losses use logprobs
-    of the full softmax, but tokens may be sampled from a truncated one. Tokens without logprobs are not
-    changed."""
+    """Return the sample with its advantages multiplied by p_full / p_sampled, at most `MAX_SAMPLING_WEIGHT`.
+    The losses use logprobs of the full softmax, but tokens may be sampled from a truncated softmax. Tokens
+    without logprobs are not changed."""
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0

@@ -49,17 +49,18 @@ POLL_SECONDS = 0.05
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     samples: list[Sample]
-    """The samples to train, with normalized advantages."""
+    """The samples to train on, with normalized advantages."""
     scales: list[Floats]
-    """For each sample, the value to which an advantage of 1 is scaled on each token."""
+    """For each sample, the factors by which the advantages of its tokens were multiplied."""
     divisor: float
-    """The divisor of sums over all tokens of the step, or 1 if each session has its own divisor."""
+    """The number that per-token terms of the step, such as advantages and penalties, are divided by. It is 1
+    if each session has its own divisor."""
     claims: list[Claim]
     """The claims of all samples of the step's groups, trained or dropped."""
     drops: list[Claim]
-    """Claims that drop samples outside of steps, or with an earlier step."""
+    """Claims that drop samples outside of steps or, for late sessions, as part of an earlier step."""
     session_starts: list[float]
-    """The time at which the session of each live sample started."""
+    """For each live sample, the Unix time at which its session started."""
     is_full: bool
     """True if the batch has the number of live groups that a step waits for."""
     report: Json

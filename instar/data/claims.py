@@ -1,4 +1,4 @@
-"""Claims record what training does with each sample: each is trained in a step, or dropped for a reason."""
+"""Builds claims. A claim records that a step trains on a sample, or that the sample was dropped and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ClaimBuilder:
     run_id: str
     epoch: int
     staleness: Staleness | None = None
-    """The staleness of tokens, or None for exported data."""
+    """Computes the staleness of samples. None for exported data, which has no staleness."""
 
     def claim_trained(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
@@ -101,15 +101,15 @@ class ConsumedGroups:
         self._groups = None
 
     def add(self, group: LoadedGroup, step: int | None) -> None:
-        assert self._groups is not None, "late sessions are dropped before a group is consumed"
+        assert self._groups is not None, "call drop_late_sessions before add"
         self._groups[group.group.group_id] = ConsumedGroup(group.group, step, group.session_ids)
         while len(self._groups) > self._limit:
             self._groups.popitem(last=False)
 
     async def drop_late_sessions(self, epoch: int) -> list[Claim]:
-        """Return claims that drop sessions that ended after their group was consumed. A claim contains the
-        group's step. When the step is released, the claim is released, too, and the group can be claimed
-        again."""
+        """Return claims that drop sessions that ended after their group was consumed. A claim belongs to the
+        step that consumed the group. When that step is released, so are its claims, and the group can be
+        claimed again."""
         groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []

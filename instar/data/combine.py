@@ -41,14 +41,14 @@ class RewardCombiner:
         return {call_id: value for call_id, value in combined.items() if value is not None}
 
     def _select_counted(self, rewards: Sequence[Reward]) -> list[Reward]:
-        """Return the rewards to combine. The agent's own rewards are included only if `reward` contains the
-        agent."""
+        """Return the rewards to combine. The agent's own rewards are included only if the config section
+        `reward` lists the type ``agent``."""
         return [r for r in rewards if self.counts_agent_rewards or r.source is not RewardSource.AGENT]
 
 
 def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
-    """Return the combination of the rewards of a session or call. ``rewards`` are in the order of
-    creation."""
+    """Return the combined reward of a session or call, or None if no reward counts. ``rewards`` must be in
+    the order in which they were created."""
     # A fallback does not count if its scorer also returned a score, earlier or later.
     scored = {reward.scorer for reward in rewards if reward.source is not RewardSource.FALLBACK}
     rewards = [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]

@@ -1,7 +1,7 @@
 """Corrections by people, as samples for the cross-entropy loss.
 
 The sample of a correction is the exact prompt of a call followed by the corrected reply. A step claims the
-oldest unclaimed corrections, and each correction is trained once.
+oldest unclaimed corrections, and each correction is used once per epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """The samples. The advantage of a token is its weight in the step."""
+    """The samples of the corrections. The advantage of a token is its weight in the loss."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 

@@ -20,7 +20,7 @@ class LoadedSession:
     samples: list[Sample]
     reward: float | None
     call_rewards: dict[str, float]
-    """The weighted rewards of single calls, by call id."""
+    """The rewards of single calls, multiplied by the weight of advantages, by call id."""
 
     @property
     def is_failed(self) -> bool:
@@ -32,6 +32,7 @@ class LoadedGroup:
     group: Group
     sessions: list[LoadedSession]
     superseded: list[Session]
+    """Ended sessions that a later attempt of the same slot replaced."""
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
     epoch: int | None = None
     """The number of earlier passes over exported data, or None for the run's own groups."""

@@ -45,8 +45,8 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
 
 
 def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
-    """Return the sample with the advantage ``value`` on every trained token. The value of a token's call in
-    ``per_call`` is added."""
+    """Return the sample with the advantage ``value`` on every trained token. If ``per_call`` has a value for
+    the call of a token, that value is added."""
     advantages = np.full(len(sample), value, dtype=np.float32)
     for span in sample.spans:
         advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)

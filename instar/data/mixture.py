@@ -20,7 +20,7 @@ class DataMixture:
         self.run_id = run_id
         self.config = config
         self._first_epoch: dict[str, int] = {}
-        """The first epoch that may have unclaimed groups, by label."""
+        """The first epoch that may have unclaimed groups, by the label of the source."""
 
     @property
     def has_live_data(self) -> bool:

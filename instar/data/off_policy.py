@@ -31,7 +31,7 @@ def get_behavior_logprobs(sample: Sample) -> Floats:
 def decouple(
     samples: Sequence[Sample], scales: Sequence[Floats], proximal: Sequence[Floats], config: OffPolicyConfig
 ) -> tuple[list[Sample], list[Floats], Json]:
-    """Apply decoupled PPO, and return the samples, their scales and metrics.
+    """Apply decoupled PPO. Return the new samples, their new scales, and metrics.
 
     The ratio in the loss is relative to the proximal logprobs, which replace the samples' logprobs. The
     advantages are multiplied by the truncated importance weight from behavior to proximal. The ``scales`` are
@@ -68,7 +68,7 @@ def decouple(
 
 def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
     """Return statistics of the likelihood ratio between the trained policy and the behavior policy. ``ess``
-    is the effective sample size as a share of the tokens."""
+    is the effective sample size divided by the number of tokens. Without logprobs, the result is empty."""
     parts = [
         _compute_likelihood_ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
         for sample, new in zip(samples, logprobs, strict=True)

@@ -15,8 +15,8 @@ NGRAM_LENGTH = 4
 
 
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
-    """Return statistics of the rewards. Exported data is reported separately, because the policy did not
-    sample it."""
+    """Return the mean reward and the numbers of groups and sessions. Exported data is reported separately,
+    because the policy did not sample it."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
     data = (
@@ -64,9 +64,9 @@ def report_batch(
 
 
 def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
-    """Return the length and repetition of the outputs, and the share of sessions with the same output as
-    another session in the group. ``groups`` lists the samples by group and session. If these values rise with
-    the reward, the policy is learning something other than the task."""
+    """Return the mean length and repetition of the outputs, and the share of sessions that have the same
+    output as another session of their group. If these values rise with the reward, the policy may be learning
+    something other than the task. ``groups`` contains the samples of each session of each group."""
     outputs = [[_get_sampled_tokens(session) for session in group if session] for group in groups]
     flat = [output for group in outputs for output in group]
     if not flat:

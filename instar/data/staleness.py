@@ -1,4 +1,4 @@
-"""The staleness of tokens: the number of training steps since the policy that sampled them."""
+"""The staleness of tokens: the number of training steps after the step of the policy that sampled them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from instar.types import Ids, Sample
 class Staleness:
     """Computes staleness relative to ``version``.
 
-    ``step_by_version`` maps versions to the steps that trained them. A missing version has the same number as
-    its step. After a crash, a repeated step has a new version, but this does not increase the staleness of
-    tokens from its first version.
+    ``step_by_version`` maps versions to the steps that trained them. A version that is not in the mapping is
+    assumed to come from the step with the same number. After a crash, a repeated step has a new version, but
+    this does not increase the staleness of tokens from its first version.
     """
 
     def __init__(self, version: int, step_by_version: Mapping[int, int] | None = None) -> None:

@@ -1,8 +1,8 @@
 """The columns of the exported tables, and rows as canonical lines of JSON.
 
-An export has three content tables. A session's row has the number of its calls; the rows of the calls are in
-the order of their sessions. A call's row contains only the part after its base call, as in a store, so that
-the size of a session grows with its messages and not with the sum of its prompts.
+An export has three content tables. A session's row contains the number of its calls; the rows of the calls
+are in the order of their sessions. A call's row contains only the part after its base call, as in a store,
+so that the size of a session grows with its messages and not with the sum of its prompts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ FILE_NAMES = {
 
 
 class ConversationWriter:
-    """Writes each kind of rows to its own file. A file is created when its first row is written."""
+    """Writes each kind of row to its own file. A file is created when its first row is written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,7 +53,7 @@ class ConversationWriter:
 
 
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
-    """Return each conversation as a list of messages, and each reply as the completion of its prompt.
+    """Return two kinds of rows: ``messages`` has one row per conversation, ``completions`` one per reply.
 
     Only sessions with a reward of at least ``min_reward`` are included; the default is any reward above 0.
     Corrected replies are always included.
@@ -79,7 +79,7 @@ def _make_completion(call: Call, reply: Message) -> Json:
 
 
 def _make_correction_rows(record: SessionRecord) -> Rows:
-    """Return the replies that people corrected. Corrections by agents are not trained on."""
+    """Return the replies that people corrected. Corrections by agents are left out."""
     if _is_untrainable(record):
         return []
     calls = {call.call_id: call for call in record.calls}

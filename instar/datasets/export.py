@@ -55,7 +55,7 @@ class ExportOptions:
         )
 
     def describe(self) -> Json:
-        """Return the options that differ from their defaults."""
+        """Return the filters and options that differ from their defaults, and the margin of `dpo` exports."""
         defaults = asdict(EVERYTHING)
         options = {name: value for name, value in asdict(self.where).items() if value != defaults[name]}
         if self.format == "sft" and self.min_reward is not None:
@@ -67,12 +67,12 @@ class ExportOptions:
 
 def check_target(folder: Path) -> None:
     if folder.exists():
-        raise ConfigError(f"{folder} already exists and is not overwritten; name another folder")
+        raise ConfigError(f"{folder} already exists and is not overwritten; choose another folder")
 
 
 @contextmanager
 def _create_folder_atomically(folder: Path) -> Generator[Path]:
-    """Yield a temporary_folder folder. Rename it to ``folder`` if the ``with`` block succeeds, or else delete it."""
+    """Yield a temporary folder. Rename it to ``folder`` if the ``with`` block succeeds; otherwise delete it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
         temporary_folder = Path(parent) / "data"
@@ -219,9 +219,9 @@ class _Export:
 
 
 _NO_ROWS_ERRORS: dict[Any, str] = {
-    "sft": "nothing to export: no session reaches the minimum reward; lower it",
+    "sft": "nothing to export: no session reaches the minimum reward; lower the minimum reward",
     "dpo": "nothing to export: no group has two sessions with the same prompt whose rewards differ by more "
-    "than the margin; lower it",
+    "than the margin; lower the margin",
 }
 
 

@@ -24,7 +24,7 @@ class ImportResult:
     groups: int = 0
     sessions: int = 0
     unchanged: int = 0
-    """The number of identical sessions that the store already had."""
+    """The number of sessions, or for `import_for_training` of groups, that the store already had."""
 
 
 def verify_content(folder: Path) -> DatasetManifest:

@@ -39,6 +39,7 @@ class DatasetManifest:
     versions: list[int] = field(default_factory=list[int])
     """The policy versions that sampled the tokens of this data."""
     instar: str = ""
+    """The version of Instar that wrote the export."""
     format_version: int = VERSION
 
     def write(self, folder: Path) -> None:

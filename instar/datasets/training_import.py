@@ -1,4 +1,4 @@
-"""Import an exported folder into a run's store as data that the run trains on."""
+"""Import an exported folder into a run's store as training data of the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def import_for_training(
     sessions.
 
     Groups and sessions get new ids, because the store may also contain the same data under the original ids.
-    Discarded groups and evaluation sessions are skipped. A session without a group becomes a group of one.
+    Groups that are not ready and evaluation sessions are skipped. A session without a group becomes a group of one.
     Groups that the store already has are left unchanged.
     """
     prefix = group_prefix(run_id, label)

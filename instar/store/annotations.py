@@ -212,8 +212,8 @@ def get_feedback(
 
 
 def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
-    """Return corrections that can be trained on and are not claimed in this epoch, oldest first. Corrections
-    of evaluation sessions and of sessions tagged as untrainable are excluded."""
+    """Return corrections that have token ids and are not claimed in this epoch, oldest first. Corrections of
+    evaluation sessions and of sessions tagged as untrainable are excluded."""
     return FEEDBACK_ROWS.select(
         db,
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
@@ -243,6 +243,7 @@ def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: floa
 
 
 def get_judgment_totals(db: Database, run_id: str) -> tuple[int, float]:
+    """Return the number of the run's judgments and their total cost in dollars."""
     sql = "SELECT COUNT(*) AS n, COALESCE(SUM(cost), 0) AS cost FROM judgments WHERE run_id = ?"
     row = db.execute(sql, (run_id,)).fetchone()
     return int(row["n"]), float(row["cost"])

@@ -101,7 +101,7 @@ class Store:
         return self._writer.commit_count if self._writer else 0
 
     async def close(self) -> None:
-        """Commit the queued writes and close the store. It may be called twice."""
+        """Commit the queued writes and close the store. Closing a closed store has no effect."""
         if self._writer is not None:
             await asyncio.to_thread(self._writer.close)
         await asyncio.to_thread(self._readers.close)
@@ -144,7 +144,7 @@ class Store:
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:
         """Return the sessions that belong to the groups of the agent, by group id, oldest first. Sessions
-        that only name one of the groups are left out."""
+        that have the id of a group but do not belong to it are left out (see `is_member`)."""
         sessions = await self.sessions_by_group([group.group_id for group in groups])
         return {
             group.group_id: [s for s in sessions[group.group_id] if is_member(group, s, agent_id)]
@@ -164,8 +164,8 @@ class Store:
         ``calls``. Calls may be added to a session that has ended.
 
         ``opening`` is a session to open first, in the same transaction, with ``key_hash`` as its key. Raises
-        ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to the keys of
-        `sessions_by_tail`.
+        ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to hashes of the call's
+        messages and reply, by which `sessions_by_tail` finds the session.
         """
         await self.write(
             call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache)
@@ -264,7 +264,7 @@ class Store:
     revoke_key = _write(shared_queries.revoke_key)
 
     async def secret(self, name: str) -> bytes:
-        """Return the 32 random bytes with this name. They are created on first use."""
+        """Return the secret with this name: 32 random bytes that are created on first use."""
         value = await self.read_statement(lambda db: shared_queries.get_secret(db, name))
         return value or await self.write(lambda db: shared_queries.create_secret(db, name))
 

@@ -36,6 +36,7 @@ _CHAIN_SQL = """
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
 
 TAIL_KEY_BYTES = 16
+"""The length of a tail key. A tail key is a hash of the messages and the reply of a call."""
 MAX_SESSIONS_PER_TAIL = 8
 _MAX_CALLS_PER_TAIL = 64
 
@@ -82,7 +83,7 @@ class BaseCallCache:
 
 
 class AddCalls(BatchableWrite):
-    """Writes calls and, if the calls open a session, the session."""
+    """Writes calls and, if ``new_session`` is not None, the session that the calls open."""
 
     def __init__(
         self,
@@ -109,8 +110,8 @@ class AddCalls(BatchableWrite):
         self._write(db, [self], check=True)
 
     def write_batch(self, db: Database, others: Sequence[AddCalls]) -> None:
-        # A missing session violates the foreign key of the whole batch. The single writes that follow show
-        # which session is missing.
+        # SQLite needs no check: a missing session violates a foreign key, the batch fails, and the single
+        # writes that follow find the missing session.
         self._write(db, [self, *others], check=bool(db.for_update))
 
     def write_in_one_statement(self, db: Database, others: Sequence[AddCalls]) -> bool:
@@ -268,8 +269,8 @@ def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
 
 
 def get_sessions_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> list[str]:
-    """Return the ids of the open live sessions that have a call with the first tail key for which there is
-    such a session. The session with the newest call comes first."""
+    """Return the ids of open live sessions with a call that has one of the tail keys. Only the first key with
+    such a session counts. The session with the newest call comes first."""
     if not keys:
         return []
     if lengths := {len(key) for key in keys} - {TAIL_KEY_BYTES}:

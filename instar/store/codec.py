@@ -1,7 +1,7 @@
 """Encoding of arrays as bytes and of values as JSON text.
 
 Token ids are int32 and logprobs float32, little endian, so ``np.frombuffer`` reads them. Versions are
-stored as runs of (version, length), because nearly all tokens of a reply have the same one.
+stored as runs of (version, length), because nearly all tokens of a reply have the same version.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def dump_json(value: Any) -> str:
 
 
 def dump_message(value: Any) -> str:
-    """Return messages or tools as JSON. They contain no NaN, so this is much faster than `dump_json`."""
+    """Return messages or tools as JSON. This is much faster than `dump_json`, but writes NaN as null."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

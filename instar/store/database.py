@@ -66,7 +66,7 @@ class Database(Protocol):
     # For the writer. SAVEPOINT and RELEASE are the same in all databases.
 
     def begin(self) -> None:
-        """Begin a write transaction. Wait for the lock or the server until a deadline."""
+        """Begin a write transaction. If the database is locked or unavailable, wait up to a timeout."""
 
     def commit(self) -> None:
         """Commit to disk. Raises one of `errors` if nothing was committed, or StoreError if the outcome is
@@ -79,7 +79,7 @@ class Database(Protocol):
         """Undo the changes since the savepoint ``job``."""
 
     def on_committed(self) -> None:
-        """Handle the event that the last writes are on disk, before their callers are told."""
+        """Called when the last writes are on disk, before their callers are woken."""
 
     def is_rolled_back(self, error: Exception) -> bool:
         """Return True if the error ended the complete transaction and not only the statement."""

@@ -1,4 +1,5 @@
-"""Decide which sessions belong to a group. A session names its group, but the name alone proves nothing."""
+"""Decides which sessions belong to a group. The group id of a session is not enough: the session's run,
+channel, slot and agent must match, too."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_member(group: Group, session: Session, agent_id: str) -> bool:
-    """Return True if the session belongs to the group of the agent. Other sessions are reported in the log,
-    once each. Imported data may come from any agent."""
+    """Return True if the session belongs to the group of the agent. Imported sessions may come from any
+    agent. A warning is logged once for each session that does not belong to the group."""
     if group.accepts(session) and (group.channel is Channel.DATA or session.agent_id == agent_id):
         return True
     _warn_once(session.session_id, group.group_id, session.agent_id, session.channel.value, session.slot)
@@ -22,8 +23,8 @@ def is_member(group: Group, session: Session, agent_id: str) -> bool:
 @lru_cache(maxsize=4096)
 def _warn_once(session_id: str, group_id: str, agent_id: str, channel: str, slot: int) -> None:
     logger.warning(
-        "session %s (agent %s, channel %s, slot %d) names the group %s but does not belong to it; it is "
-        "ignored",
+        "session %s (agent %s, channel %s, slot %d) has the group id %s but does not belong to that group; "
+        "the session is ignored",
         session_id,
         agent_id,
         channel,

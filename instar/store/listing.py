@@ -71,7 +71,7 @@ def get_sessions_by_group(db: Database, group_ids: Sequence[str]) -> dict[str, l
 
 @dataclass(slots=True)
 class _PageQuery:
-    """Builds the query for the ``seq`` of a page's sessions."""
+    """Builds the query that returns the ``seq`` of each session on a page."""
 
     run_id: str | None
     group_id: str | None
@@ -160,7 +160,7 @@ class _PageQuery:
             self._add_start_query(self._add_range_condition(reward_min=low, reward_max=high))
 
     def _add_range_condition(self, **bounds: tuple[str, float | None]) -> str:
-        """Add the values of the bounds that are set, and return the bounds as one SQL condition."""
+        """Add and return one SQL condition for the bounds that are set. It is empty if no bound is set."""
         bounds = {name: bound for name, bound in bounds.items() if bound[1] is not None}
         condition = " AND ".join(f"{comparison} :{name}" for name, (comparison, _) in bounds.items())
         if condition:

@@ -92,7 +92,8 @@ def require_migrated(name: str, current: int, version: int) -> None:
 
 
 def require_not_newer(name: str, current: int, version: int, setting: str) -> None:
-    """Raise StoreTooNew if the store has a newer version. ``setting`` selects a different store."""
+    """Raise StoreTooNew if ``current`` is newer than ``version``. ``setting`` is the config setting that the
+    error message suggests to change."""
     if current > version:
         raise StoreTooNew(
             f"{name} was written by a newer version of Instar: it has schema version {current}, and this "

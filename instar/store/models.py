@@ -12,8 +12,8 @@ FEEDBACK_KEY_PREFIX = "feedback:"
 
 
 def make_feedback_key(feedback_id: str) -> str:
-    """Return the key of a feedback's reward. The feedback's correction is claimed as a sample under the same
-    key."""
+    """Return the id of the reward that is derived from the feedback. The same text is the sample key of the
+    feedback's correction."""
     return FEEDBACK_KEY_PREFIX + feedback_id
 
 
@@ -55,8 +55,8 @@ class SessionRow:
     reward: float | None
     """The session's latest reward; rewards of single calls are not considered."""
     seq: int = 0
-    """The number of the session in the order in which sessions were opened. Pages are bounded by this
-    number."""
+    """The position of the session in the order in which sessions were opened. `Store.sessions` uses it to
+    limit a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class CallDelta:
     digests: bytes
     reply: types.Message
     messages: tuple[types.Message, ...] = ()
-    """The messages after the first ``base_messages``. Messages and tools are loaded only without digests."""
+    """The messages after the first ``base_messages``. Messages and tools are empty if there are digests."""
     tools: tuple[types.Tool, ...] = ()
 
 

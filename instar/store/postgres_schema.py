@@ -178,17 +178,18 @@ def _add_backend_column(counts: Table) -> Table:
 def _build_counting_triggers(table: str, counts: str, keys: tuple[str, ...]) -> tuple[str, ...]:
     columns = ", ".join(keys)
 
-    def count(row: str, by: int) -> str:
+    def build_count_sql(row: str, change: int) -> str:
         values = ", ".join(f"{row}.{key}" for key in keys)
         return (
-            f"INSERT INTO {counts} ({columns}, backend, n) VALUES ({values}, pg_backend_pid(), {by}) "
-            f"ON CONFLICT ({columns}, backend) DO UPDATE SET n = {counts}.n + {by};"
+            f"INSERT INTO {counts} ({columns}, backend, n) VALUES ({values}, pg_backend_pid(), {change}) "
+            f"ON CONFLICT ({columns}, backend) DO UPDATE SET n = {counts}.n + {change};"
         )
 
     changed = " OR ".join(f"OLD.{key} IS DISTINCT FROM NEW.{key}" for key in keys)
     return (
         f"CREATE FUNCTION {table}_counted() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-        f"IF TG_OP = 'UPDATE' THEN {count('OLD', -1)} END IF; {count('NEW', 1)} RETURN NULL; END $$",
+        f"IF TG_OP = 'UPDATE' THEN {build_count_sql('OLD', -1)} END IF; {build_count_sql('NEW', 1)} "
+        "RETURN NULL; END $$",
         f"CREATE TRIGGER {table}_counted AFTER INSERT ON {table} "
         f"FOR EACH ROW EXECUTE FUNCTION {table}_counted()",
         f"CREATE TRIGGER {table}_recounted AFTER UPDATE ON {table} "

@@ -25,7 +25,7 @@ RESPONSE_TIMEOUT_FACTOR = 1.25
 """A server that does not respond within this number of statement timeouts is treated as lost."""
 
 # Failures that a retry cannot fix. They are recognized by the server's message, because libpq gives no code
-# for a refused connection; a message in another language is retried until the timeout.
+# for a refused connection. A failure whose message is in another language is retried until the timeout.
 _PERMANENT_FAILURE = re.compile(
     r"authentication failed|no password supplied|does not exist|no pg_hba.conf entry|permission denied"
     r"|unsupported frontend protocol|does not support SSL|certificate"
@@ -78,6 +78,7 @@ class PostgresServer:
     url: str
     schema: str
     timeout: float
+    """The time limit for a statement and for reconnecting, in seconds."""
     password: str | None = field(default=None, repr=False)
 
     @property
@@ -164,14 +165,14 @@ class PostgresServer:
         if code in _DISK_FULL_CODES:
             return StoreFull(
                 f"the disk of {self.name} is full ({text}): free some space on the server. Earlier writes "
-                "are stored, and nothing of the failed write is stored"
+                "are stored; the failed write was rolled back"
             )
         if code in _CORRUPT_CODES:
             return self.corrupt_error(text)
         if code == "57014":
             return StoreError(
-                f"{self.name} took longer than store.timeout, {self.timeout:g} s ({text}): find the session "
-                "that has a lock and hangs (pg_stat_activity)"
+                f"{self.name} took longer than store.timeout, {self.timeout:g} s ({text}): look in "
+                "pg_stat_activity for a session that holds a lock and is stuck"
             )
         if code == "42501":
             return StoreError(

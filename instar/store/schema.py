@@ -1,6 +1,6 @@
 """The tables of the SQLite store. `migrations` updates older files.
 
-A table of dataclasses has the columns of their fields. Wide blobs come after the narrow columns, so that
+A table that stores a dataclass has one column per field. Wide blobs come after the narrow columns, so that
 reading the narrow columns does not touch the blobs. Columns added by a later version come last, where a
 migration adds them.
 """
@@ -30,7 +30,7 @@ class Table:
     """SQL type and constraints by column name, in order."""
     constraints: tuple[str, ...] = ()
     generated: tuple[str, ...] = ()
-    """Columns that the database fills in, so that no values are inserted."""
+    """Columns that the database or a later statement fills in. They are omitted from INSERT statements."""
     added_in: int = 1
     """The schema version that added the table."""
     later_columns: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -154,7 +154,7 @@ SESSIONS = Table(
         **_build_columns(Session, "attempt", "task_id", "reason", "seed", "sampling", "metadata"),
         "key_hash": "TEXT UNIQUE",
         **_build_columns(Session, "created_at", "ended_at", "external_id"),
-        # The session's latest reward without a call, copied from `rewards` so that sessions can be filtered.
+        # The latest reward that is not for a single call, copied from `rewards` to filter sessions by it.
         "reward": "REAL",
     },
     generated=("seq", "reward"),
@@ -185,7 +185,8 @@ CALLS = Table(
         "model": "TEXT NOT NULL DEFAULT ''",
         "client_key": "TEXT",
         "digests": "BLOB NOT NULL DEFAULT x''",
-        # The key by which a request that continues this call is found; only calls of live sessions have one.
+        # A hash of the messages and reply, to find the session of a request that continues this call. Only
+        # calls of live sessions have one.
         "tail_key": "BLOB",
     },
     generated=("seq",),

@@ -93,8 +93,8 @@ def get_groups(
 
 
 def get_progress_details(db: Database, run_id: str, epoch: int) -> tuple[Progress, list[Group], list[Step]]:
-    """Return the progress, the ready groups without a claim in this epoch, and the steps, all at the same
-    moment: a step that is released in between would be counted neither as a step nor by its groups."""
+    """Return the progress, the ready groups without a claim in this epoch, and the steps, all from one
+    snapshot. Otherwise a step that is released between the reads would be missing, and its groups, too."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
     return get_progress(db, run_id), waiting, get_steps(db, run_id)
 
@@ -115,7 +115,7 @@ def get_session_by_key(db: Database, key_hash: str) -> Session | None:
 
 
 def get_session_by_external_id(db: Database, run_id: str, agent_id: str, external_id: str) -> Session | None:
-    """Return the newest open session with this id from the agent."""
+    """Return the agent's newest open session with this external id."""
     return SESSION_ROWS.select_one(
         db,
         "SELECT * FROM sessions WHERE run_id = ? AND agent_id = ? AND external_id = ? AND status = ? "
@@ -150,8 +150,8 @@ def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
 
 
 def insert_for_session(db: Database, sql: str, row: Mapping[str, Any]) -> None:
-    """Insert a row with a statement that inserts nothing if the session is missing. In that case, raise
-    StoreError."""
+    """Execute an INSERT that begins with `Table.insert_for_session_sql`. Raises StoreError if the session of
+    the row does not exist."""
     if db.execute(sql, row).rowcount == 0:
         raise StoreError(f"There is no session {row['session_id']}.")
 
@@ -182,7 +182,7 @@ def remove_endpoint(db: Database, run_id: str, role: str, name: str) -> None:
 
 
 def take_lease(db: Database, run_id: str, name: str) -> int:
-    """Take and return the next lease of a role. Holders of earlier leases can no longer write."""
+    """Take the next lease of a role and return its number. Holders of earlier leases can no longer write."""
     row = db.execute(
         "INSERT INTO leases (run_id, name, lease) VALUES (?, ?, 1) "
         "ON CONFLICT (run_id, name) DO UPDATE SET lease = leases.lease + 1 RETURNING lease",

@@ -58,7 +58,7 @@ def create_secret(db: Database, name: str) -> bytes:
 
 def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -> DatasetRow:
     """Add and return the next version of a dataset. If the newest version has the same hash, update the path
-    of that version and return it instead."""
+    and manifest of that version and return it instead."""
     newest = get_dataset(db, name)
     if newest is not None and newest.hash == hash:
         if (newest.path, newest.manifest) == (path, manifest):

@@ -45,7 +45,7 @@ class CallCounter:
         file = os.open(get_counter_path(path), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(file).st_size != COUNTER_BYTES:
-                # On a full disk this fails, but a write to mapped memory would end the process.
+                # On a full disk, this raises an error, while a write to mapped memory would kill the process.
                 os.pwrite(file, bytes(COUNTER_BYTES), 0)
                 os.truncate(file, COUNTER_BYTES)
             self._memory = mmap.mmap(file, COUNTER_BYTES)
@@ -54,8 +54,8 @@ class CallCounter:
         self._acknowledged_row_number = self._read()
 
     def check(self, last_row_number: int) -> None:
-        """Report the acknowledged calls that the database, whose last call has this row number, has lost.
-        The row number must be read later than this object was created, because other processes write."""
+        """Log a warning if the database has lost acknowledged calls. ``last_row_number`` is the row number of
+        the last call in the database. Read it after this object was created: other processes may write."""
         if self._acknowledged_row_number > last_row_number:
             logger.warning(
                 "%s acknowledged calls are missing in %s (row numbers %s to %s), and other writes of that "
@@ -96,13 +96,13 @@ class SqliteDatabase(sqlite3.Connection):
     """The row number of the last call that was inserted and not rolled back since the last commit."""
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT_SECONDS) -> None:
-        """Make `begin` itself wait for the lock. SQLite sleeps for up to 100 ms at a time while it waits, so
-        that a process that writes without pause would starve the others."""
+        """Make `begin` wait for the lock instead of SQLite. SQLite sleeps for up to 100 ms at a time while it
+        waits, so other processes would rarely get the lock from a process that writes without pause."""
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
 
     def start_call_counter(self) -> None:
-        """Report acknowledged calls that are missing, and count the calls from now on."""
+        """Log a warning if acknowledged calls are missing, and record the acknowledged calls from now on."""
         try:
             counter = CallCounter(self.path)
             counter.check(self.execute("SELECT MAX(seq) FROM calls").fetchone()[0] or 0)
@@ -232,7 +232,7 @@ def translate_error(error: Exception, path: Path) -> StoreError:
     if primary == sqlite3.SQLITE_FULL or code in _DISK_FULL_CODES:
         return StoreFull(
             f"the disk of {path} is full ({error}): free some space, or raise the quota or file-size limit. "
-            "Earlier writes are stored, and nothing of the failed write is stored"
+            "Earlier writes are stored; the failed write was rolled back"
         )
     if is_busy(error):
         return StoreError(f"{path} stayed locked by another process ({error}): find the process that hangs")

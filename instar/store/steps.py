@@ -21,9 +21,9 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 
 
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
-    """Atomically insert a step in state ``claimed`` together with its claims. The claims cover the samples
-    that the step trains on, and samples that are dropped because their group has no signal. Raises
-    ConflictError if a sample is already claimed in the same run and epoch."""
+    """Atomically insert a step in state ``claimed`` together with its claims. The claims cover all samples of
+    the step's groups, both the trained and the dropped ones. Raises ConflictError if a sample is already
+    claimed in the same run and epoch."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(
@@ -107,8 +107,7 @@ def advance_step(
 
 def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
     """Release every unsaved step later than ``after`` with its claims, and return the numbers of the released
-    steps. If ``include_saved``, also release saved and committed steps, because their weights are lost. Recovery uses
-    this."""
+    steps. If ``include_saved``, also release saved and committed steps, because their weights are lost."""
     states = [state.value for state in (STATE_ORDER if include_saved else STATE_ORDER[:2])]
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? "

@@ -106,7 +106,8 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
 
 
 def change_user(uid: int, *, keep_search_access: bool) -> None:
-    """Change to the user ``uid``. With ``keep_search_access``, keep access to Python in folders such as /root."""
+    """Change to the user ``uid``. With ``keep_search_access``, keep read access to all files, because Python
+    may be in a folder such as /root. Landlock then restricts the access."""
     if keep_search_access:
         status = Path("/proc/self/status").read_text()
         permitted = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
