@@ -72,7 +72,7 @@ def check_target(folder: Path) -> None:
 
 @contextmanager
 def _create_folder_atomically(folder: Path) -> Generator[Path]:
-    """Yield a temporary folder. Rename it to ``folder`` if the ``with`` block succeeds; otherwise delete it."""
+    """Yield a temporary folder. Rename it to ``folder`` if the ``with`` block succeeds, or else delete it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
         temporary_folder = Path(parent) / "data"

@@ -50,8 +50,8 @@ async def import_for_training(
     sessions.
 
     Groups and sessions get new ids, because the store may also contain the same data under the original ids.
-    Groups that are not ready and evaluation sessions are skipped. A session without a group becomes a group of one.
-    Groups that the store already has are left unchanged.
+    Evaluation sessions and groups that are not ready are skipped. A session without a group becomes a group
+    of one. Groups that the store already has are left unchanged.
     """
     prefix = group_prefix(run_id, label)
     existing = {group.group_id for group in await store.groups(run_id, Channel.DATA)}

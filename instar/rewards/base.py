@@ -12,15 +12,15 @@ from instar.store.base import Store
 from instar.types import Call, Group, Json, Message, Reward, Score, Session, Task
 
 NO_TASK = Task("", {})
-"""The task of a session without a task, such as a live session."""
+"""Passed to scorers as the task of a session that has no task, such as a live session."""
 JUDGE_AGENT = "instar-judge"
 """The agent id of sessions in which the run's own model is a judge. These sessions are never scored."""
 MAX_REASON_CHARS = 1000
 
 
 def get_task(session: Session, group: Group | None) -> Task:
-    """Return the task of the session's group, or the session's own task if the session is not in the
-    group."""
+    """Return the task of the session's group. If the session does not belong to the group, return the task in
+    the session's metadata, or `NO_TASK` if there is none."""
     if group is not None and group.accepts(session):
         return group.task
     data = session.metadata.get("task")
@@ -48,11 +48,11 @@ class ScoringContext:
     run_id: str
     store: Store
     base_url: str = ""
-    """The base URL of the run's gateway. A judge that is the run's own model uses it."""
+    """The base URL of the run's gateway, for a judge that is the run's own model. Empty without a gateway."""
     api_key: str = ""
 
     def set_gateway_url(self, url: str) -> None:
-        """Set the URL of the gateway, which changes when the gateway restarts."""
+        """Set `base_url` from the gateway's URL, which changes when the gateway restarts."""
         self.base_url = f"{url}/v1"
 
 
@@ -131,7 +131,7 @@ class RolloutScoring(ABC):
     """Scores a session before its rollout ends."""
 
     has_background_scorers: bool = False
-    """True if a group must wait for scorers in the background before it is trained on."""
+    """True if a group must wait for background scorers before it is used for training."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> ScoringResult:

@@ -48,13 +48,13 @@ def create_scoring(config: RunConfig, taskset: TextScorerSource | None = None) -
 
 @dataclass(frozen=True)
 class BackgroundScorers:
-    """The scorers of a run for a process that has no task set."""
+    """The scorers of a run for a process that has no task set. ``live_scorers`` can score live sessions."""
 
     scorers: list[Scorer]
     live_scorers: list[Scorer]
 
     def are_needed(self, *, serves_live_sessions: bool) -> bool:
-        """Return True if any session is scored in the background. ``live``: the run serves live sessions."""
+        """Return True if any session of the run must be scored in the background."""
         return any(scorer.is_background for scorer in self.scorers) or (
             serves_live_sessions and bool(self.live_scorers)
         )

@@ -132,7 +132,7 @@ class _ScorerQueue:
         self._after_seq = 0
         """The next query returns sessions with a higher ``seq``."""
         self._settled_seq: int | None = None
-        """All sessions up to this ``seq`` were finished when the current scan began."""
+        """All sessions up to this ``seq`` had ended when the current scan began. None between scans."""
         self._last_full_scan = time.monotonic()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
@@ -144,7 +144,7 @@ class _ScorerQueue:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _start_sessions(self, tasks: asyncio.TaskGroup) -> bool:
-        """Start scoring as many sessions as allowed. Return False if there are no more sessions."""
+        """Start scoring as many sessions as allowed. Return False if no unscored session is left to start."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled_seq is None:
             self._settled_seq = await store.last_ended_seq(run_id, self.channels)
@@ -189,12 +189,12 @@ class _ScorerQueue:
 class _PendingGroup:
     session_ids: list[str]
     missing: set[tuple[str, str]]
-    """Pairs of session id and scorer name."""
+    """The missing scores, as pairs of session id and scorer name."""
 
 
 class _GroupQueue:
-    """The queue of groups with only finished sessions. A group becomes ready for training when every session
-    has all its scores."""
+    """The queue of groups whose sessions have all finished. A group becomes ready for training when each of
+    its completed sessions has all scores."""
 
     def __init__(
         self, runner: ScoringRunner, session_scorers: Sequence[Scorer], group_scorers: Sequence[GroupScorer]

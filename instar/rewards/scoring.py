@@ -65,14 +65,14 @@ async def score_sessions(
         except Exception as error:  # noqa: BLE001 - a scorer is user code and may raise anything
             reason = describe_error(error)
             is_retryable = not isinstance(error, InstarError) or isinstance(error, EngineUnavailable)
-            requested = 0.0
+            requested_delay = 0.0
             if isinstance(error, ScoreError):
-                is_retryable, requested = error.retryable, error.retry_after or 0.0
+                is_retryable, requested_delay = error.retryable, error.retry_after or 0.0
             logger.info("%s failed on %s, attempt %d: %s", scorer.key, session_ids[0], attempt, reason)
             if attempt > config.retries or not is_retryable:
                 return _give_up(scorer, session_ids, attempt, reason, config.fallback)
             await asyncio.sleep(
-                RETRY.delay(attempt - 1, at_least=min(requested, MAX_REQUESTED_DELAY_SECONDS))
+                RETRY.delay(attempt - 1, at_least=min(requested_delay, MAX_REQUESTED_DELAY_SECONDS))
             )
         else:
             scores = tuple(
@@ -83,7 +83,7 @@ async def score_sessions(
 
 
 async def _score_before_deadline(
-    scorer: Scorer, task: Task, transcripts: Sequence[Transcript], seconds: float
+    scorer: Scorer, task: Task, transcripts: Sequence[Transcript], timeout: float
 ) -> list[Reward]:
     if isinstance(scorer, GroupScorer):
         attempt = scorer.score_group(task, transcripts)
@@ -91,10 +91,10 @@ async def _score_before_deadline(
         (transcript,) = transcripts
         attempt = scorer.score(task, transcript)
     return await run_with_deadline(
-        seconds,
+        timeout,
         attempt,
         grace=CANCEL_GRACE_SECONDS,
-        on_timeout=ScoreError(f"no answer within {seconds:g} s", retryable=True),
+        on_timeout=ScoreError(f"no answer within {timeout:g} s", retryable=True),
         on_cancel=ScoreError("the scorer cancelled itself", retryable=True),
     )
 
@@ -102,14 +102,14 @@ async def _score_before_deadline(
 def _check_rewards(
     scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
 ) -> tuple[Reward, ...]:
-    """Add the scorer and an id to each reward. The store uses the id to ignore repeated rewards. Raises
-    ScoreError for an invalid reward."""
+    """Return the rewards with the scorer's name and version and an id. The store uses the id to ignore
+    repeated rewards. Raises ScoreError for an invalid reward."""
     checked: list[Reward] = []
     key_counts: Counter[str] = Counter()
     for reward in rewards:
         if reward.session_id not in session_ids:
             raise ScoreError(
-                f"the scorer returned a reward for {reward.session_id}, which it did not get to score"
+                f"the scorer returned a reward for session {reward.session_id}, which it did not score"
             )
         if not math.isfinite(reward.value):
             raise ScoreError(f"the scorer returned the reward {reward.value}; it must be a finite number")

@@ -23,7 +23,8 @@ WORKER_TIMEOUT_SECONDS = 10.0
 
 
 class AgentReward(Scorer):
-    """Uses the reward that the agent function returned. The gateway records rewards that agents send."""
+    """Uses the reward that the agent function returned. Rewards that agents send are recorded by the
+    gateway instead."""
 
     name = "returned"
 
@@ -84,8 +85,8 @@ class RuleReward(Scorer):
         if self.function is not None:
             rule = partial(self.function, task.data, transcript, **self.args)
             # A slow rule must not block the event loop, and a thread can be abandoned at the deadline.
-            in_thread = self.runs_in_thread and not self._is_async
-            value = await run_in_daemon_thread(rule) if in_thread else rule()
+            should_use_thread = self.runs_in_thread and not self._is_async
+            value = await run_in_daemon_thread(rule) if should_use_thread else rule()
             value = await value if inspect.isawaitable(value) else value
         elif self.workers is not None and isinstance(self.text_scorer, WorkerTextScorer):
             request = self.text_scorer.build_request(task, transcript.final_text)

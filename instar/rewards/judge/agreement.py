@@ -21,13 +21,14 @@ class JudgeAgreement:
     mean_reward: float
     dollars: float
     vote_agreement: float | None
-    """The agreement of two votes on the same question. It is 1 minus the mean score difference, or the share
-    of equal signals."""
+    """How well two votes on the same question agree: 1 minus the mean difference of their scores or, for
+    votes without scores, the share of equal verdicts."""
     order_agreement: float | None
     """The share of pairs that get the same result in both orders."""
     rule_sessions: int
+    """The number of sessions that have a reward from this judge and from a rule."""
     rule_same_side: float | None
-    """The share of compared sessions in which the judge and the rule are on the same side of 0.5."""
+    """The share of these sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
     """Pearson's correlation of judge and rule; None if either always gives the same value."""
 

@@ -63,8 +63,8 @@ T = TypeVar("T")
 
 def find_candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:
     """Yield every JSON object in the reply that may be the answer: first the structured answer, then the
-    objects in the text, from last to first, because a judge may quote other JSON before the answer. If the
-    text says more, an object that also occurs in the question is a quotation of the judged session."""
+    objects in the text, from last to first, because a judge may quote other JSON before the answer. Unless
+    the text is a single object, objects that also occur in the question are skipped as quotations from it."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
     objects = _find_objects(reply.text)
@@ -98,7 +98,7 @@ def _find_objects(text: str) -> list[tuple[Json, str]]:
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
+    raise ValueError(f"{name} is not allowed in JSON")
 
 
 def scale_to_unit(score: float, scale: tuple[float, float]) -> float:

@@ -1,4 +1,4 @@
-"""The base class of all judges. An answer of a judge is stored, and never requested or paid for twice."""
+"""The base class of all judges. The answers of a judge are stored, so that none is paid for twice."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ class JudgeBudget:
 
     @asynccontextmanager
     async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
-        """Reserve ``max_cost`` dollars for one call. Raises ScoreError if the budget is spent."""
+        """Reserve ``max_cost`` dollars for one call. Wait while calls in progress have reserved the rest of
+        the budget. Raises ScoreError if the budget is spent."""
         while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
             if not self._fits(budget, 0, max_cost):
                 if budget.calls is not None and self.calls >= budget.calls:
                     raise ScoreError(f"the judge's budget of {budget.calls} answers is spent")
                 spent = f"${self.dollars:.4f} so far"
                 raise ScoreError(f"the judge's budget of ${budget.dollars:g} is spent: {spent}")
-            # Only calls in progress block this call, and they may cost less than was reserved for them.
+            # The calls in progress may cost less than was reserved for them.
             await self._released.wait()
         self._pending_calls += 1
         self._pending_dollars += max_cost
@@ -73,7 +74,7 @@ class JudgeBudget:
 class JudgeVote(Generic[T]):
     answer: T
     cost: float
-    """The cost in dollars, or 0 if another session paid for the answer."""
+    """The cost in dollars, or 0 if the answer was requested for another session."""
 
 
 class Judge(Scorer):
@@ -116,8 +117,8 @@ class Judge(Scorer):
         return [] if await self._is_judge_session(transcript) else await self.judge(task, transcript)
 
     async def _is_judge_session(self, transcript: Transcript) -> bool:
-        """Return True if the run's own model is the judge in this session. Agents may send the judge's model
-        name, too, but only the judge tags its sessions."""
+        """Return True if the run's own model is the judge in this session. An agent may send the judge's
+        model name, too, but only the judge tags its sessions as untrainable."""
         if self._context is None or all(call.model != JUDGE_AGENT for call in transcript.calls):
             return False
         tags = await self._context.store.tags([transcript.session_id])
@@ -219,7 +220,8 @@ def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Jso
 
 
 async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Return all results. If any fail, wait for all and raise the error that is least worth a retry."""
+    """Wait for all awaitables and return their results. If any fail, raise the most severe error: errors that
+    are not ScoreErrors come first, then errors that are not retryable, then those with the longest delay."""
 
     def severity(failure: BaseException) -> tuple[bool, bool, float]:
         if not isinstance(failure, ScoreError):

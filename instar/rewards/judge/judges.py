@@ -44,14 +44,14 @@ class StepJudge(Judge, Generic[T]):
     """A judge of single steps. One prompt contains as many steps as fit."""
 
     shows_following = False
-    """True if a prompt shows what followed each step. A step that nothing followed is not judged."""
+    """True if a prompt shows what followed each step. The last step of a conversation is then not judged."""
 
     @abstractmethod
     def parse_answers(self, json_answer: Json) -> StepAnswers[T]: ...
 
     @abstractmethod
     def combine_votes(self, votes: Sequence[T], reasons: Sequence[str]) -> tuple[float, Json] | None:
-        """Combine the votes on a step to a reward and its detail. Return None if the step gets no reward."""
+        """Combine the votes on a step into a reward and its detail, or return None for no reward."""
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         complete = [step for step in session_steps.build_steps(transcript.calls) if step.is_complete]

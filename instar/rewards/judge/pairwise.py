@@ -123,7 +123,8 @@ def _combine_orders(
 
 
 def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
-    """Return at most ``max_pairs`` pairs, or ``size - 1`` if this is more. They connect all sessions."""
+    """Return at most ``max_pairs`` pairs of session indices, but at least the ``size - 1`` pairs that connect
+    all sessions."""
     # The sessions form a ring. Neighbours come first, so that any two sessions are connected through others.
     ring = (
         (start, (start + distance) % size)
@@ -136,8 +137,8 @@ def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
 
 
 def compute_expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
-    """Return how often each session would win against the others in the Bradley-Terry model. If all pairs
-    were compared, this is the session's share of points, moved slightly towards 0.5."""
+    """Return, for each session, the probability of winning against another session in the Bradley-Terry
+    model. If all pairs were compared, this is the session's share of points, moved slightly towards 0.5."""
     points = [PRIOR_DRAWS / 2] * size
     opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for comparison in comparisons:

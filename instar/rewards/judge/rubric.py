@@ -24,7 +24,7 @@ rules, or of the end of the record."""
 
 @dataclass(frozen=True, slots=True)
 class JudgePromptPart:
-    """One part of a prompt: a label that we wrote, and an untrusted text from the session."""
+    """One part of a prompt: a label from this package, and untrusted text from the session."""
 
     label: str
     text: str = ""

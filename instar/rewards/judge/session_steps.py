@@ -18,6 +18,7 @@ class SessionStep:
     number: int
     call: Call
     before: tuple[JudgePromptPart, ...]
+    """The messages of the call that no earlier step shows."""
     reply: JudgePromptPart
     after: tuple[JudgePromptPart, ...]
     """The messages that followed the step in the shared_count conversation."""
@@ -115,7 +116,7 @@ def split_into_windows(
     render_step: Callable[[SessionStep], Sequence[JudgePromptPart]],
     max_chars: int,
 ) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
-    """Yield windows of consecutive steps with their prompt parts, each of at most ``max_chars``."""
+    """Yield windows of consecutive steps with their prompt parts. A window has at most ``max_chars``."""
     window: list[SessionStep] = []
     parts: list[JudgePromptPart] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Rules that check an answer, in this process or with a library in a worker process."""
+"""Rules that check an answer, either in this process or with a library in a worker process."""
 
 from __future__ import annotations
 

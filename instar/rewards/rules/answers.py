@@ -18,7 +18,7 @@ NUMBER = re.compile(
 MINUS = "\N{MINUS SIGN}"
 CODE_BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
 PLAIN_CHARACTERS = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {ord(MINUS): "-"}
-"""Replaces characters of full width, and the minus sign."""
+"""Maps the code points of full-width characters and of the minus sign to ASCII."""
 SUPERSCRIPT = re.compile(r"(?<=[\w)])⁻?[⁰¹²³⁴-⁹]+")
 VULGAR_FRACTION = re.compile(r"(?:(?<=\d) ?)?[¼-¾⅐-⅞]")
 NUMBER_FORMATS = [
@@ -33,7 +33,7 @@ NUMBER_FORMATS = [
         (r"(?<![\w.])10(?:\^|\*\*)\{?([-+]?\d+)\}?", r"1e\1"),
     )
 ]
-"""Replacements for a dash as minus, separators of thousands, LaTeX's fractions and powers of ten."""
+"""Replacements for a dash as a minus sign, thousands separators, fractions in LaTeX, and powers of ten."""
 MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/])")
 SPACED_NUMBER = re.compile(r"\W*\d{1,3}(?: \d{3})+(?:\.\d+)?\W*")
 MAX_DETAIL_CHARS = 500
@@ -78,7 +78,8 @@ def compute_settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """Return the answer in the text, or None if the text has no answer."""
+    """Return the answer in the text, or None if there is none. The answer is the ``part`` of the text that
+    follows the last occurrence of ``after``."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:
@@ -97,7 +98,7 @@ def extract_answer(text: str, *, part: str = "whole", after: str | None = None) 
 
 
 def simplify_characters(text: str) -> str:
-    """Return the text with ASCII for characters of full width, superscripts, fractions and the minus sign."""
+    """Return the text with full-width characters, superscripts, fractions and minus signs in ASCII."""
     text = SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
     text = VULGAR_FRACTION.sub(_replace_fraction, text)
     return text.translate(PLAIN_CHARACTERS)
@@ -115,7 +116,7 @@ def _convert_mixed_number(match: re.Match[str]) -> str:
 
 
 def find_last_number(text: str) -> str | None:
-    """Return the last number in the text, in ASCII notation except for its digits."""
+    """Return the last number in the text in a form that `parse_number` accepts, or None if there is none."""
     text = simplify_characters(text)
     for pattern, replacement in NUMBER_FORMATS:
         text = pattern.sub(replacement, text)
@@ -146,7 +147,8 @@ def get_task_field(task: Task, path: str) -> Any:
 
 
 def get_expected_answers(task: Task, path: str, after: str | None = None) -> list[str]:
-    """Return all correct answers of the task as text."""
+    """Return all correct answers of the task as text. If ``after`` is set, an answer begins after its last
+    occurrence."""
     value = get_task_field(task, path)
     answers = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
     return [text.rpartition(after)[2] for text in answers] if after is not None else answers

@@ -51,13 +51,13 @@ def create_math_check() -> Check:
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):  # programs differ in which of the values they use
-        raise ValueError("an object has a key twice")
+    if len(dict(pairs)) < len(pairs):  # JSON parsers differ in which of the values they keep
+        raise ValueError("an object contains the same key twice")
     return dict(pairs)
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
+    raise ValueError(f"{name} is not allowed in JSON")
 
 
 def create_json_schema_check() -> Check:

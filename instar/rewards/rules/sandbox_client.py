@@ -89,7 +89,8 @@ class AnswerModule(types.ModuleType):
         setattr(self._module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Restore a name. A patch does this because the names are not in ``__dict__``."""
+        """Restore the original value of a name. `unittest.mock.patch` ends by deleting the name that it
+        patched, because the answer's names are not in ``__dict__``."""
         setattr(self._module, name, self._originals.pop(name))
 
 
@@ -122,7 +123,8 @@ class Answer:
             sys.modules[module_name] = AnswerModule(module_name, module, own)
 
     def _decode_name(self, name: str, encoded: Any) -> Any:
-        """Return a value of the answer's module, or the module or object of a library with the same name."""
+        """Return the value of a name in the answer's module. A library module, or an object from it, is
+        imported here; return None if that module is not allowed."""
         match encoded:
             case ["module", str(module)] | ["library", str(module)]:
                 if module.partition(".")[0] not in LIBRARIES:
@@ -134,8 +136,8 @@ class Answer:
                 return proxies.label(Decoder(self.peer).decode(encoded), name)
 
     def prepare_test(self, test: str) -> tuple[str | ast.Module, dict[str, Any]]:
-        """Return the code of a test and the names of the answer that it sees. If the answer defines ``abs``,
-        a test still uses the builtin, unless that is the only name of the answer that the test uses."""
+        """Return the code of a test and the names of the answer that the test sees. If the answer defines
+        ``abs``, the test still uses the builtin, unless it uses no other name of the answer."""
         assert self.names is not None
         try:
             tests = ast.parse(test)
@@ -155,7 +157,7 @@ class Answer:
 
 
 def _is_genuine(name: str, value: Any) -> bool:
-    """Return True if the value is what Python means by the name, such as `abs`, `math` or `datetime`."""
+    """Return True if the value is Python's own builtin, module or class of that name, such as `abs`."""
     module = sys.modules.get(name)
     return any(
         value is known for known in (getattr(builtins, name, module), module, getattr(module, name, module))

@@ -20,10 +20,10 @@ LOCAL_FIELDS = ("_peer", "_handle", "_label", "_is_constructed", "_data")
 
 
 class RemoteObject:
-    """An object of the other process. If the peer is guarded, the other process belongs to an answer, which
-    must not learn what a result is compared with: it could return an object that equals everything. So a
-    result never equals data and has no operators with data, unless the tests created the object themselves
-    by calling a class; the tests' name of a class begins with a capital letter."""
+    """An object of the other process. If the peer is guarded, the other process runs an answer, which must
+    not learn the value that a result is compared with: it could return an object that equals everything. So
+    such an object never equals data, and operators with data are not supported, unless the tests created the
+    object themselves by calling a class. Only a name that begins with a capital letter counts as a class."""
 
     def __init__(self, peer: Any, handle: int) -> None:
         for name, value in zip(LOCAL_FIELDS, (peer, handle, "", False, None), strict=True):
@@ -58,7 +58,7 @@ class RemoteObject:
             return True
         if not self._peer.is_guarded:
             return bool(self._peer.request("eq", [self, other]))
-        if self._data is not None:  # the class extends a type of data, which is compared here
+        if self._data is not None:  # the class extends a built-in type, whose value is compared here
             return get_data(self) == get_data(other)
         if not isinstance(other, RemoteObject) or not self._peer.request("eq", [self, other]):
             return False
@@ -141,15 +141,15 @@ def create_proxy(peer: Any, handle: int, kind: str, data: Any = None) -> RemoteO
 
 
 def label(value: Any, name: str) -> Any:
-    """Record the name by which this process refers to an object. An answer may give a class two names; the
-    one that begins with a small letter counts."""
+    """Record the name by which this process refers to an object, and return the object. If an answer gives a
+    class two names, the name that begins with a small letter counts."""
     if isinstance(value, RemoteObject) and (not value._label or not name[:1].isupper()):
         object.__setattr__(value, "_label", name)
     return value
 
 
 def update_arguments(function: Any) -> Any:
-    """Return the function. If it is remote, its calls copy changes of mutable arguments back."""
+    """Return the function or, if it is remote, a wrapper that copies changes of mutable arguments back."""
     if not isinstance(function, RemoteFunction):
         return function
 
@@ -166,14 +166,14 @@ def mark_constructed(value: Any, *, is_constructed: bool = True) -> Any:
 
 
 def get_data(value: Any) -> Any:
-    """Return the data of a proxy whose class extends a type of data, or else the value itself."""
+    """Return the built-in value of a proxy whose class extends a built-in type, or else the value itself."""
     if isinstance(value, RemoteObject) and value._data is not None:
         return value._peer.request("data", [value])
     return value
 
 
 def can_send_operands(proxy: RemoteObject, *others: Any) -> bool:
-    """Return True if the other process may get the operands of an operator of the proxy."""
+    """Return True if the operands of the proxy's operator may be sent to the other process."""
     is_remote = all(isinstance(other, RemoteObject) for other in others)
     return is_remote or proxy._is_constructed or not proxy._peer.is_guarded
 
@@ -184,7 +184,7 @@ def apply_operator(method: str, function: str, proxy: RemoteObject, left: Any, r
         return mark_constructed(value, is_constructed=proxy._is_constructed)
     if proxy._data is None:
         raise TypeError(
-            f"the answer returned an object that is no data, and {method} with data is not supported for it"
+            f"the answer returned an object of its own class, for which {method} with data is not supported"
         )
     return getattr(operator, function)(get_data(left), get_data(right))
 

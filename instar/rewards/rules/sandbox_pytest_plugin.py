@@ -18,7 +18,7 @@ _exit_code = [1]
 _test_ids: set[str] = set()
 _passed_ids: set[str] = set()
 _unittest_ids: set[str] = set()
-"""TestCase tests. For these, pytest does not report where they were skipped."""
+"""The ids of tests in a TestCase. For these tests, pytest does not report in which file they were skipped."""
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -39,7 +39,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def _is_skipped_by_test(report: Any) -> bool:
-    """Return True if the test's own file, not the answer, skips the test or expects it to fail."""
+    """Return True if the test was skipped, or expected to fail, by the test file and not by the answer."""
     if hasattr(report, "wasxfail"):
         return bool({"xfail", "__unittest_expecting_failure__"} & set(report.keywords))
     if report.nodeid in _unittest_ids:

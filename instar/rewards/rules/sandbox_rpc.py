@@ -1,6 +1,6 @@
-"""Calls between two processes in which values travel as JSON. It connects the tests of an answer with the
-answer, each alone in a sandbox, and uses only the standard library. Data is copied; other objects stay in
-their process, and the other process gets a proxy (``sandbox_proxies.py``). Nothing is pickled."""
+"""Remote calls between two processes, with values as JSON. They connect the tests of an answer with the
+answer, each alone in a sandbox. Data is copied; other objects stay in their process, and the other process
+gets a proxy (``sandbox_proxies.py``). Nothing is pickled, and only the standard library is needed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DATA_OF_BASE: dict[type[Any], Callable[[Any], Any]] = {
     set: lambda v: {*set.__iter__(v)},
     frozenset: frozenset[Any].union,
 }
-"""Returns the data of an instance of a subclass."""
+"""For each built-in type, a function that converts an instance of a subclass to the built-in type."""
 TYPE_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions")
 """The modules whose classes are the same in both processes. ``unittest.mock.ANY`` equals every value, so an
 answer must not be able to name any object of the tests' process."""
@@ -77,7 +77,7 @@ class Peer:
     """One end of the connection. Calls may be nested: while one end waits, it handles calls of the other."""
 
     is_guarded = False
-    """True if proxies must not reveal data of this process to the other, such as an expected value."""
+    """True if proxies must not reveal data of this process, such as an expected value, to the other one."""
 
     def __init__(self, descriptor: int) -> None:
         self.reader = open(descriptor, "rb", closefd=False)  # noqa: SIM115 - open until the exit
@@ -148,7 +148,7 @@ class Peer:
         return {**reply, "output": self.take_output()}
 
     def _encode_contents(self, containers: list[Any]) -> list[Any]:
-        """Return the contents of the containers, in which other containers of the list are references."""
+        """Return the encoded contents of the containers. A container inside another one is a reference."""
         return [Encoder(self, containers).encode_container(container) for container in containers]
 
     def authorize(self, name: Any, args: list[Any]) -> None:
@@ -158,7 +158,7 @@ class Peer:
         """Raise TypeError if the other process must not get a proxy of the object."""
 
     def take_output(self) -> str:
-        """Return what was printed since the last call."""
+        """Return and clear the text that was printed since the last call."""
         return ""
 
     def _find_function(self, name: str) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ class Peer:
 
 
 def get_data(value: Any) -> Any:
-    """Return the data of an object whose class extends a type of data."""
+    """Return the value of an object whose class extends a built-in type, converted to the built-in type."""
     return next(convert(value) for base, convert in DATA_OF_BASE.items() if isinstance(value, base))
 
 

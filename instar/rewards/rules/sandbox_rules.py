@@ -36,7 +36,7 @@ RPC_FILES = {str(folder / "__init__.py"): "" for folder in (PACKAGE_FOLDER, *PAC
     for name in ("sandbox_rpc.py", "sandbox_proxies.py", "sandbox_client.py")
 }
 TESTS_EXTRA_SECONDS = 10.0
-"""The additional time for tests, after which an answer that takes too long has been stopped."""
+"""Tests get this much more time than the answer, so that an answer that takes too long is stopped first."""
 ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
 
 
@@ -137,8 +137,8 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         else:
             summary = f"{passed} of {total} tests passed" if total else "no test was run"
         failed = failure or result
-        is_reason = failure is not None or result.exceeded_limit or not total
-        reason = "" if value == 1.0 else (failed.reason if is_reason else "") or summary
+        should_use_reason = failure is not None or result.exceeded_limit or not total
+        reason = "" if value == 1.0 else (failed.reason if should_use_reason else "") or summary
         return self.build_rewards(
             transcript, value, passed=passed, total=total, reason=reason, output=output[-MAX_DETAIL_CHARS:]
         )
@@ -146,8 +146,8 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
     async def _run_isolated(
         self, code: str, tests: list[str], key: str
     ) -> tuple[SandboxResult, SandboxResult | None]:
-        """Run the answer and its tests in two sandboxes. Return the result of the tests, and the result of
-        the answer if it ended before its tests."""
+        """Run the answer and its tests in two sandboxes. Return the result of the tests and, if the answer
+        ended before the tests, the result of the answer."""
         answer_end, tests_end = socket.socketpair()
         try:
             command = [sys.executable, "-B", "run_answer.py", str(answer_end.fileno()), self.config.file]

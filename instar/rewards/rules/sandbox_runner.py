@@ -1,6 +1,6 @@
 """Runs the tests of an answer inside a sandbox and reports the result in one line that begins with a key.
-With a file descriptor, the answer runs in another sandbox. Otherwise it runs in this process and can forge
-the report; the key is deleted before the answer's code runs, which stops answers that print a report."""
+With a file descriptor, the answer runs in another sandbox. Otherwise it runs in this process and could forge
+the report. The file with the key is deleted before the answer runs, so printing a report is not enough."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(file: str, descriptor: str | None = None) -> None:
 
 
 def _connect(file: str, descriptor: int) -> Any:
-    from instar.rewards.rules.sandbox_client import Answer  # in the sandbox only if the answer is in another
+    from instar.rewards.rules.sandbox_client import Answer  # not available if the answer runs in this process
 
     return Answer(descriptor, Path(file).stem, "tests")
 

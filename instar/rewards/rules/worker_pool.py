@@ -43,7 +43,7 @@ class CheckWorkerPool:
 
     async def run_check(self, seconds: float, **request: Any) -> dict[str, Any]:
         """Return the worker's result. If the check takes longer than ``seconds``, ``ok`` is False."""
-        # The first worker may have been killed for a different reason. If two die, the request is the cause.
+        # The first worker may die for a different reason. If two workers die, the request must be the cause.
         result = await self._try_check(seconds, request) or await self._try_check(seconds, request)
         if result is None:
             return {"ok": False, "reason": "the check crashed its process twice"}
@@ -111,7 +111,8 @@ class CheckWorkerPool:
 
 
 def build_bubblewrap_command() -> list[str]:
-    """Return the command prefix that runs a process without write access and without a network."""
+    """Return the command prefix that runs a process without write access and without a network. Raises
+    ConfigError if bubblewrap is not installed."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(

@@ -14,7 +14,8 @@ SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits for all processes of a job together. ``memory_mb`` also limits each process."""
+    """Limits for all processes of a job together. ``memory_mb`` also limits the address space of each
+    process."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -37,7 +38,8 @@ class SandboxJob:
     readable_paths: Sequence[Path] = ()
     """Paths that the job may read in addition to the system folders and this Python."""
     channel: socket | None = None
-    """A socket that the job inherits with the same file descriptor. It is closed here when the job starts."""
+    """A socket that the job inherits with the same file descriptor. This process closes its copy when the job
+    starts."""
 
 
 @dataclass(frozen=True, slots=True)

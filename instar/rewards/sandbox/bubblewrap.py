@@ -29,15 +29,16 @@ class BubblewrapSandbox(Sandbox):
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = supervise.pick_unused_uid()
-        families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
-        if not limits.network:  # in the machine's network, the job could connect to abstract unix sockets
-            families += (seccomp.AF_UNIX,)
+        allowed_families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
+        # With the host's network, a job could connect to the host's abstract Unix sockets.
+        if not limits.network:
+            allowed_families += (seccomp.AF_UNIX,)
         launch = supervise.SandboxLaunch(
             command_prefix=[self.program, *_namespace_flags(uid, limits), *_mount_flags(job, limits), "--"],
             launcher_path=MOUNTED_LAUNCHER,
             folder=JOB_FOLDER,
             temporary_folder=TEMPORARY_FOLDER,
-            seccomp=seccomp.build_filter(families, shares_host_processes=False),
+            seccomp=seccomp.build_filter(allowed_families, shares_host_processes=False),
             uid=uid,
             landlock=None,
             kill_job=_kill,
@@ -51,7 +52,7 @@ def _namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
     flags += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if uid is None:
         flags += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-    else:  # the launcher changes to that user and thereby loses both capabilities
+    else:  # the launcher needs both capabilities to change to that user, and loses them by the change
         flags += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return flags if limits.network else [*flags, "--unshare-net"]
 

@@ -1,6 +1,6 @@
 """A sandbox without namespaces: Landlock restricts files, and seccomp restricts the network and other calls.
-A job shares the process ids of the machine and can see that a file exists. It can write only to its own
-folder, which is on disk, and read only the allowed files. It cannot signal, trace or change anything else."""
+A job shares the process ids of the machine and can find out whether a file exists. It can write only to its
+own folder, which is on disk, and read only the allowed files. It cannot signal or trace other processes."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class LandlockSandbox(Sandbox):
     def _build_launch(
         self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None
     ) -> supervise.SandboxLaunch:
-        families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK) if limits.network else ()
+        allowed_families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK) if limits.network else ()
         return supervise.SandboxLaunch(
             command_prefix=[],
             launcher_path=str(supervise.LAUNCHER),
             folder=str(folder),
             temporary_folder=str(folder / "tmp"),
             seccomp=seccomp.build_filter(
-                families, shares_host_processes=True, allow_signals=self.abi >= launcher.SCOPE_ABI
+                allowed_families, shares_host_processes=True, allow_signals=self.abi >= launcher.SCOPE_ABI
             ),
             uid=uid,
             landlock={
@@ -86,8 +86,8 @@ def get_landlock_abi() -> int:
 
 
 def _create_locked_folder() -> tuple[Path, int]:
-    """Return a new folder and a file descriptor that locks it until this process closes it or dies."""
-    # The folder gets its name only when it is locked, so that no other process takes it for a leftover.
+    """Return a new folder, and a file descriptor that keeps the folder locked until it is closed."""
+    # The folder gets its final name once it is locked, so that no other process mistakes it for a leftover.
     created = Path(tempfile.mkdtemp(prefix="instar-new-"))
     lock_fd = os.open(created, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
@@ -97,7 +97,7 @@ def _create_locked_folder() -> tuple[Path, int]:
 def remove_leftover_folders() -> None:
     """Remove the folders of jobs whose owners were killed before they could remove them."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):  # its owner is alive and holds the lock, or it belongs to another user
+        with suppress(OSError):  # the owner is alive and holds the lock, or the folder is another user's
             lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -97,7 +97,8 @@ def build_filter(
     deny_new_processes: bool = False,
 ) -> bytes:
     """Return a filter that denies the calls that no job needs, and sockets outside ``socket_families``. With
-    ``shares_host_processes``, it also denies leaving the process group and changing file attributes."""
+    ``shares_host_processes``, the filter also denies leaving the process group, affecting other processes and
+    changing file attributes."""
     machine = platform.machine()
     column = list(_AUDIT_ARCHES).index(machine)
     numbers_by_name = {

@@ -41,7 +41,7 @@ class SandboxLaunch:
     """The values that differ between sandboxes when a job is started and supervised."""
 
     command_prefix: list[str]
-    """The command that starts Python with the launcher, such as bwrap with its options."""
+    """The program and options in front of the launcher's command, such as ``bwrap`` with its options."""
     launcher_path: str
     folder: str
     temporary_folder: str
@@ -68,7 +68,7 @@ def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
 
 def pick_unused_uid() -> int | None:
     """Return a user id that is not in use, or None if this process cannot change its user."""
-    # The kernel counts processes per user. With its own user id, a job is limited independently of others.
+    # The kernel limits processes per user. With its own user id, a job does not share its limit with others.
     if os.geteuid() != 0:
         return None
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -160,7 +160,7 @@ def _build_settings(
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit, and return the limit and the output."""
+    """Wait until the job exits or exceeds a limit. Return the exceeded limit, or None, and the output."""
     output = bytearray()
     output_full = asyncio.Event()
     tasks = [
@@ -203,9 +203,9 @@ async def _wait_for_exit_or_limit(
 
 def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
     processes = find_descendant_pids(root)
-    tasks = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
-    # The launcher and bubblewrap are up to two of the processes and do not count.
-    if tasks > limits.processes + 2:
+    task_count = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
+    # Up to two of the tasks belong to the launcher and bubblewrap, which do not count towards the limit.
+    if task_count > limits.processes + 2:
         return "processes"
     if all(_measure_memory(processes, kind) > limits.memory_mb * MB for kind in ("rss", "pss")):
         return "memory"
@@ -232,7 +232,7 @@ async def _kill_and_wait(
 
 async def _send_settings(process: asyncio.subprocess.Process, settings: bytes) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # the launcher died; `supervise` reports the cause
+    with suppress(BrokenPipeError, ConnectionResetError):  # the launcher died; the caller reports why
         process.stdin.write(settings)
         await process.stdin.drain()
     process.stdin.close()
@@ -249,7 +249,7 @@ async def _read_output(
 
 
 def find_descendant_pids(root: int) -> list[int]:
-    """Return the process ids of all descendants. Orphans are included: the launcher adopts them."""
+    """Return the ids of all descendant processes. Orphans are included, because the launcher adopts them."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:
@@ -270,7 +270,8 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def _measure_memory(processes: Iterable[int], kind: str) -> int:
-    """Return the memory in bytes. ``rss`` is fast but counts shared pages repeatedly; ``pss`` is exact."""
+    """Return the memory of the processes in bytes. The kind ``rss`` is fast to read but counts shared pages
+    once per process; ``pss`` is exact."""
     total = 0
     for pid in processes:
         with suppress(OSError, StopIteration, ValueError):  # the process has exited
