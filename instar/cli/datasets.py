@@ -72,7 +72,7 @@ async def export_sessions(
         min_reward, filters = filters["reward_min"], {**filters, "reward_min": None}
     where = build_session_filter(filters)
     options = ExportOptions(
-        format=format, where=where, includes_samples=samples, min_reward=min_reward, margin=margin
+        format=format, where=where, has_samples=samples, min_reward=min_reward, margin=margin
     )
     if to is None and name is None:
         raise ConfigError("The target is missing; set a folder with --to, or a name for the data with --as.")
@@ -108,7 +108,7 @@ async def _export(
             if to is None:
                 # The hash covers only the rows, so the name also includes the format. An existing folder of
                 # this name has the same content.
-                suffix = f"{options.format}-samples" if options.includes_samples else options.format
+                suffix = f"{options.format}-samples" if options.has_samples else options.format
                 to = datasets_dir / f"{name}-{manifest.hash[7:19]}-{suffix}"
                 if not to.exists():
                     folder.rename(to)

@@ -98,7 +98,7 @@ async def serve_run(
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
-    needs_rewards = create_background_scorers(config).are_needed(serves_live_sessions=live)
+    needs_rewards = create_background_scorers(config).are_needed(serves_live=live)
     config, keys = extract_secrets(config, os.environ)
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})

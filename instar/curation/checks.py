@@ -100,10 +100,7 @@ def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits
     one of them must be wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
-        rule, judge = (
-            _get_latest_reward(summary, RewardSource.RULE),
-            _get_latest_reward(summary, RewardSource.JUDGE),
-        )
+        rule, judge = _find_reward(summary, RewardSource.RULE), _find_reward(summary, RewardSource.JUDGE)
         if rule is not None and judge is not None and abs(rule - judge) >= limits.disagreement:
             reason = f"the rule's reward is {rule:g}, the judge's reward is {judge:g}"
             numbers = {"rule": rule, "judge": judge}
@@ -165,7 +162,7 @@ def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> floa
     return float(np.corrcoef(rewards, values)[0, 1])
 
 
-def _get_latest_reward(summary: SessionSummary, source: RewardSource) -> float | None:
+def _find_reward(summary: SessionSummary, source: RewardSource) -> float | None:
     values = [
         reward.value for reward in summary.rewards if reward.source is source and reward.call_id is None
     ]

@@ -19,13 +19,9 @@ def report_groups(groups: Sequence[LoadedGroup]) -> Json:
     because the policy did not sample it."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
-    data = (
-        {"data_reward_mean": _compute_mean_reward(exported), "data_sessions": len(exported)}
-        if exported
-        else {}
-    )
+    data = {"data_reward_mean": _average_reward(exported), "data_sessions": len(exported)} if exported else {}
     return {
-        "reward_mean": _compute_mean_reward(live),
+        "reward_mean": _average_reward(live),
         "groups": len(groups),
         "sessions": len(live),
         "failed": sum(session.is_failed for session in live),
@@ -33,7 +29,7 @@ def report_groups(groups: Sequence[LoadedGroup]) -> Json:
     }
 
 
-def _compute_mean_reward(sessions: Sequence[LoadedSession]) -> float | None:
+def _average_reward(sessions: Sequence[LoadedSession]) -> float | None:
     rewards = [session.reward for session in sessions if session.reward is not None]
     return float(np.mean(rewards)) if rewards else None
 
@@ -55,11 +51,9 @@ def report_batch(
         "late_dropped": reasons["late"],
         "staleness_mean": float(np.mean(by_sample)) if by_sample else 0.0,
         "staleness_max": max(by_sample, default=0),
-        "staleness_samples": count_values(by_sample),
-        "staleness_tokens": count_values(staleness.of_tokens(versions)),
-        "version_shares": {
-            version: count / len(versions) for version, count in count_values(versions).items()
-        },
+        "staleness_samples": tally(by_sample),
+        "staleness_tokens": tally(staleness.of_tokens(versions)),
+        "version_shares": {version: count / len(versions) for version, count in tally(versions).items()},
     }
 
 
@@ -104,7 +98,7 @@ def report_session_ages(starts: Sequence[float], now: float) -> Json:
     return {"age_seconds_mean": sum(ages) / len(ages), "age_seconds_max": max(ages)} if ages else {}
 
 
-def count_values(values: Iterable[int] | Ids) -> dict[str, int]:
+def tally(values: Iterable[int] | Ids) -> dict[str, int]:
     """Return the number of occurrences of each value, lowest value first, with strings as keys for JSON."""
     counts = Counter(int(value) for value in values)
     return {str(value): counts[value] for value in sorted(counts)}

@@ -41,7 +41,7 @@ class ExportHooks:
 class ExportOptions:
     format: Format = "jsonl"
     where: SessionFilter = EVERYTHING
-    includes_samples: bool = False
+    has_samples: bool = False
     """True to also write the flat `samples` table."""
     min_reward: float | None = None
     """The lowest reward of a session in an `sft` export. None means any reward above 0."""
@@ -50,9 +50,7 @@ class ExportOptions:
 
     @property
     def tables(self) -> tuple[TableName, ...]:
-        return (
-            (*CONTENT_TABLES, "samples") if self.includes_samples or self.format == "hf" else CONTENT_TABLES
-        )
+        return (*CONTENT_TABLES, "samples") if self.has_samples or self.format == "hf" else CONTENT_TABLES
 
     def describe(self) -> Json:
         """Return the filters and options that differ from their defaults, and the margin of `dpo` exports."""
@@ -75,11 +73,11 @@ def _create_folder_atomically(folder: Path) -> Generator[Path]:
     """Yield a temporary folder. Rename it to ``folder`` if the ``with`` block succeeds, or else delete it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as parent:
-        temporary_folder = Path(parent) / "data"
-        temporary_folder.mkdir()
-        yield temporary_folder
+        new_folder = Path(parent) / "data"
+        new_folder.mkdir()
+        yield new_folder
         check_target(folder)
-        temporary_folder.rename(folder)
+        new_folder.rename(folder)
 
 
 async def export_sessions(
@@ -103,11 +101,9 @@ async def export_sessions(
     if not sessions:
         raise DataError(f"nothing to export: no session of run {run_id} that has ended matches the filters")
     export = _Export(store, run_id, sessions, options, hooks, progress)
-    with _create_folder_atomically(folder) as temporary_folder:
+    with _create_folder_atomically(folder) as new_folder:
         is_importable = options.format in IMPORTABLE_FORMATS
-        digest = await (export.write_tables if is_importable else export.write_conversations)(
-            temporary_folder
-        )
+        digest = await (export.write_tables if is_importable else export.write_conversations)(new_folder)
         run = await store.run(run_id)
         manifest = DatasetManifest(
             format=options.format,
@@ -120,7 +116,7 @@ async def export_sessions(
             versions=sorted(version for version in export.versions if version >= 0),
             instar=__version__,
         )
-        manifest.write(temporary_folder)
+        manifest.write(new_folder)
     return manifest
 
 

@@ -53,10 +53,10 @@ class BackgroundScorers:
     scorers: list[Scorer]
     live_scorers: list[Scorer]
 
-    def are_needed(self, *, serves_live_sessions: bool) -> bool:
+    def are_needed(self, *, serves_live: bool) -> bool:
         """Return True if any session of the run must be scored in the background."""
         return any(scorer.is_background for scorer in self.scorers) or (
-            serves_live_sessions and bool(self.live_scorers)
+            serves_live and bool(self.live_scorers)
         )
 
 

@@ -163,7 +163,7 @@ class Store:
         """Store all of the calls or none. The base of a call must already be stored or precede the call in
         ``calls``. Calls may be added to a session that has ended.
 
-        ``opening`` is a session to open first, in the same transaction, with ``key_hash`` as its key. Raises
+        ``new_session`` is opened first, in the same transaction, with ``key_hash`` as its key. Raises
         ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to hashes of the call's
         messages and reply, by which `sessions_by_tail` finds the session.
         """

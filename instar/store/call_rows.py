@@ -102,15 +102,15 @@ def _check_lengths(call: Call) -> None:
         ("behavior_logprobs", call.behavior_logprobs),
     ):
         if values is not None and len(values) != sampled:
-            raise _make_invalid_error(call, f"it has {len(values)} {name} for {sampled} sampled tokens")
+            raise _call_error(call, f"it has {len(values)} {name} for {sampled} sampled tokens")
     if call.base_id is None and (call.base_tokens or call.base_messages):
-        raise _make_invalid_error(call, "it has base_tokens or base_messages, but no base_id")
+        raise _call_error(call, "it has base_tokens or base_messages, but no base_id")
     for name, value, limit in (
         ("base_tokens", call.base_tokens, len(call.prompt_ids)),
         ("base_messages", call.base_messages, len(call.messages)),
     ):
         if not 0 <= value <= limit:
-            raise _make_invalid_error(call, f"{name} is {value}; it must be between 0 and {limit}")
+            raise _call_error(call, f"{name} is {value}; it must be between 0 and {limit}")
 
 
 def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
@@ -120,23 +120,19 @@ def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
     """
     call = encoded.call
     if base is None:
-        raise _make_invalid_error(call, f"its base call {call.base_id} is not stored")
+        raise _call_error(call, f"its base call {call.base_id} is not stored")
     tokens, messages = base.prompt_tokens + base.sampled_tokens, base.message_count + 1
     if call.base_tokens > tokens:
-        raise _make_invalid_error(
-            call, f"base_tokens is {call.base_tokens}, but its base has {tokens} tokens"
-        )
+        raise _call_error(call, f"base_tokens is {call.base_tokens}, but its base has {tokens} tokens")
     if call.base_messages > messages:
-        raise _make_invalid_error(
+        raise _call_error(
             call, f"base_messages is {call.base_messages}, but its base has {messages} messages"
         )
     if call.base_tokens == tokens and encoded.prefix_crc != base.sequence_crc:
-        raise _make_invalid_error(
-            call, f"its prompt does not begin with the tokens of its base {call.base_id}"
-        )
+        raise _call_error(call, f"its prompt does not begin with the tokens of its base {call.base_id}")
 
 
-def _make_invalid_error(call: Call, reason: str) -> StoreError:
+def _call_error(call: Call, reason: str) -> StoreError:
     return StoreError(f"Call {call.call_id} cannot be stored: {reason}.")
 
 
@@ -197,7 +193,7 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
     if row["base_id"] is not None:
         base = rebuilt.get(row["base_id"])
         if base is None:
-            raise _make_corrupt_error(row, f"its base {row['base_id']} is missing")
+            raise _row_error(row, f"its base {row['base_id']} is missing")
         messages = [*base.messages, base.reply][: row["base_messages"]] + messages
         if row["base_tokens"] == base.token_count and base.sequence.length == base.token_count:
             sequence, crc = base.sequence, base.crc
@@ -207,17 +203,17 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
     sequence.append(tail)
     crc = checksum(tail, crc)
     if sequence.length != row["prompt_tokens"] or crc != row["prompt_crc"]:
-        raise _make_corrupt_error(row, "its prompt does not match the stored checksum")
+        raise _row_error(row, "its prompt does not match the stored checksum")
     if len(messages) != row["message_count"]:
-        raise _make_corrupt_error(row, f"it has {len(messages)} messages instead of {row['message_count']}")
+        raise _row_error(row, f"it has {len(messages)} messages instead of {row['message_count']}")
     sequence.append(sampled)
     crc = checksum(sampled, crc)
     if crc != row["sequence_crc"]:
-        raise _make_corrupt_error(row, "its sampled tokens do not match the stored checksum")
+        raise _row_error(row, "its sampled tokens do not match the stored checksum")
     return _RebuiltCall(row, sequence, crc, messages, codec.load_message(row["reply"]), sampled)
 
 
-def _make_corrupt_error(row: DatabaseRow, detail: str) -> StoreCorrupt:
+def _row_error(row: DatabaseRow, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
         f"The call {row['call_id']} of session {row['session_id']} is damaged in the store: {detail}. "
         "Exclude the session, or restore the store from a backup."

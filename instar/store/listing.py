@@ -149,17 +149,15 @@ class _PageQuery:
         if where.ids:
             names = {f"id{number}": session_id for number, session_id in enumerate(where.ids)}
             self._add_condition(f"x.session_id IN ({', '.join(f':{name}' for name in names)})", **names)
-        self._add_range_condition(before=("x.seq <", self.before), after=("x.seq >", self.after))
+        self._add_range(before=("x.seq <", self.before), after=("x.seq >", self.after))
         self._add_start_query(
-            self._add_range_condition(
-                since=("x.created_at >=", where.since), until=("x.created_at <", where.until)
-            )
+            self._add_range(since=("x.created_at >=", where.since), until=("x.created_at <", where.until))
         )
         if where.scorer is None and where.source is None:
             low, high = ("x.reward >=", where.reward_min), ("x.reward <=", where.reward_max)
-            self._add_start_query(self._add_range_condition(reward_min=low, reward_max=high))
+            self._add_start_query(self._add_range(reward_min=low, reward_max=high))
 
-    def _add_range_condition(self, **bounds: tuple[str, float | None]) -> str:
+    def _add_range(self, **bounds: tuple[str, float | None]) -> str:
         """Add and return one SQL condition for the bounds that are set. It is empty if no bound is set."""
         bounds = {name: bound for name, bound in bounds.items() if bound[1] is not None}
         condition = " AND ".join(f"{comparison} :{name}" for name, (comparison, _) in bounds.items())
@@ -177,7 +175,7 @@ class _PageQuery:
         where = self.where
         for number, (name, value) in enumerate(where.tags):
             values = {"name": name} if value is None else {"name": name, "value": value}
-            self._add_exists_condition("tags", f"tag{number}", values, "")
+            self._add_exists("tags", f"tag{number}", values, "")
         for number, name in enumerate(where.without):
             tag = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
             self._add_condition(f"NOT EXISTS ({tag})", **{f"no{number}": name})
@@ -199,9 +197,9 @@ class _PageQuery:
             if (bound := getattr(where, name)) is not None:
                 extra += f" AND rewards.value {comparison} :{name}"
                 self.values[name] = bound
-        self._add_exists_condition("rewards", "by", values, extra)
+        self._add_exists("rewards", "by", values, extra)
 
-    def _add_exists_condition(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
+    def _add_exists(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
         values = {f"{prefix}_{column}": value for column, value in columns.items()}
         rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in columns) + extra
         matching = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"

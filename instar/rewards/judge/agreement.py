@@ -34,7 +34,8 @@ class JudgeAgreement:
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page_size: int = 500) -> list[JudgeAgreement]:
-    """Return the agreement of every judge in the run, sorted by name. Each query reads ``page`` sessions."""
+    """Return the agreement of every judge in the run, sorted by name. Each query reads ``page_size``
+    sessions."""
     tallies: dict[str, _Tally] = {}
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page_size):
@@ -76,11 +77,9 @@ class _Tally:
         self.reward_sum += reward.value
         self.dollars += reward.cost
         votes: list[Any] = reward.detail.get("votes", [])
-        for first, second in combinations(votes, 2):
+        for a, b in combinations(votes, 2):
             self.vote_pairs += 1
-            self.vote_agreement_sum += (
-                float(first == second) if isinstance(first, str) else 1 - abs(first - second)
-            )
+            self.vote_agreement_sum += float(a == b) if isinstance(a, str) else 1 - abs(a - b)
         self.order_count += reward.detail.get("orders", 0)
         self.agreed_orders += reward.detail.get("orders_agreed", 0)
 

@@ -21,7 +21,7 @@ class SessionStep:
     """The messages of the call that no earlier step shows."""
     reply: JudgePromptPart
     after: tuple[JudgePromptPart, ...]
-    """The messages that followed the step in the shared_count conversation."""
+    """The messages that followed the step in the same conversation."""
 
     @property
     def is_complete(self) -> bool:
@@ -58,13 +58,10 @@ def _find_new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
     if call.link is Link.EXTENDS:
         return call.messages[len(parent.messages) + 1 :]
     rendered = (*parent.messages, parent.reply)
-    shared_count = 0
-    while (
-        shared_count < min(len(rendered), len(call.messages))
-        and rendered[shared_count] == call.messages[shared_count]
-    ):
-        shared_count += 1
-    return call.messages[shared_count:]
+    shared = 0
+    while shared < min(len(rendered), len(call.messages)) and rendered[shared] == call.messages[shared]:
+        shared += 1
+    return call.messages[shared:]
 
 
 def _render_following(call: Call, number: int, following: dict[str, Call]) -> Iterator[JudgePromptPart]:

@@ -78,8 +78,8 @@ def compute_settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """Return the answer in the text, or None if there is none. The answer is the ``part`` of the text that
-    follows the last occurrence of ``after``."""
+    """Return the given part of the text, or None if there is no such part. If ``after`` is set, only the text
+    after its last occurrence counts."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:
@@ -147,8 +147,8 @@ def get_task_field(task: Task, path: str) -> Any:
 
 
 def get_expected_answers(task: Task, path: str, after: str | None = None) -> list[str]:
-    """Return all correct answers of the task as text. If ``after`` is set, an answer begins after its last
-    occurrence."""
+    """Return all correct answers of the task as text. If ``after`` is set, only the text after its last
+    occurrence counts."""
     value = get_task_field(task, path)
     answers = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
     return [text.rpartition(after)[2] for text in answers] if after is not None else answers

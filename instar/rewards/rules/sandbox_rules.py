@@ -124,10 +124,8 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         if self.config.isolate:
             result, failure = await self._run_isolated(code, tests, key)
         else:
-            result, failure = (
-                await self.run(self._build_tests_job(tests, key, {self.config.file: code})),
-                None,
-            )
+            failure = None
+            result = await self.run(self._build_tests_job(tests, key, {self.config.file: code}))
         report, output = self._parse_report(failure or result, result.output, key)
         passed, total = (report["passed"], report["total"]) if report else (0, 0)
         share = passed / total if total else 0.0

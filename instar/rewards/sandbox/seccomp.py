@@ -101,9 +101,7 @@ def build_filter(
     changing file attributes."""
     machine = platform.machine()
     column = list(_AUDIT_ARCHES).index(machine)
-    numbers_by_name = {
-        name: numbers[column] for name, numbers in _SYSCALL_NUMBERS.items() if numbers[column] >= 0
-    }
+    numbers = {name: pair[column] for name, pair in _SYSCALL_NUMBERS.items() if pair[column] >= 0}
     denied = list(_DENIED_ALWAYS)
     conditional = {
         "socket": _match_values(_FIRST_ARGUMENT_OFFSET, socket_families, _ALLOW, _DENY),
@@ -120,43 +118,43 @@ def build_filter(
         denied += _SIGNAL_CALLS
         conditional["fcntl"] = _match_values(_SECOND_ARGUMENT_OFFSET, _SIGNAL_OWNER_COMMANDS, _DENY, _ALLOW)
     program = [
-        _pack_instruction(_BPF_LD, _ARCH_OFFSET),
-        _pack_instruction(_BPF_JEQ, _AUDIT_ARCHES[machine], 1, 0),
-        _pack_instruction(_BPF_RET, _KILL),
-        _pack_instruction(_BPF_LD, _NUMBER_OFFSET),
-        _pack_instruction(_BPF_JGE, _X32_SYSCALL_BIT, 0, 1),
-        _pack_instruction(_BPF_RET, _DENY),
-        _pack_instruction(_BPF_JGE, _FIRST_UNKNOWN_NUMBER, 0, 1),
-        _pack_instruction(_BPF_RET, _ERRNO | errno.ENOSYS),
+        _pack(_BPF_LD, _ARCH_OFFSET),
+        _pack(_BPF_JEQ, _AUDIT_ARCHES[machine], 1, 0),
+        _pack(_BPF_RET, _KILL),
+        _pack(_BPF_LD, _NUMBER_OFFSET),
+        _pack(_BPF_JGE, _X32_SYSCALL_BIT, 0, 1),
+        _pack(_BPF_RET, _DENY),
+        _pack(_BPF_JGE, _FIRST_UNKNOWN_NUMBER, 0, 1),
+        _pack(_BPF_RET, _ERRNO | errno.ENOSYS),
         # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
         *_return_if_equal(_CLONE3_NUMBER, _ERRNO | errno.ENOSYS),
     ]
     for name in denied:
-        if name in numbers_by_name:
-            program += _return_if_equal(numbers_by_name[name], _DENY)
+        if name in numbers:
+            program += _return_if_equal(numbers[name], _DENY)
     for name, rule in conditional.items():
-        program += [_pack_instruction(_BPF_JEQ, numbers_by_name[name], 0, len(rule)), *rule]
-    return b"".join([*program, _pack_instruction(_BPF_RET, _ALLOW)])
+        program += [_pack(_BPF_JEQ, numbers[name], 0, len(rule)), *rule]
+    return b"".join([*program, _pack(_BPF_RET, _ALLOW)])
 
 
 def _match_values(offset: int, values: Iterable[int], if_equal: int, otherwise: int) -> list[bytes]:
     matches = [instruction for value in values for instruction in _return_if_equal(value, if_equal)]
-    return [_pack_instruction(_BPF_LD, offset), *matches, _pack_instruction(_BPF_RET, otherwise)]
+    return [_pack(_BPF_LD, offset), *matches, _pack(_BPF_RET, otherwise)]
 
 
 def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
     """Return instructions that return ``if_set`` if the first argument of a call has any of the bits."""
     return [
-        _pack_instruction(_BPF_LD, _FIRST_ARGUMENT_OFFSET),
-        _pack_instruction(_BPF_JSET, mask, 0, 1),
-        _pack_instruction(_BPF_RET, if_set),
-        _pack_instruction(_BPF_RET, if_clear),
+        _pack(_BPF_LD, _FIRST_ARGUMENT_OFFSET),
+        _pack(_BPF_JSET, mask, 0, 1),
+        _pack(_BPF_RET, if_set),
+        _pack(_BPF_RET, if_clear),
     ]
 
 
 def _return_if_equal(value: int, verdict: int) -> list[bytes]:
-    return [_pack_instruction(_BPF_JEQ, value, 0, 1), _pack_instruction(_BPF_RET, verdict)]
+    return [_pack(_BPF_JEQ, value, 0, 1), _pack(_BPF_RET, verdict)]
 
 
-def _pack_instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _pack(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)

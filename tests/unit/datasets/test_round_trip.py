@@ -105,7 +105,7 @@ async def test_export_of_the_same_data_writes_identical_files(
     store: Store, tmp_path: Path, format: str
 ) -> None:
     for name in ("one", "two"):
-        await export_all(store, tmp_path / name, format=format, includes_samples=True)
+        await export_all(store, tmp_path / name, format=format, has_samples=True)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*"))
     assert files
     for path in files:
@@ -195,7 +195,7 @@ async def test_manifest_records_filters_counts_and_versions(store: Store, tmp_pa
 
 
 async def test_samples_table_holds_one_flat_row_per_path(store: Store, tmp_path: Path) -> None:
-    await export_all(store, tmp_path / "out", includes_samples=True)
+    await export_all(store, tmp_path / "out", has_samples=True)
     lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if line]
     (row,) = [row for row in rows if row["session_id"] == "s1-1"]
