@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from instar.curation.base import CurationFinding, CurationLimits, SessionSummary
-from instar.curation.text_similarity import find_near_duplicates, repetition_ratio
+from instar.curation.text_similarity import find_near_duplicates, measure_repetition
 from instar.types import RewardSource
 
 Check = Callable[[Sequence[SessionSummary], CurationLimits], list[CurationFinding]]
@@ -69,7 +69,7 @@ def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) 
     mean = float(np.mean(rewards)) if rewards else 0.0
     findings: list[CurationFinding] = []
     for summary in sessions:
-        share = repetition_ratio(summary.output)
+        share = measure_repetition(summary.output)
         if share >= limits.repetition and summary.reward is not None and summary.reward > mean:
             reason = (
                 f"{share:.0%} of the output repeats itself, with reward {summary.reward:g} (mean {mean:g})"
@@ -91,7 +91,7 @@ def find_repetition_drift(
     sessions: Sequence[SessionSummary], limits: CurationLimits
 ) -> list[CurationFinding]:
     """Return a finding if outputs become more repetitive with newer versions."""
-    shares = [repetition_ratio(summary.output) for summary in sessions]
+    shares = [measure_repetition(summary.output) for summary in sessions]
     return _find_drift("repetition_drift", "repetition", sessions, shares, limits.drift, 0.05)
 
 

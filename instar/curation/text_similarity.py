@@ -29,7 +29,7 @@ def hash_shingles(text: str) -> Shingles:
     return np.unique(np.array([zlib.crc32(triple) for triple in encoded], np.uint64))
 
 
-def repetition_ratio(text: str) -> float:
+def measure_repetition(text: str) -> float:
     """Return the share of word trigrams that occurred earlier in the text, or 0 for fewer than three
     words."""
     words = text.lower().split()[:MAX_WORDS]

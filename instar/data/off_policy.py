@@ -28,7 +28,7 @@ def get_behavior_logprobs(sample: Sample) -> Floats:
     return sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs
 
 
-def decouple(
+def apply_decoupled_ppo(
     samples: Sequence[Sample], scales: Sequence[Floats], proximal: Sequence[Floats], config: OffPolicyConfig
 ) -> tuple[list[Sample], list[Floats], Json]:
     """Apply decoupled PPO. Return the new samples, their new scales, and metrics.

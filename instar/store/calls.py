@@ -107,12 +107,12 @@ class AddCalls(BatchableWrite):
         self._bases.add(self._calls)
 
     def __call__(self, db: Database) -> None:
-        self._write(db, [self], check=True)
+        self._write(db, [self], should_check=True)
 
     def write_batch(self, db: Database, others: Sequence[AddCalls]) -> None:
         # SQLite needs no check: a missing session violates a foreign key, the batch fails, and the single
         # writes that follow find the missing session.
-        self._write(db, [self, *others], check=bool(db.for_update))
+        self._write(db, [self, *others], should_check=bool(db.for_update))
 
     def write_in_one_statement(self, db: Database, others: Sequence[AddCalls]) -> bool:
         writes = (self, *others)
@@ -128,11 +128,11 @@ class AddCalls(BatchableWrite):
         return db.insert_autocommit(CALLS, [encoded.values for encoded in calls])
 
     @staticmethod
-    def _write(db: Database, writes: Sequence[AddCalls], *, check: bool) -> None:
+    def _write(db: Database, writes: Sequence[AddCalls], *, should_check: bool) -> None:
         calls = [encoded for write in writes for encoded in write._calls]
         new_sessions = [write._new_session for write in writes if write._new_session is not None]
         db.insert(SESSIONS, [SESSIONS.to_values(row) for row in new_sessions])
-        if check:
+        if should_check:
             _lock_sessions(db, calls, {row["session_id"] for row in new_sessions})
         _check_bases(db, calls, writes[0]._bases)
         for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):

@@ -11,7 +11,7 @@ from typing import Any
 from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
 from instar.config import AdamConfig, LossConfig, OffPolicyConfig, TrainerConfig
 from instar.data.batcher import StepBatch
-from instar.data.off_policy import compute_importance, decouple
+from instar.data.off_policy import apply_decoupled_ppo, compute_importance
 from instar.types import Json, Sample
 
 CORRECTION_LOSS = LossConfig(name="cross_entropy")
@@ -36,7 +36,7 @@ async def correct_off_policy(
         return batch, {}
     started = time.monotonic()
     proximal = await backend.forward(batch.samples)
-    samples, scales, metrics = decouple(batch.samples, batch.scales, proximal, config)
+    samples, scales, metrics = apply_decoupled_ppo(batch.samples, batch.scales, proximal, config)
     trained = [index for index, sample in enumerate(samples) if sample.trained_tokens]
     corrected = replace(batch, samples=[samples[i] for i in trained], scales=[scales[i] for i in trained])
     importance = compute_importance(batch.samples, proximal)

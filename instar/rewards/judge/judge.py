@@ -223,7 +223,7 @@ async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """Wait for all awaitables and return their results. If any fail, raise the most severe error: errors that
     are not ScoreErrors come first, then errors that are not retryable, then those with the longest delay."""
 
-    def severity(failure: BaseException) -> tuple[bool, bool, float]:
+    def get_severity(failure: BaseException) -> tuple[bool, bool, float]:
         if not isinstance(failure, ScoreError):
             return True, True, 0.0
         return False, not failure.retryable, failure.retry_after or 0.0
@@ -231,5 +231,5 @@ async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     results = await asyncio.gather(*awaitables, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     if failures:
-        raise max(failures, key=severity)
+        raise max(failures, key=get_severity)
     return cast("list[T]", results)

@@ -47,23 +47,23 @@ class TestsPeer(Peer):
         if not isinstance(name, str):
             is_allowed = name[0] == "yours"
         elif name in ("getattr", "setattr"):
-            is_allowed = self._can_access(args[0], args[1], writes=name == "setattr")
+            is_allowed = self._can_access(args[0], args[1], is_write=name == "setattr")
         else:
             is_allowed = name in OPERATIONS
         if not is_allowed:
             error = AttributeError if name == "getattr" else PermissionError
             raise error(f"an answer cannot use {name!r:.50} of an object of its tests")
 
-    def _can_access(self, target: Any, name: str, *, writes: bool) -> bool:
+    def _can_access(self, target: Any, name: str, *, is_write: bool) -> bool:
         if not any(target is value for value in self.exported):
             return False
         if self._is_mock(target):
-            return not writes and name not in dir(sys.modules["unittest.mock"].NonCallableMock)
+            return not is_write and name not in dir(sys.modules["unittest.mock"].NonCallableMock)
         if not self._is_object(target):
-            return not writes and name in FUNCTION_FIELDS
-        if writes and (isinstance(target, type) or hasattr(type(target), name)):
+            return not is_write and name in FUNCTION_FIELDS
+        if is_write and (isinstance(target, type) or hasattr(type(target), name)):
             return False  # a method must stay the test's own
-        return not name.startswith("_") or (name in OBJECT_FIELDS and not writes)
+        return not name.startswith("_") or (name in OBJECT_FIELDS and not is_write)
 
     def _is_object(self, value: Any) -> bool:
         kind: type[Any] = value if isinstance(value, type) else type(value)

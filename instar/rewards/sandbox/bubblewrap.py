@@ -33,8 +33,9 @@ class BubblewrapSandbox(Sandbox):
         # With the host's network, a job could connect to the host's abstract Unix sockets.
         if not limits.network:
             allowed_families += (seccomp.AF_UNIX,)
+        flags = [*_build_namespace_flags(uid, limits), *_build_mount_flags(job, limits)]
         launch = supervise.SandboxLaunch(
-            command_prefix=[self.program, *_namespace_flags(uid, limits), *_mount_flags(job, limits), "--"],
+            command_prefix=[self.program, *flags, "--"],
             launcher_path=MOUNTED_LAUNCHER,
             folder=JOB_FOLDER,
             temporary_folder=TEMPORARY_FOLDER,
@@ -47,7 +48,7 @@ class BubblewrapSandbox(Sandbox):
         return await supervise.supervise_job(launch, job, limits)
 
 
-def _namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
+def _build_namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
     flags = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "job"]
     flags += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if uid is None:
@@ -57,7 +58,7 @@ def _namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
     return flags if limits.network else [*flags, "--unshare-net"]
 
 
-def _mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
+def _build_mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
     size = str(limits.files_mb * supervise.MB)
     flags = ["--dev", "/dev", "--proc", "/proc"]
     for path in WRITABLE_FOLDERS:

@@ -6,7 +6,7 @@ from instar.curation.text_similarity import (
     find_near_duplicates,
     hash_shingles,
     jaccard_similarity,
-    repetition_ratio,
+    measure_repetition,
 )
 
 WORDS = [f"w{number}" for number in range(2000)]
@@ -37,9 +37,9 @@ def test_jaccard_similarity_is_the_share_of_common_triples() -> None:
 
 
 def test_repetition_ratio_is_the_share_of_repeated_triples() -> None:
-    assert repetition_ratio("one two three four") == 0.0
-    assert repetition_ratio("a b c a b c a b c") == 4 / 7
-    assert repetition_ratio("two words") == 0.0
+    assert measure_repetition("one two three four") == 0.0
+    assert measure_repetition("a b c a b c a b c") == 4 / 7
+    assert measure_repetition("two words") == 0.0
 
 
 def test_find_near_duplicates_accepts_lone_surrogates() -> None:

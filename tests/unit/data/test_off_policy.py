@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from instar.cli.config_errors import explain
 from instar.config import OffPolicyConfig, RunConfig
-from instar.data.off_policy import compute_importance, decouple
+from instar.data.off_policy import apply_decoupled_ppo, compute_importance
 from instar.errors import BackendError
 from instar.types import Floats, Sample
 
@@ -50,7 +50,7 @@ def test_decouple_matches_computation_in_python_floats(
     rng = np.random.default_rng(7)
     random_samples = [make_random_sample(rng, truncated_softmax=truncated_softmax) for _ in range(3)]
     samples, scales, proximal = (list(column) for column in zip(*random_samples, strict=True))
-    corrected, weighted, metrics = decouple(samples, scales, proximal, config)
+    corrected, weighted, metrics = apply_decoupled_ppo(samples, scales, proximal, config)
     truncated_count = dropped_count = count = 0
     for sample, scale, logprobs, corrected_sample, weights in zip(
         samples, scales, proximal, corrected, weighted, strict=True
@@ -80,7 +80,7 @@ def test_decouple_matches_computation_in_python_floats(
 
 def test_decouple_on_policy_changes_nothing() -> None:
     sample, scale, _ = make_random_sample(np.random.default_rng(1), truncated_softmax=False)
-    (unchanged,), (weights,), metrics = decouple([sample], [scale], [sample.logprobs], RECOMPUTE)
+    (unchanged,), (weights,), metrics = apply_decoupled_ppo([sample], [scale], [sample.logprobs], RECOMPUTE)
     for name in ("mask", "logprobs", "advantages"):
         np.testing.assert_array_equal(getattr(unchanged, name), getattr(sample, name))
     np.testing.assert_array_equal(weights, scale)
@@ -125,7 +125,7 @@ def test_decouple_with_missing_proximal_logprob_raises() -> None:
     missing_index = int(np.flatnonzero(sample.mask)[2])
     proximal[missing_index] = np.nan
     with pytest.raises(BackendError, match=f"sample k: .* trained token {missing_index}"):
-        decouple([sample], [scale], [proximal], RECOMPUTE)
+        apply_decoupled_ppo([sample], [scale], [proximal], RECOMPUTE)
 
 
 @pytest.mark.parametrize(
