@@ -1,1 +1,1 @@
-"""Finds sessions that should not be trained on."""
+"""Finds sessions that should not be used for training."""

@@ -36,7 +36,7 @@ def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) 
 
 
 def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each group with many identical outputs. Such a group explores nothing."""
+    """Return a finding for each group with many identical outputs, in which the policy hardly explores."""
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
         by_output: dict[str, list[SessionSummary]] = defaultdict(list)
@@ -82,7 +82,7 @@ def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) 
 
 
 def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding if outputs become much longer with newer versions. The reward may favor length."""
+    """Return a finding if outputs become much longer with newer versions: the reward may favor length."""
     lengths = [float(summary.tokens) for summary in sessions]
     return _find_drift("length_drift", "tokens", sessions, lengths, limits.drift, 1.0)
 

@@ -1,14 +1,14 @@
 """Builds the batch of a training step from finished groups.
 
 A step consumes ``groups_per_step`` finished groups, lowest index first. Each sample of these groups is either
-trained, or dropped for one of the following reasons:
+used for training or dropped for one of the following reasons:
 
 - ``zero_signal``: all rewards of the group are equal, and there is no reference to learn from.
 - ``no_reward``, ``failed``, ``no_tokens``: the session has no reward, failed, or has no trainable token.
 - ``stale``: the sample, or with `trainer.stale: mask` each of its tokens, is too stale.
 - ``too_long``: the sample of exported data is longer than the model's context.
 - ``superseded``, ``untrainable``: the session was run again, or a person tagged it as untrainable.
-- ``late``: the session ended after its group was consumed. It is dropped with the step of the group.
+- ``late``: the session ended after its group was consumed. It is dropped as part of the group's step.
 
 Groups whose samples are all stale, and groups that the rollout dropped, are dropped outside of steps. If
 `data` lists exported data, its groups take a share of each step and are claimed once per epoch; staleness
@@ -148,7 +148,7 @@ class Batcher:
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
         """Return unconsumed finished groups, as many as the step needs, lowest index first. Also return
-        claims that drop older groups in which all samples are too stale."""
+        claims that drop the groups that were skipped because all their samples are too stale."""
         needed = self.mixture.count_live_groups(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
@@ -240,8 +240,8 @@ class Batcher:
         )
 
     def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
-        """Return the advantages of a group's sessions. A session without a reward has the advantage 0 if
-        single calls have rewards, or if rewards have no weight."""
+        """Return the advantages of a group's sessions. A session without a reward has the advantage 0 if its
+        calls have rewards or, unless the session failed, if rewards have no weight."""
         ignores_rewards = self._uses_reference and self.config.trainer.advantage.weight == 0
         estimated = self.estimator([session.reward for session in sessions])
         return [

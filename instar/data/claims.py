@@ -88,7 +88,7 @@ class ConsumedGroup:
 
 
 class ConsumedGroups:
-    """The last ``limit`` groups that were consumed. Sessions of these groups that end later are late."""
+    """The last ``limit`` groups that were consumed. Sessions of these groups that end later are dropped."""
 
     def __init__(self, store: Store, run_id: str, agent_id: str, limit: int) -> None:
         self._store = store

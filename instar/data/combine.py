@@ -1,4 +1,4 @@
-"""Combines the rewards of a session, or of one of its calls, into one number: `scoring.combine`."""
+"""Combines the rewards of a session or call into one number, as configured in `scoring.combine`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RewardCombiner:
         """Return True if a scorer gave up on the session, and there is no fallback reward."""
         if not self.excludes_fallback:
             return False
-        # Several versions of a scorer may have scored the session.
+        # Several versions of a scorer may have scored the session. Only the latest score counts.
         ordered = sorted(scores, key=lambda score: score.created_at)
         latest = {score.scorer.partition("@")[0]: score for score in ordered}
         return any(score.state is ScoreState.FALLBACK for score in latest.values())

@@ -27,7 +27,8 @@ class CorrectionBatch:
 async def load_corrections(
     store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
 ) -> CorrectionBatch:
-    """Return the corrections for a step, without claiming them."""
+    """Return the samples of the corrections for a step, and the claims that the step must store. The batch is
+    empty if corrections have no weight."""
     section = config.corrections
     if section.weight == 0:
         return CorrectionBatch()

@@ -54,7 +54,7 @@ def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] |
 
 
 def _find_parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
-    # A call whose tokens were not stored (by a provider, or with a secret) has no parent.
+    # The prompt has no tokens if a provider sampled the call, or if the call contains a secret.
     if call.link is not Link.EXTENDS or not len(call.prompt_ids):
         return None
     parent = by_id.get(call.parent_id or "")

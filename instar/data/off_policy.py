@@ -2,8 +2,8 @@
 
 A token has three logprobs. The *behavior* logprob is from the distribution that the token was drawn from,
 which may be an older version, or the same weights in an engine with slightly different numerics. The
-*proximal* logprob is from the trained policy at the start of the step. The third is the new logprob, which
-the loss changes.
+*proximal* logprob is from the trained policy at the start of the step. The *new* logprob is from the policy
+that is being updated, so the loss can change it.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _is_complete(call: Call) -> bool:
 
 
 def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call of each complete conversation. It contains all messages of the conversation."""
+    """Return the last call of each complete conversation. This call contains all messages."""
     extended_ids = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 
@@ -177,7 +177,8 @@ def _convert_message(message: Message) -> Json:
 
 
 def _parse_arguments(text: str) -> Any:
-    """Parse the arguments, because chat templates serialize them. Return the text if it is not JSON."""
+    """Parse a tool call's arguments, because chat templates serialize them. Return text that is not JSON
+    unchanged."""
     try:
         return json.loads(text)
     except ValueError:

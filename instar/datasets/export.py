@@ -26,7 +26,7 @@ SESSIONS_PER_PAGE = 256
 EVERYTHING = SessionFilter()
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the number of completed sessions and the total number of sessions."""
+"""Called with the number of completed sessions (`dpo`: groups) and with the total number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ async def export_sessions(
 
 async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> dict[str, str | None]:
     """Return each session's group by session id, in the order in which the sessions were opened. Open and
-    imported sessions are excluded. A live session has no group, even if it names one."""
+    imported sessions are excluded. The group of a live session is None, even if it has a group id."""
     group_ids: dict[str, str | None] = {}
     last_seq = 0
     while rows := await store.sessions(run_id, where=where, after=last_seq, limit=SESSIONS_PER_PAGE):

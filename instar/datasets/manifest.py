@@ -23,7 +23,8 @@ IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """The manifest contains neither a time nor a path, so that two exports of the same data are identical."""
+    """A description of exported data. It contains neither a time nor a path, so that two exports of the same
+    data are identical."""
 
     format: Format
     run: str

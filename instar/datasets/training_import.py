@@ -77,7 +77,7 @@ async def import_for_training(
 
 def _get_group_key(group_id: str | None, session_id: str, channel: str) -> str:
     """Return the key of the session's group. A session without a group has a key of its own. A live session
-    is never part of a group, even if it names one."""
+    is never part of a group, even if it has a group id."""
     return f"session {session_id}" if group_id is None or channel == Channel.LIVE else group_id
 
 

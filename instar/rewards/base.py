@@ -92,11 +92,11 @@ class Scorer(ABC):
         return f"{self.name}@{self.version}" if self.version else self.name
 
     async def start(self, context: ScoringContext) -> None:  # noqa: B027 - most scorers need no preparation
-        """Prepare the scorer before the first score. Raises ConfigError if it cannot work on this machine."""
+        """Prepare for the first score. Raises ConfigError if the scorer cannot work on this machine."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        """Return any number of rewards for the session and its calls. Raises ScoreError if this fails."""
+        """Return any number of rewards for the session and its calls. Raises ScoreError if scoring fails."""
 
     async def close(self) -> None:  # noqa: B027 - most scorers have no resources to release
         ...

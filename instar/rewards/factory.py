@@ -61,7 +61,8 @@ class BackgroundScorers:
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
-    """Return the scorers of a run without its task set. Raises ConfigError for invalid settings."""
+    """Return the scorers of a run for a process without the task set. Raises ConfigError for invalid
+    settings."""
     scorers = create_scorers(config, _MissingTextScorer())
     live = [
         scorer

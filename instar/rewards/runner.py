@@ -85,8 +85,8 @@ class ScoringRunner:
         return f"{progress}, {counts.scored} scored{failed}{groups}"
 
     async def run(self) -> None:
-        """Score sessions until `drain` is called and the sessions in progress are scored. Raises StoreError.
-        After a cancellation, a later run scores the remaining sessions."""
+        """Score sessions until `drain` is called and the sessions in progress are scored. Raises StoreError
+        if the store fails. After a cancellation, a later run scores the remaining sessions."""
         for states in (await self.store.score_counts(self.run_id)).values():
             self.counts.scored += states.get(ScoreState.SCORED, 0)
             self.counts.fallback += states.get(ScoreState.FALLBACK, 0)
@@ -238,7 +238,7 @@ class _GroupQueue:
         sessions = (await store.group_sessions([group], self.runner.agent_id))[group.group_id]
         completed = [s.session_id for s in sessions if s.status is SessionStatus.COMPLETED]
         scores = [score for scores in (await store.scores(completed)).values() for score in scores]
-        # The version of a scorer does not matter here.
+        # A score by any version of a scorer counts.
         scored = {(score.session_id, score.scorer.partition("@")[0]) for score in scores}
         scorers = (*self.session_scorers, *self.group_scorers)
         expected = {(session_id, scorer.name) for session_id in completed for scorer in scorers}

@@ -1,5 +1,5 @@
-"""Scorers that use the reward that the agent returned, or the result of a Python function
-``rule(task, transcript, **args) -> float``, sync or async, where ``task`` is a dict."""
+"""Scorers for user code: one uses the reward that the agent returned, the other calls a sync or async
+function ``rule(task, transcript, **args) -> float``, where ``task`` is a dict."""
 
 from __future__ import annotations
 

@@ -81,9 +81,9 @@ class SessionFilter:
     task: str | None = None
     agent: str | None = None
     since: float | None = None
-    """The earliest time at which the session may have been opened."""
+    """The earliest Unix time at which the session may have been opened."""
     until: float | None = None
-    """The time before which the session must have been opened."""
+    """The Unix time before which the session must have been opened."""
 
 
 @dataclass(frozen=True, slots=True)

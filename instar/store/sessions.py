@@ -93,8 +93,8 @@ def get_groups(
 
 
 def get_progress_details(db: Database, run_id: str, epoch: int) -> tuple[Progress, list[Group], list[Step]]:
-    """Return the progress, the ready groups without a claim in this epoch, and the steps, all from one
-    snapshot. Otherwise a step that is released between the reads would be missing, and its groups, too."""
+    """Return the progress, the ready groups without a claim in this epoch, and the steps. They must be read
+    from one snapshot, because a step that is released between two reads could be missed with its groups."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
     return get_progress(db, run_id), waiting, get_steps(db, run_id)
 
@@ -125,8 +125,8 @@ def get_session_by_external_id(db: Database, run_id: str, agent_id: str, externa
 
 
 def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
-    """Return the ids of open live sessions that have been idle since ``before``. A session without calls is
-    idle from its creation."""
+    """Return the ids of open live sessions whose last call ended before the Unix time ``before``. A session
+    without calls counts by the time of its creation."""
     rows = db.execute(
         """
         SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?

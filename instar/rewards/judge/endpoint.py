@@ -207,7 +207,7 @@ def _build_url(config: JudgeRewardConfig) -> URL:
 
 class RunModelEndpoint(JudgeEndpoint):
     """The run's own model as a judge. Each question is asked in a new live session. The session is tagged
-    untrainable before the call and abandoned after it, so that it is neither trained on nor scored."""
+    untrainable before the call and abandoned after it, so that it is neither scored nor used for training."""
 
     def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
         if not context.base_url:

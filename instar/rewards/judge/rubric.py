@@ -68,8 +68,8 @@ def hash_json(value: object) -> bytes:
 
 
 def truncate_parts(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
-    """Return the parts with at most ``max_chars`` characters in all. If they are longer, the middle of the
-    whole text is omitted."""
+    """Return the parts with at most ``max_chars`` characters in total. If the parts are longer, the middle of
+    their joined text is omitted."""
     total = sum(len(part.text) for part in parts)
     if total <= max_chars:
         return list(parts)

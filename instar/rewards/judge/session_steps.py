@@ -10,7 +10,7 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
 MAX_FOLLOWING_CALLS = 3
-"""At most this many calls are shown as what followed a step, up to the next user message."""
+"""The maximum number of later calls that a prompt shows after a step. The next user message ends them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Runs an answer alone in a sandbox and executes the calls of its tests, which run in another sandbox."""
+"""Runs an answer alone in a sandbox. Its tests run in another sandbox and call the answer remotely."""
 
 from __future__ import annotations
 

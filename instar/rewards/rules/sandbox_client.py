@@ -62,7 +62,7 @@ class TestsPeer(Peer):
         if not self._is_object(target):
             return not is_write and name in FUNCTION_FIELDS
         if is_write and (isinstance(target, type) or hasattr(type(target), name)):
-            return False  # a method must stay the test's own
+            return False  # the answer must not replace a method of the tests
         return not name.startswith("_") or (name in OBJECT_FIELDS and not is_write)
 
     def _is_object(self, value: Any) -> bool:
@@ -95,7 +95,7 @@ class AnswerModule(types.ModuleType):
 
 
 class Answer:
-    """The answer, or the reason why it could not be executed."""
+    """The answer in the other sandbox. ``names`` is None if the answer could not be executed."""
 
     def __init__(self, descriptor: int, module_name: str, tests_module: str) -> None:
         self.peer = TestsPeer(descriptor, tests_module)
@@ -176,5 +176,5 @@ class _CallStatements(ast.NodeTransformer):
 
 def update_arguments_of_statements(tests: ast.Module) -> ast.Module:
     """Change calls that are statements, such as ``sort(items)``, so that they update their arguments. Other
-    calls must not: with ``assert f(items) == sorted(items)``, an answer could empty the list."""
+    calls must not do so: with ``assert f(items) == sorted(items)``, an answer could empty the list."""
     return _CallStatements().visit(tests)

@@ -11,7 +11,7 @@ from typing import Any
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "xor", "lshift", "rshift")
 OPERATORS = {name: name for name in BINARY} | {"and": "and_", "or": "or_"}
-"""The names of the functions in the module ``operator``, by the name of the method."""
+"""The names of functions in the module ``operator``, by the name of the method without underscores."""
 UNARY = (
     *("neg", "pos", "invert", "abs", "len", "iter", "str", "repr", "hash", "bool"),
     *("int", "float", "complex", "round", "index", "reversed"),

@@ -1,5 +1,5 @@
-"""A pytest plugin that reports from inside the sandbox, in the same format as ``sandbox_runner.py``. If there
-is a file ``channel``, the answer runs in another sandbox, and the tests import a proxy of it."""
+"""A pytest plugin that reports the results of tests in a sandbox, in the format of ``sandbox_runner.py``. If
+there is a file ``channel``, the answer runs in another sandbox, and the tests import a proxy of it."""
 
 from __future__ import annotations
 

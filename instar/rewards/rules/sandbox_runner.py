@@ -136,7 +136,7 @@ def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
         *result.unexpectedSuccesses,
         *skipped,
     ]
-    if not all(isinstance(test, unittest.TestCase) for test in failed):  # setUpClass or tearDownClass
+    if not all(isinstance(test, unittest.TestCase) for test in failed):  # setUpClass failed
         return 0, total
     # The attribute test_case of a failed subTest is the test that contains the subTest.
     return result.passed, result.passed + len({getattr(test, "test_case", test) for test in failed})

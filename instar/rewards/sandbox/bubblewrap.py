@@ -1,4 +1,4 @@
-"""A sandbox that uses namespaces. A job sees only its own processes and files and has no network."""
+"""A sandbox that uses namespaces. A job sees only its own processes and files, and by default no network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BubblewrapSandbox(Sandbox):
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = supervise.pick_unused_uid()
         allowed_families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
-        # With the host's network, a job could connect to the host's abstract Unix sockets.
+        # With the host's network, a job could connect to the host's abstract Unix sockets through AF_UNIX.
         if not limits.network:
             allowed_families += (seccomp.AF_UNIX,)
         flags = [*_build_namespace_flags(uid, limits), *_build_mount_flags(job, limits)]

@@ -1,4 +1,4 @@
-"""A sandbox without namespaces: Landlock restricts files, and seccomp restricts the network and other calls.
+"""A sandbox without namespaces: Landlock restricts files, seccomp the network and other system calls.
 A job shares the process ids of the machine and can find out whether a file exists. It can write only to its
 own folder, which is on disk, and read only the allowed files. It cannot signal or trace other processes."""
 
@@ -35,7 +35,7 @@ class LandlockSandbox(Sandbox):
             raise ConfigError("this kernel does not support Landlock, or Landlock is not enabled")
         if self.abi < MIN_ABI:
             raise ConfigError(
-                f"this kernel has Landlock ABI {self.abi}; ABI {MIN_ABI} is required (Linux 6.2)"
+                f"this kernel has Landlock ABI {self.abi}; ABI {MIN_ABI} is required (Linux 6.2 or newer)"
             )
         seccomp.check_supported()
 

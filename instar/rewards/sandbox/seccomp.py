@@ -143,7 +143,7 @@ def _match_values(offset: int, values: Iterable[int], if_equal: int, otherwise: 
 
 
 def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
-    """Return instructions that return ``if_set`` if the first argument of a call has any of the bits."""
+    """Return BPF code that returns ``if_set`` if the first argument of a system call has any of the bits."""
     return [
         _pack(_BPF_LD, _FIRST_ARGUMENT_OFFSET),
         _pack(_BPF_JSET, mask, 0, 1),
