@@ -10,8 +10,8 @@ from instar.types import Json
 
 
 class SingleCallAgent(OpenAIAgent):
-    """An agent that sends ``examples`` of questions and answers, then the task's `messages`, `question` or
-    `prompt`. The call offers the task's `tools`."""
+    """An agent that sends ``examples``, which are pairs of a question and an answer, and then the task's
+    `messages`, `question` or `prompt`. The call offers the task's `tools`."""
 
     async def __call__(
         self,
@@ -25,7 +25,7 @@ class SingleCallAgent(OpenAIAgent):
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         for question, answer in examples or []:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        messages += _task_messages(task)
+        messages += _get_task_messages(task)
         tools = {"tools": task["tools"]} if task.get("tools") else {}
         await self.complete(session, messages, max_tokens=max_tokens, **tools)
 
@@ -33,7 +33,7 @@ class SingleCallAgent(OpenAIAgent):
 ask = SingleCallAgent()
 
 
-def _task_messages(task: Json) -> list[Any]:
+def _get_task_messages(task: Json) -> list[Any]:
     match task:
         case {"messages": list() as messages}:
             return messages

@@ -48,8 +48,8 @@ class Gsm8kTextAgent(OpenAIAgent):
 
 class Gsm8kToolAgent(OpenAIAgent):
     """An agent that calculates, checks its answer, and tries again if the answer is wrong. It returns the
-    number of turns and the reward, which is 1 if the first check succeeds and halves with every wrong
-    answer."""
+    number of turns and the reward, which is 1 if the first check succeeds and halves with every failed
+    check."""
 
     async def __call__(
         self,
@@ -60,7 +60,7 @@ class Gsm8kToolAgent(OpenAIAgent):
         max_tokens: int = MAX_CALL_TOKENS,
     ) -> tuple[int, float]:
         messages = [*_tool_examples(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
-        checks = 0
+        failed_checks = 0
         for turn in range(1, MAX_TURNS + 1):
             reply = await self.complete(
                 session, messages, tools=[CALC_TOOL, CHECK_TOOL], max_tokens=max_tokens
@@ -72,8 +72,8 @@ class Gsm8kToolAgent(OpenAIAgent):
                 if call.type == "function" and call.function.name == "check_answer":
                     result = check_answer(call.function.arguments, task["final"])
                     if result == CORRECT:
-                        return turn, 0.5**checks
-                    checks += 1
+                        return turn, 0.5**failed_checks
+                    failed_checks += 1
                 else:
                     result = calculate(call.function.arguments if call.type == "function" else "")
                 messages.append(tool_result_message(call.id, result))
@@ -85,7 +85,7 @@ check = Gsm8kToolAgent()
 
 
 def check_answer(arguments: str, final: str) -> str:
-    """Return the result of the `check_answer` tool for the JSON ``arguments``."""
+    """Return the result of the `check_answer` tool for the JSON ``arguments`` and the correct answer."""
     try:
         number = final_number(str(json.loads(arguments)["answer"]))
     except (ValueError, TypeError, KeyError):

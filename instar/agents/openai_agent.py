@@ -12,7 +12,7 @@ from instar.rollout.base import AgentSession
 
 
 class OpenAIAgent:
-    """An agent whose sessions share a connection pool. A new client takes 24 ms, a derived client 0.06 ms."""
+    """An agent whose sessions share a connection pool: a new client takes 24 ms, a derived client 0.06 ms."""
 
     def __init__(self) -> None:
         self._shared_client: AsyncOpenAI | None = None

@@ -35,6 +35,7 @@ class BackendRow:
     detected: bool
     """True if `backend: auto` would choose the backend."""
     why: str | None
+    """What in the environment or the settings points to the backend, or None."""
     losses: list[str]
     features: list[str]
     optimizer: list[str]
@@ -48,7 +49,7 @@ app.command()(serve)
 
 @app.callback(invoke_without_command=True)
 def backends(context: typer.Context, as_json: AsJson = False) -> None:
-    """By default, show the installed backends, the choice of `backend: auto`, and what each backend
+    """Without a subcommand, show the installed backends, the choice of `backend: auto`, and what each backend
     supports."""
     if context.invoked_subcommand is None:
         _print_backends(as_json=as_json)
@@ -56,12 +57,14 @@ def backends(context: typer.Context, as_json: AsJson = False) -> None:
 
 @app.command()
 def check(
-    name: Annotated[str, typer.Argument(help="local, tinker, mint, weaver or verl.")],
+    name: Annotated[str, typer.Argument(help="Backend: local, tinker, mint, weaver or verl.")],
     url: Annotated[
         str | None, typer.Option(help="URL of a server to check. Default: a server on this machine.")
     ] = None,
-    python: Annotated[str | None, typer.Option(help="Python with the backend's package.")] = None,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Tolerance 1e-5, or 2e-2.")] = "fp32",
+    python: Annotated[str | None, typer.Option(help="Interpreter with the backend's package.")] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="The tolerance is 1e-5 for fp32, 2e-2 for bf16.")
+    ] = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Run the conformance suite, which compares the results of the backend and of the local backend."""
@@ -76,8 +79,8 @@ def _print_backends(*, as_json: bool) -> None:
         print_json({"backends": [asdict(row) for row in rows], "conflict": conflict})
         return
     console = Console()
-    console.print(_table(rows))
-    # A backend without a reason and a version is neither configured nor partly installed.
+    console.print(_make_table(rows))
+    # The problem of a backend that is neither configured nor partly installed is of no interest.
     lines = [f"{row.name}: {row.problem}" for row in rows if row.problem and (row.why or row.version)]
     lines += [f"`backend: auto` cannot choose: {conflict}"] if conflict else []
     for line in lines:
@@ -85,7 +88,7 @@ def _print_backends(*, as_json: bool) -> None:
 
 
 def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]:
-    """Return all backends, and the error of `backend: auto` if the environment is ambiguous."""
+    """Return all backends, and the error that `backend: auto` would raise, or None."""
     reasons = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
     chosen, conflict = None, None
     try:
@@ -95,10 +98,11 @@ def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]
         conflict = str(error)
     installed = inspect_packages()
     names = [*installed, *(name for name in list_names("backends") if name not in installed)]
-    return [_row(name, installed.get(name), name == chosen, reasons.get(name)) for name in names], conflict
+    rows = [_make_row(name, installed.get(name), name == chosen, reasons.get(name)) for name in names]
+    return rows, conflict
 
 
-def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | None) -> BackendRow:
+def _make_row(name: str, package: InstalledPackage | None, is_chosen: bool, why: str | None) -> BackendRow:
     # The capabilities of a plugin's backend are unknown.
     config = RunConfig.model_validate({"backend": name}).backend if name in REQUIREMENTS else None
     capabilities = get_known_capabilities(config) if config else None
@@ -107,16 +111,16 @@ def _row(name: str, package: InstalledPackage | None, chosen: bool, why: str | N
         installed=package is None or package.problem is None,
         version=package.version if package else None,
         problem=package.problem if package else None,
-        detected=chosen,
+        detected=is_chosen,
         why=why,
         losses=sorted(capabilities.losses) if capabilities else [],
-        features=_features(capabilities) if capabilities else [],
+        features=_list_features(capabilities) if capabilities else [],
         optimizer=sorted(capabilities.optimizer) if capabilities else [],
         artifacts=sorted(capabilities.artifacts) if capabilities else [],
     )
 
 
-def _features(capabilities: BackendCapabilities) -> list[str]:
+def _list_features(capabilities: BackendCapabilities) -> list[str]:
     features = {
         "full fine-tuning": capabilities.supports_full_finetuning,
         "reference KL": capabilities.has_reference,
@@ -125,7 +129,7 @@ def _features(capabilities: BackendCapabilities) -> list[str]:
     return [feature for feature, is_supported in features.items() if is_supported]
 
 
-def _table(rows: list[BackendRow]) -> Table:
+def _make_table(rows: list[BackendRow]) -> Table:
     table = Table("backend", "installed", "auto", Column("losses", overflow="fold"), "features")
     for row in rows:
         state = Text(row.version or "yes", "green") if row.installed else Text(row.version or "no", "red")

@@ -59,17 +59,17 @@ def _find_missing(config: RunConfig) -> Iterator[str]:
     agent = config.rollout.agent if config.rollout else None
     if isinstance(agent, CommandAgentConfig):
         yield from _check_program(agent)
-    # A single reward may have been written without a list.
+    # A single reward may be written without a list, so its path has no index.
     rewards = {f"reward.{index}": section for index, section in enumerate(config.reward)}
     rewards = {"reward": config.reward[0]} if len(rewards) == 1 else rewards
-    functions = {
+    sections = {
         "rollout.tasks": config.rollout.tasks if config.rollout else None,
         "rollout.agent": agent,
         "eval.tasks": config.eval.tasks if config.eval else None,
         **rewards,
         "engine": config.engine,
     }
-    for path, section in functions.items():
+    for path, section in sections.items():
         if function := getattr(section, "function", None):
             try:
                 load_object(function)

@@ -17,13 +17,14 @@ MAX_SHOWN_LENGTH = 80
 
 
 def explain(error: ValidationError, settings: Json | None = None) -> list[str]:
-    """Return one line for each wrong setting. ``settings`` is the content of the file."""
+    """Return one line for each wrong setting. ``settings`` is the content of the file, which shows whether a
+    section was written as a list."""
     by_path: dict[str, list[str]] = {}
     for item in error.errors():
         location = item["loc"]
         match location:
             case (str() as name, int(), *rest) if not isinstance((settings or {}).get(name), list):
-                location = (name, *rest)  # the section was written without a list
+                location = (name, *rest)  # the user wrote one section, not a list
             case _:
                 pass
         path, text = _explain(*locate(location), item)
@@ -61,6 +62,7 @@ def _explain(path: str, section: type[BaseModel] | None, item: Any) -> tuple[str
 
 
 def suggest(value: Any, allowed: Sequence[str]) -> str:
+    """Return the end of a message: the allowed values, and the one that is most similar to ``value``."""
     close = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     return f"; allowed: {', '.join(allowed)}{hint}" if allowed else ""
@@ -72,7 +74,7 @@ def _shorten(value: Any) -> str:
 
 
 def _parse_words(text: str) -> list[str]:
-    """Return the words in a pydantic message such as «'a', 'b' or 'c'»."""
+    """Return the words in a pydantic message such as ``'a', 'b' or 'c'``."""
     return [word.strip(" '") for word in text.replace(" or ", ", ").split(",")]
 
 
@@ -99,7 +101,7 @@ def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
 
 
 def section_kinds(path: str) -> list[tuple[str, ...]]:
-    """Return the values that `type` accepts in the section at this path."""
+    """Return the accepted values of `type` for each variant of the section at this path."""
     candidates: list[type[BaseModel]] = [RunConfig]
     for part in (part for part in path.split(".") if not part.isdigit()):
         fields = [section.model_fields[part] for section in candidates if part in section.model_fields]

@@ -37,7 +37,7 @@ class ConfigMistakes(ConfigError):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the validated settings of a YAML file, with the overrides applied. The file's folder becomes
     importable, for functions that the settings refer to."""
-    data = _read(path)
+    data = _read_yaml(path)
     folder = path.resolve().parent
     _make_paths_absolute(RunConfig, data, folder)
     _make_other_paths_absolute(data, folder)
@@ -92,7 +92,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read(path: Path) -> Json:
+def _read_yaml(path: Path) -> Json:
     if not path.exists():
         raise ConfigError(f"{path}: the file does not exist")
     try:
@@ -106,8 +106,8 @@ def _read(path: Path) -> Json:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        kinds = {list: "a list", str: "text", int: "a number", float: "a number"}
-        raise ConfigError(f"{path}: expected a mapping of sections, not {kinds.get(type(data), repr(data))}")
+        names = {list: "a list", str: "text", int: "a number", float: "a number"}
+        raise ConfigError(f"{path}: expected a mapping of sections, not {names.get(type(data), repr(data))}")
     return cast(Json, data)
 
 
@@ -118,15 +118,15 @@ def _make_paths_absolute(section: type[BaseModel], data: Any, folder: Path) -> N
     for name, field in section.model_fields.items():
         value = values.get(name)
         if value is not None and Path in (field.annotation, *typing.get_args(field.annotation)):
-            values[name] = _absolute(value, folder)
+            values[name] = _make_absolute(value, folder)
         for inner in sections_in(field.annotation):
             for item in cast(list[Any], value) if isinstance(value, list) else [value]:
                 _make_paths_absolute(inner, item, folder)
 
 
-def _absolute(value: Any, folder: Path) -> Any:
+def _make_absolute(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
-        return [_absolute(item, folder) for item in cast(list[Any], value)]
+        return [_make_absolute(item, folder) for item in cast(list[Any], value)]
     return str(folder / Path(value).expanduser()) if isinstance(value, str) else value
 
 
@@ -135,9 +135,9 @@ def _make_other_paths_absolute(data: Json, folder: Path) -> None:
     as `./folder`, an interpreter such as `./env/bin/python`, and folders of exported data."""
     match data:
         case {"data": list() as sources}:
-            data["data"] = [_absolute_source(source, folder) for source in cast(list[Any], sources)]
+            data["data"] = [_make_source_absolute(source, folder) for source in cast(list[Any], sources)]
         case {"data": source}:
-            data["data"] = _absolute_source(source, folder)
+            data["data"] = _make_source_absolute(source, folder)
         case _:
             pass
     match data:
@@ -159,10 +159,10 @@ def _make_other_paths_absolute(data: Json, folder: Path) -> None:
                 pass
 
 
-def _absolute_source(source: Any, folder: Path) -> Any:
+def _make_source_absolute(source: Any, folder: Path) -> Any:
     match source:
         case {"source": str() as path}:
-            return {**cast(Json, source), "source": _absolute_source(path, folder)}
+            return {**cast(Json, source), "source": _make_source_absolute(path, folder)}
         case str() if source != LIVE and not source.startswith(DATASET_PREFIX):
             return str(folder / Path(source).expanduser())
         case _:

@@ -132,20 +132,19 @@ def _reply_text(reply: Message) -> str:
 
 
 def _print(
-    console: Console, names: Sequence[str], checked: int, findings: Sequence[CurationFinding], applied: bool
+    console: Console, names: Sequence[str], total: int, findings: Sequence[CurationFinding], applied: bool
 ) -> None:
     table = plain_table("check", Column("sessions", justify="right"), "finding")
     for name in names:
-        of_check = [finding for finding in findings if finding.check == name]
-        for finding in of_check[:MAX_SHOWN_PER_CHECK]:
+        check_findings = [finding for finding in findings if finding.check == name]
+        for finding in check_findings[:MAX_SHOWN_PER_CHECK]:
             table.add_row(name, str(len(finding.session_ids)), Text(finding.reason))
-        if len(of_check) > MAX_SHOWN_PER_CHECK:
-            table.add_row(
-                name, "", f"and {len(of_check) - MAX_SHOWN_PER_CHECK} more; --json prints all of them"
-            )
-        if not of_check:
+        if len(check_findings) > MAX_SHOWN_PER_CHECK:
+            hidden_count = len(check_findings) - MAX_SHOWN_PER_CHECK
+            table.add_row(name, "", f"and {hidden_count} more; --json prints all of them")
+        if not check_findings:
             table.add_row(name, "0", "none")
     console.print(table)
     count = len({session_id for finding in findings for session_id in finding.session_ids})
     outcome = "tagged" if applied else "with findings; --apply tags them"
-    console.print(f"checked {checked} sessions: {count} {outcome}", highlight=False)
+    console.print(f"checked {total} sessions: {count} {outcome}", highlight=False)

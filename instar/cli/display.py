@@ -41,7 +41,8 @@ class Display:
         self._run: LiveRun | None = None
         self._task: asyncio.Task[None] | None = None
         self._last_token_sample: tuple[float, int] | None = None
-        self._rate = 0.0
+        """The time of the last poll, and the number of tokens generated until then."""
+        self._tokens_per_second = 0.0
 
     def log_event(self, text: str) -> None:
         self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
@@ -92,7 +93,7 @@ class Display:
                 f"{steps[-1].get('staleness_mean', 0):.1f} versions",
                 "" if ess is None else f"{ess:.0%} effective samples",
             )
-        head.add_row("tokens/s", f"{self._rate:.0f}")
+        head.add_row("tokens/s", f"{self._tokens_per_second:.0f}")
         head.add_row("elapsed", f"{time.monotonic() - run.started:.0f} s")
         accuracies: dict[str, list[float]] = {}
         for record in read_metrics(run.folder.path):
@@ -115,22 +116,22 @@ class Display:
                 rate = (status.generated_tokens - self._last_token_sample[1]) / (
                     now - self._last_token_sample[0]
                 )
-                self._rate = 0.7 * self._rate + 0.3 * max(0.0, rate)
+                self._tokens_per_second = 0.7 * self._tokens_per_second + 0.3 * max(0.0, rate)
             self._last_token_sample = (now, status.generated_tokens)
         return status
 
     async def _print_lines(self) -> None:
         assert self._run is not None
         # The earlier steps of a resumed run were printed when they were trained.
-        printed = len(list(read_metrics(self._run.folder.path)))
+        printed_count = len(list(read_metrics(self._run.folder.path)))
         phases: list[str] = []
 
         def print_new_records(run: LiveRun) -> None:
-            nonlocal printed
+            nonlocal printed_count
             records = list(read_metrics(run.folder.path))
-            for record in records[printed:]:
+            for record in records[printed_count:]:
                 self.console.print(format_record(record), highlight=False)
-            printed = len(records)
+            printed_count = len(records)
             if run.phase not in phases[-1:]:
                 phases.append(run.phase)
                 self.console.print(f"{run.phase} ...", highlight=False)

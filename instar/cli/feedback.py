@@ -42,7 +42,7 @@ async def feedback(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """A corrected reply is trained on."""
+    """Record feedback, or list it with `ls`. Corrected replies are used for training."""
     if action is not None:
         await _list_feedback(run_dir, session, as_json)
         return
@@ -58,7 +58,7 @@ async def feedback(
         author=author,
     )
     async with open_run_store(run_dir) as (config, store):
-        service = _feedback_service(config, store, loads_renderer=request.correction is not None)
+        service = _feedback_service(config, store, needs_renderer=request.correction is not None)
         try:
             checked = msgspec.convert(msgspec.to_builtins(request), FeedbackBody)
             recorded, is_new = await service.add(Caller("admin"), checked)
@@ -77,7 +77,7 @@ def _read_correction(text: str | None, file: Path | None) -> str | None:
     if file is None:
         return text
     if text is not None:
-        raise ConfigError("--correction and --correction-file exclude each other; use one of them.")
+        raise ConfigError("--correction and --correction-file are mutually exclusive; use one of them.")
     try:
         return file.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,8 +89,8 @@ def _describe_outcome(feedback: FeedbackView) -> str:
     if feedback.correction is None:
         return reward
     if feedback.trainable:
-        return f"{reward}; the correction will be trained on"
-    return f"{reward}; the correction is stored but not trained on: {feedback.reason}"
+        return f"{reward}; the correction will be used for training"
+    return f"{reward}; the correction is stored but not used for training: {feedback.reason}"
 
 
 async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -> None:
@@ -99,7 +99,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
     if as_json:
         print_json(msgspec.to_builtins(rows))
         return
-    columns = [Column(name, no_wrap=True) for name in ("time", "session", "source", "reward", "trained")]
+    columns = [Column(name, no_wrap=True) for name in ("time", "session", "source", "reward", "trainable")]
     table = plain_table(*columns, "author", "text", "correction")
     for row in rows:
         table.add_row(
@@ -113,10 +113,10 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
     Console().print(table)
 
 
-def _feedback_service(config: RunConfig, store: Store, *, loads_renderer: bool = False) -> FeedbackService:
+def _feedback_service(config: RunConfig, store: Store, *, needs_renderer: bool = False) -> FeedbackService:
     renderer = None
-    # A provider's calls have no tokens.
-    if loads_renderer and not isinstance(config.engine, UpstreamEngineConfig):
+    # A provider's calls have no tokens, so their corrections are not rendered.
+    if needs_renderer and not isinstance(config.engine, UpstreamEngineConfig):
         from instar.models import resolve_tokenizer
 
         renderer = Renderer.load(resolve_tokenizer(config.model.name), config.model)

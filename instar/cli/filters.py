@@ -28,16 +28,16 @@ OPTIONS: dict[str, Any] = {
         list[str] | None, typer.Option(metavar="NAME", help="Only sessions without this tag.")
     ],
     "reward_min": Annotated[
-        float | None, typer.Option(help="Minimum of the latest reward, or of any by --scorer or --source.")
+        float | None, typer.Option(help="Minimum of the latest reward, or of one from --scorer or --source.")
     ],
     "reward_max": Annotated[
-        float | None, typer.Option(help="Maximum of the latest reward, or of any by --scorer or --source.")
+        float | None, typer.Option(help="Maximum of the latest reward, or of one from --scorer or --source.")
     ],
     "scorer": Annotated[
-        str | None, typer.Option(metavar="NAME[@VERSION]", help="Only sessions with a reward of this scorer.")
+        str | None, typer.Option(metavar="NAME[@VERSION]", help="Only sessions that this scorer rewarded.")
     ],
     "source": Annotated[
-        str | None, typer.Option(help="Source of a reward: agent, rule, judge, human or fallback.")
+        str | None, typer.Option(help="Only rewarded by agent, rule, judge, human or fallback.")
     ],
     "task": Annotated[str | None, typer.Option(help="Task id.")],
     "agent": Annotated[str | None, typer.Option(help="Agent id.")],
@@ -55,7 +55,8 @@ def with_session_filters(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
-        inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in OPTIONS.items()
+        inspect.Parameter(name, keyword, default=None, annotation=annotation)
+        for name, annotation in OPTIONS.items()
     ]
     others = [parameter for parameter in signature.parameters.values() if parameter.name != "filters"]
 
@@ -102,19 +103,19 @@ def parse_tag(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def _parse_choice(kind: Any, name: str, filters: dict[str, Any]) -> Any:
+def _parse_choice(enum_type: Any, name: str, filters: dict[str, Any]) -> Any:
     value = filters[name]
     if value is None:
         return None
     try:
-        return kind(value)
+        return enum_type(value)
     except ValueError:
-        raise ConfigError(f"--{name}: given {value!r}; allowed: {', '.join(kind)}") from None
+        raise ConfigError(f"--{name}: given {value!r}; allowed: {', '.join(enum_type)}") from None
 
 
 def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
-    """Return the time in seconds since the epoch. The option is a duration before now, or a date and time. A
-    time without a time zone is local."""
+    """Return the time of an option in seconds since the epoch, or None if the option is not set. Its value is
+    a duration before now, or a date and time. A time without a time zone is local."""
     text: str | None = filters[name]
     if text is None:
         return None

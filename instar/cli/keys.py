@@ -18,7 +18,7 @@ from instar.gateway.auth import create_key
 from instar.http.auth import hash_key
 from instar.store.base import KeyKind
 
-SHOWN_DIGITS = 12
+SHOWN_HASH_DIGITS = 12
 
 app = new_app()
 
@@ -40,9 +40,9 @@ async def create(
 ) -> None:
     """Create a key and print it once. Only the hash of the key is stored."""
     if admin and agent is not None:
-        raise ConfigError("--admin and --agent exclude each other: an admin key belongs to no agent.")
+        raise ConfigError("--admin and --agent are mutually exclusive: an admin key belongs to no agent.")
     if admin and feedback:
-        raise ConfigError("--admin and --feedback exclude each other; create one key for each.")
+        raise ConfigError("--admin and --feedback are mutually exclusive; create two keys.")
     if agent is not None and not agent.strip():
         raise ConfigError("--agent is empty; set the agent's id, or omit the option.")
     async with open_run_store(run_dir) as (config, store):
@@ -51,7 +51,7 @@ async def create(
         try:
             key = await create_key(store, kind, agent_id, name)
         except ConflictError:
-            raise InstarError(f"A key named {name!r} exists; revoke it or choose another name.") from None
+            raise InstarError(f"A key named {name!r} already exists; revoke it or use a new name.") from None
         row = await store.key(hash_key(key))
     assert row is not None
     if as_json:
@@ -76,9 +76,9 @@ async def list_keys(run_dir: RunDir, as_json: AsJson = False) -> None:
     table = plain_table(*columns, "agent", "name")
     for row in rows:
         revoked = "" if row.revoked_at is None else format_time(row.revoked_at)
-        digits = row.key_hash[:SHOWN_DIGITS]
+        prefix = row.key_hash[:SHOWN_HASH_DIGITS]
         table.add_row(
-            digits, row.kind, format_time(row.created_at), revoked, Text(row.agent_id or ""), Text(row.name)
+            prefix, row.kind, format_time(row.created_at), revoked, Text(row.agent_id or ""), Text(row.name)
         )
     Console().print(table)
 
@@ -95,8 +95,8 @@ async def revoke(
         count = await store.revoke_key(key) or await store.revoke_key(hash_key(key))
     if count == 0:
         raise InstarError(
-            "No key was revoked: no active key has this value, this name, or a hash that begins with it "
-            "(at least eight digits; see `instar keys ls`)."
+            "No key was revoked: the value is not an active key, its name or the first digits of its hash "
+            "(at least eight; see `instar keys ls`)."
         )
     if as_json:
         print_json({"revoked": count})

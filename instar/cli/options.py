@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, and the creation of commands."""
+"""Options and arguments that several commands share, and helpers to create commands."""
 
 from __future__ import annotations
 

@@ -56,17 +56,19 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
         raise InstarError(f"Run {config.name} has not started: its store has no record of the run.")
     steps = await store.steps(config.name)
     step = max((row.step for row in steps), default=0) + 1
-    head = await store.latest_policy(run.policy_id)
+    latest_policy = await store.latest_policy(run.policy_id)
     batcher = Batcher(store, config.name, config)
-    saved = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
-    if saved and config.trainer.advantage.estimator == "running":
-        batcher.estimator.load_json(read_trainer_state(checkpoint_path(config.run_dir, saved[-1])).baseline)
+    saved_steps = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
+    if saved_steps and config.trainer.advantage.estimator == "running":
+        state = read_trainer_state(checkpoint_path(config.run_dir, saved_steps[-1]))
+        batcher.estimator.load_json(state.baseline)
     step_by_version = await store.steps_by_version(run.policy_id)
-    batch = await batcher.preview(step, EPOCH, head.version, step_by_version)
+    batch = await batcher.preview(step, EPOCH, latest_policy.version, step_by_version)
     corrections = await load_corrections(store, config.name, config.trainer, step, EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
-    return StepPlan(step, head.version, groups_needed, groups, batch, corrections, waiting)
+    version = latest_policy.version
+    return StepPlan(step, version, groups_needed, groups, batch, corrections, waiting)
 
 
 async def _load_groups(
@@ -153,7 +155,7 @@ def _print(console: Console, plan: StepPlan) -> None:
         for reason, count in Counter(claim.reason for claim in plan.batch.drops).items()
     ]
     if plan.corrections.samples:
-        lines.append(f"{len(plan.corrections.samples)} corrected replies would be trained on")
+        lines.append(f"{len(plan.corrections.samples)} corrected replies would be used for training")
     waiting = ", ".join(f"{count} {status}" for status, count in plan.waiting.items()) or "none"
     for line in (*lines, f"waiting groups: {waiting}"):
         console.print(line, highlight=False)

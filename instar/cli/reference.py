@@ -25,7 +25,7 @@ HEAD = """# Configuration
 One YAML file describes a run. This page is generated from `instar/config/` (`make docs`);
 `instar config check run.yaml` explains mistakes, `instar config show run.yaml` prints every setting.
 Sections marked with `type` have variants, selected by the value of `type:`. A relative path in the file
-is relative to the file; one given by `--set` is relative to the working folder.
+is relative to the file's folder; a relative path in `--set` is relative to the working folder.
 """
 
 
@@ -61,12 +61,12 @@ def render() -> str:
 def _render_section(
     section: type[BaseModel], path: str, parts: list[str], rendered: set[tuple[str, str]]
 ) -> None:
-    """Append the text of the section and of its subsections, once for each path."""
+    """Append the Markdown text of a section and its subsections to ``parts``, once for each path."""
     if (path, section.__name__) in rendered:
         return
     rendered.add((path, section.__name__))
-    variant = section.model_fields.get("type")
-    types = typing.get_args(variant.annotation) if variant else ()
+    type_field = section.model_fields.get("type")
+    types = typing.get_args(type_field.annotation) if type_field else ()
     title = f"`{path}`" if path else "The run"
     if types:
         title += f" with `type: {types[0]}`"
@@ -78,36 +78,36 @@ def _render_section(
             continue
         children = sections_in(field.annotation)
         subsections += [(child, f"{path}.{name}".lstrip(".")) for child in children]
-        default = _default(field.get_default(call_default_factory=True))
+        default = _format_default(field.get_default(call_default_factory=True))
         text = " ".join((field.description or "").split())
         if children and not text:
             text = " ".join((children[0].__doc__ or "").split())
-        rows.append(f"| `{name}` | {_type(field.annotation)} | {default} | {text} |")
+        rows.append(f"| `{name}` | {_format_type(field.annotation)} | {default} | {text} |")
     table = "| setting | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
     parts.append(table if rows else "It has no settings.")
     for child, child_path in subsections:
         _render_section(child, child_path, parts, rendered)
 
 
-def _type(annotation: Any) -> str:
+def _format_type(annotation: Any) -> str:
     if sections_in(annotation):
         return "section"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return " \\| ".join(f"`{word}`" for word in arguments)
     if origin is typing.Annotated:
-        return _type(arguments[0])
+        return _format_type(arguments[0])
     if origin in (list, dict):
-        return f"{origin.__name__} of {_type(arguments[-1])}"
+        return f"{origin.__name__} of {_format_type(arguments[-1])}"
     if origin is tuple:
-        return f"[{', '.join(map(_type, arguments))}]"
+        return f"[{', '.join(map(_format_type, arguments))}]"
     if arguments:
-        return " \\| ".join(_type(part) for part in arguments)
+        return " \\| ".join(_format_type(part) for part in arguments)
     name: str = annotation.__name__
     return {"NoneType": "null", "str": "text", "Path": "path"}.get(name, name)
 
 
-def _default(value: Any) -> str:
+def _format_default(value: Any) -> str:
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, BaseModel):

@@ -35,9 +35,11 @@ class RescoreCounts:
 
     scored: int = 0
     fallback: int = 0
+    """The number of sessions that the scorer could not score."""
     skipped: int = 0
     """The number of sessions that this version of the scorer had already scored."""
     reasons: dict[str, int] = field(default_factory=dict[str, int])
+    """The number of sessions that could not be scored, by reason."""
 
 
 @with_session_filters
@@ -54,7 +56,7 @@ async def rescore(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """No agent runs again. The new scores are stored next to the earlier scores."""
+    """Agents are not run again. The new scores are stored next to the earlier scores."""
     where = build_session_filter(filters, tuple(session_ids or ()))
     if where.status not in (None, SessionStatus.COMPLETED):
         raise ConfigError(f"--status: given {where.status.value!r}; only completed sessions are scored")
@@ -88,9 +90,9 @@ async def rescore(
 def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
     """Return the run's config with the scorers from ``rewards`` or from a different file."""
     if bool(rewards) == (file is not None):
-        count = "neither is" if file is None else "both are"
+        problem = "neither is set" if file is None else "both are set"
         raise ConfigError(
-            f"--reward and --config: {count} set; set the scorer with either --reward '{{type: ...}}' or "
+            f"--reward and --config: {problem}; set the scorer with either --reward '{{type: ...}}' or "
             "--config FILE."
         )
     if file is not None:
@@ -134,7 +136,7 @@ class SessionRescorer:
             async for sessions in self._iterate_unscored(where):
                 total += len(sessions)
                 async with asyncio.TaskGroup() as tasks:
-                    for task, session_ids in await self._group_by_task(sessions):
+                    for task, session_ids in await self._group_for_scoring(sessions):
                         tasks.create_task(score(task, session_ids))
         return self._counts
 
@@ -155,7 +157,7 @@ class SessionRescorer:
                 unscored = []
         yield unscored
 
-    async def _group_by_task(self, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
+    async def _group_for_scoring(self, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
         """Return lists of sessions that are scored together, each with its task. A list has one session, or a
         complete group if the scorer compares sessions."""
         units: list[tuple[Task, list[str]]] = []
@@ -185,6 +187,7 @@ class SessionRescorer:
             self._scorer, task, session_ids, load, self._config, memory_slot=self._slots
         )
         has_failed = any(score.state is ScoreState.FALLBACK for score in result.scores)
+        # A failure without a fallback reward is not recorded, so the session can be scored later.
         if not has_failed or result.rewards:
             try:
                 is_new = await self._store.record_scores(result.scores, result.rewards)
@@ -193,7 +196,6 @@ class SessionRescorer:
             if not is_new:
                 self._counts.skipped += len(session_ids)
                 return
-        # Without a fallback value, a session that could not be scored keeps its existing rewards.
         for score in result.scores:
             if score.state is ScoreState.SCORED:
                 self._counts.scored += 1

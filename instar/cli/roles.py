@@ -22,7 +22,7 @@ from instar.errors import InstarError
 @async_command
 async def roles(
     run_dir: RunDir,
-    action: Annotated[Action | None, typer.Argument(help="The action on one process.")] = None,
+    action: Annotated[Action | None, typer.Argument(help="The action to apply to one process.")] = None,
     name: Annotated[str | None, typer.Argument(help="Name of the process: `engine-0`, `trainer`.")] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that a role has to drain before it is stopped.")

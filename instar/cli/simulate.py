@@ -38,7 +38,8 @@ from instar.trainer.monitor import read_steps
 from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
-"""The number of random sessions that are drawn if there is no workload. They are repeated as needed."""
+"""The number of random sessions to draw if sessions are neither measured nor read from a file. The
+simulation repeats them as needed."""
 DEFAULT_MAX_BATCH = 1024
 """The assumed limit of concurrent replies for an engine without a configured limit."""
 
@@ -46,13 +47,13 @@ DEFAULT_MAX_BATCH = 1024
 def simulate(
     file: ConfigFile,
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engines. Default: the run's.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: the run's value.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: the run's setting.")] = None,
     workload: Annotated[Path | None, typer.Option(help="A file of sessions to replay.")] = None,
     measured: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Measure the timings of a finished run.")
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use timings measured in this run.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed. Default: the run's seed.")] = None,
-    sweep: Annotated[bool, typer.Option(help="Search for a better number of engines and staleness.")] = True,
+    sweep: Annotated[bool, typer.Option(help="Search for a better engine count and max_staleness.")] = True,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -102,10 +103,10 @@ def cluster_from_config(
     if max_staleness and config.trainer.mode == "sync":
         raise ConfigError(f"--max-staleness: given {max_staleness}; must be 0 if trainer.mode is sync")
     if not config.count_live_groups(config.trainer.steps):
-        raise ConfigError("data: no group of the run's steps is `live`, so there is nothing to simulate")
+        raise ConfigError("data: no group of the run's steps is `live`; add a `live` source to simulate")
     return ClusterSpec(
         engines=engines or count_engines(config),
-        max_batch=_max_batch(config),
+        max_batch=_get_max_batch(config),
         concurrency=rollout.concurrency,
         group_size=rollout.group_size,
         groups_per_step=config.trainer.groups_per_step,
@@ -150,7 +151,7 @@ def switches_policy_mid_reply(config: RunConfig) -> bool:
             return True
 
 
-def _max_batch(config: RunConfig) -> int:
+def _get_max_batch(config: RunConfig) -> int:
     match config.engine:
         case LocalEngineConfig() | VllmEngineConfig() as engine:
             return engine.max_batch
@@ -165,8 +166,8 @@ def _max_batch(config: RunConfig) -> int:
 async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the workload measured in the run ``measured``, or else the workload in the `simulate` section. A
-    workload file replaces the sessions."""
+    """Return the workload measured in the run folder ``measured`` or, if it is None, the workload that the
+    `simulate` section describes. A workload file replaces the sessions."""
     settings = config.simulate or SimulateConfig()
     path = workload or settings.workload
     if measured is not None:
@@ -176,7 +177,7 @@ async def load_workload(
                 measured_config.name,
                 read_steps(measured),
                 engines=count_engines(measured_config),
-                max_batch=_max_batch(config),
+                max_batch=_get_max_batch(config),
             )
         result = replace(
             result,

@@ -32,7 +32,7 @@ async def require_sessions(store: Store, run_id: str, session_ids: Sequence[str]
     for session_id in session_ids:
         session = await store.session(session_id)
         if session is None or session.run_id != run_id:
-            raise ConfigError(f"There is no session {session_id} in this run.")
+            raise ConfigError(f"There is no session {session_id} in this run; see `instar sessions ls`.")
 
 
 @with_session_filters

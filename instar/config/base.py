@@ -15,7 +15,8 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the config. It is frozen, has no unknown keys and is documented by docstrings."""
+    """A part of the config. It is immutable, rejects unknown keys, and is documented by the docstrings of its
+    fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -42,4 +43,5 @@ class PluginConfig(Section):
     args: dict[str, Any] = {}
     """Settings of the plugin, which receives this section."""
     python: str | None = None
-    """Python interpreter of the plugin's process, if it has one. Default: the running interpreter."""
+    """Python interpreter of the plugin's process, if the plugin has a process. Default: the running
+    interpreter."""

@@ -67,7 +67,7 @@ class SyncConfig(Section):
     are trained, else `files`. The trainer's log shows the choice."""
     chunk_mib: Positive = 256
     """Size of one chunk of weights with the route `ray`, in MiB. At most two chunks are in the object
-    store."""
+    store at the same time."""
     deadline: Seconds = 120.0
     """Timeout for an engine to serve a new version, including all attempts, in seconds. After a timeout, the
     engine keeps its old version, and the trainer tries again while it waits for data."""

@@ -71,7 +71,7 @@ class DataConfig(Section):
 
 
 def group_prefix(run_id: str, label: str) -> str:
-    """Return the prefix of the ids of all groups in a run with this label."""
+    """Return the prefix of the ids of a run's groups from the source with this label."""
     return f"{run_id}/data/{label}/"
 
 
@@ -82,12 +82,14 @@ def normalize_data(value: Any) -> Any:
 
 
 def check_data_sources(sections: Sequence[DataConfig]) -> None:
+    if not sections:
+        raise ValueError("data: given an empty list; add at least one source")
     for section in sections:
         if _exact_share(section.share).denominator > MAX_SHARE_DENOMINATOR:
             raise ValueError(f"data: share {section.share} has too many digits; use at most 4 decimal places")
     if sum(_exact_share(section.share) for section in sections) != 1:
         shares = " + ".join(f"{section.share:g}" for section in sections)
-        raise ValueError(f"data: the shares are {shares or 'empty'}; they must add up to 1")
+        raise ValueError(f"data: the shares are {shares}; they must add up to 1")
     if len({section.source for section in sections}) < len(sections):
         raise ValueError("data: a source is listed twice; list it once with the sum of the shares")
 
@@ -103,7 +105,8 @@ def count_groups(shares: Sequence[float], groups: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _source_order(shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the source of each group in a round. After a round, every source has exactly its share."""
+    """Return the index of the source of each group in a round, the shortest sequence of groups in which every
+    source has exactly its share."""
     exact_shares = [_exact_share(share) for share in shares]
     length = 1
     while any((share * length).denominator != 1 for share in exact_shares):
@@ -111,8 +114,8 @@ def _source_order(shares: tuple[float, ...]) -> tuple[int, ...]:
     counts = [0] * len(shares)
     order: list[int] = []
     for size in range(1, length + 1):
-        missing = [share * size - count for share, count in zip(exact_shares, counts, strict=True)]
-        source = missing.index(max(missing))
+        deficits = [share * size - count for share, count in zip(exact_shares, counts, strict=True)]
+        source = deficits.index(max(deficits))
         counts[source] += 1
         order.append(source)
     return tuple(order)

@@ -28,7 +28,8 @@ class LocalEngineConfig(EngineProcessConfig):
     prefill_tokens: Positive = 512
     """Maximum number of prompt tokens that are computed in one step in addition to the decoded tokens."""
     kv_tokens: Positive | None = None
-    """Size of the KV cache in tokens, including tokens kept for reuse. Default: fits the free memory."""
+    """Size of the KV cache in tokens, including tokens kept for reuse. Default: a size that fits the free
+    memory."""
     threads: Positive | None = None
     """Number of CPU threads that torch uses. Default: all cores, shared with a local trainer."""
 
@@ -46,7 +47,7 @@ class ScriptedEngineConfig(EngineProcessConfig):
 
 
 class UpstreamEngineConfig(Section):
-    """Forwards calls to a provider's model, so that agents can be recorded. A call is trainable only if the
+    """Forwards the calls of agents to a provider's model and records them. A call is trainable only if the
     provider returns its token ids and logprobs."""
 
     type: Literal["upstream"] = "upstream"
@@ -70,7 +71,8 @@ class UpstreamEngineConfig(Section):
 
 
 class CloudEngineConfig(EngineProcessConfig):
-    """Samples from the training service of `backend`. This is the default engine of such a run."""
+    """Samples from the training service in `backend`. This is the default engine of a run with such a
+    backend."""
 
     type: Literal["cloud"] = "cloud"
     max_in_flight: Positive = 64
@@ -85,11 +87,11 @@ class VllmEngineConfig(EngineProcessConfig):
     policy: Literal["auto", "adapter", "merged"] = "auto"
     """Method of serving a policy. `adapter`: each version is a separate LoRA adapter, and a request keeps the
     version that it began with. `merged`: the adapter is merged into the served weights, and requests in
-    flight continue with the new weights. `auto`: `merged` on a CPU, where adapters cost more than half of the
-    speed, and if all weights are trained; else `adapter`."""
+    flight continue with the new weights. `auto`: `merged` on a CPU (adapters more than halve the
+    speed there) or if all weights are trained, otherwise `adapter`."""
     servers: list[str] = []
-    """URLs of running servers, without `/v1`. Instar then starts no server, and `count` is the number of
-    URLs."""
+    """URLs of running servers, without `/v1`. If URLs are set, Instar starts no server, and `count` is the
+    number of URLs."""
     api_key_env: str | None = None
     """Environment variable with the API key of `servers`. Servers that Instar starts get a generated key."""
     max_batch: Positive = 256

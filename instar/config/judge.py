@@ -14,7 +14,7 @@ class BudgetConfig(Section):
     their scores say why."""
 
     dollars: Annotated[float, Field(gt=0)] | None = None
-    """Maximum cost in US dollars. Needs `input_price` and `output_price`."""
+    """Maximum cost in US dollars. Needs `input_price` or `output_price`."""
     calls: Positive | None = None
     """Maximum number of answers, including unparseable answers, because they cost money too."""
 
@@ -49,7 +49,7 @@ class JudgeRewardConfig(Section):
     """Name of the judge; its rewards are recorded under `judge:NAME`. Default: the rubric."""
     endpoint: str
     """Base URL of the judge's API: `https://api.openai.com/v1`, `https://api.anthropic.com`. `self` uses the
-    run's own model; its answers are not trained on."""
+    run's own model; its answers are not used for training."""
     dialect: Literal["chat", "messages"] = "chat"
     """API format of the endpoint: OpenAI's chat completions or Anthropic's messages."""
     model: str | None = None
@@ -94,7 +94,7 @@ class JudgeRewardConfig(Section):
             for field in ("model", "api_key_env"):
                 if (value := getattr(self, field)) is not None:
                     raise ValueError(
-                        f"{field}: given {value!r}, but `endpoint: self` needs none; leave it out"
+                        f"{field}: given {value!r}, but `endpoint: self` does not use it; leave it out"
                     )
             if self.dialect != "chat":
                 raise ValueError(f"dialect: given {self.dialect!r}, but `endpoint: self` uses chat; set chat")

@@ -44,7 +44,8 @@ class PostgresStoreConfig(Section):
     """URL of the server for libpq, without a password; pass the password with `password_env` or in a
     `.pgpass` file. A connection pooler must run in session mode."""
     password_env: str = "INSTAR_POSTGRES_PASSWORD"
-    """Environment variable with the password, if the server needs one. Default if unset: `PGPASSWORD`."""
+    """Environment variable with the password, if the server needs one. If it is not set, `PGPASSWORD` is
+    used."""
     db_schema: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,62}$")] = "instar"
     """Schema with the tables, created if missing. Runs in the same schema see each other."""
     pool: Positive = 4
@@ -54,7 +55,7 @@ class PostgresStoreConfig(Section):
 
     @field_validator("url")
     @classmethod
-    def _without_password(cls, url: str) -> str:
+    def _reject_password(cls, url: str) -> str:
         if re.search(r"://[^/?#]*:[^/?#]*@|\b(?:ssl)?password\s*=", url, re.IGNORECASE):
             raise ValueError(
                 "the URL is saved with the run but contains a password; use password_env or ~/.pgpass"
@@ -62,7 +63,8 @@ class PostgresStoreConfig(Section):
         return url
 
     def password_env_name(self, environment: Mapping[str, str]) -> str | None:
-        """Return the name of the variable with the password, if any. Agents must not inherit the variable."""
+        """Return the environment variable with the password, or None if no such variable is set. Agents must
+        not inherit the variable."""
         return next((name for name in (self.password_env, "PGPASSWORD") if environment.get(name)), None)
 
 
@@ -72,7 +74,7 @@ StoreConfig = Annotated[
 
 
 class RedactConfig(Section):
-    """Redaction of messages before they are stored. A call with redacted text is not trained on."""
+    """Redaction of messages before they are stored. A call with redacted text is not used for training."""
 
     secrets: bool = True
     """Redact text that looks like an API key, a token or a private key."""
@@ -109,8 +111,8 @@ class GatewayConfig(Section):
     idle_timeout: Seconds = 1800.0
     """Time without a call after which a live session is closed, in seconds."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
-    """Lowest and highest reward that agents may return or send, and score that people may send. The admin key
-    and the rules under `reward` may exceed it."""
+    """Range (lowest, highest) of the rewards that agents may return or send, and of the scores that people
+    may send. The admin key and the rules under `reward` may exceed the range."""
     redact: RedactConfig = RedactConfig()
 
     @field_validator("public_url")
@@ -123,8 +125,8 @@ class GatewayConfig(Section):
     @field_validator("reward_range")
     @classmethod
     def _check_reward_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not value[0] < value[1]:  # also True if one of them is NaN
-            raise ValueError("the first number must be lower than the second")
+        if not value[0] < value[1]:  # also rejects NaN
+            raise ValueError(f"given {list(value)}; the first number must be lower than the second")
         return value
 
 

@@ -24,7 +24,8 @@ class FunctionAgentConfig(Section):
 
 
 class CommandAgentConfig(Section):
-    """Runs any program, with OPENAI_BASE_URL, OPENAI_API_KEY, and the task as JSON in INSTAR_TASK."""
+    """Runs any program. Its environment has OPENAI_BASE_URL and OPENAI_API_KEY, and the task as JSON in
+    INSTAR_TASK."""
 
     type: Literal["command"]
     command: list[str]
@@ -108,7 +109,8 @@ class CombineConfig(Section):
     `judge:outcome`) or by its source: `human`, `judge`, `rule`, `agent`, `fallback`."""
 
     how: Literal["prefer", "sum"] = "prefer"
-    """`prefer`: the latest reward under the first name in `prefer` that has one. `sum`: the weighted sum."""
+    """`prefer`: the latest reward of the first name in `prefer` that has a reward. `sum`: the weighted
+    sum."""
     prefer: list[str] = ["human", "judge", "rule", "agent", "fallback"]
     """Names of scorers or sources, in order of precedence."""
     weights: dict[str, float] = {}
@@ -129,9 +131,9 @@ class ScoringConfig(Section):
     """Settings of the background scoring of ended sessions."""
 
     concurrency: Positive = 16
-    """Maximum number of concurrent scores per scorer."""
+    """Maximum number of concurrent scoring attempts per scorer."""
     deadline: Seconds = 60.0
-    """Timeout of one attempt to score, in seconds."""
+    """Timeout of one scoring attempt, in seconds."""
     retries: NonNegative = 3
     """Number of retries after a failure, with exponential backoff and jitter."""
     fallback: float | None = None

@@ -67,7 +67,7 @@ class RunConfig(Section):
         return self.store.path or self.run_dir / "store.db"
 
     @model_validator(mode="after")
-    def _references_are_valid(self) -> Self:
+    def _settings_are_consistent(self) -> Self:
         for name, route in self.models.items():
             if route.upstream is not None and route.upstream not in self.upstreams:
                 defined = ", ".join(self.upstreams) or "none"
@@ -131,7 +131,7 @@ class RunConfig(Section):
 
     @property
     def max_staleness(self) -> int:
-        """The maximum staleness, with the default filled in."""
+        """`trainer.max_staleness` in versions, with its default filled in."""
         if self.trainer.mode == "sync":
             return 0
         return 1 if self.trainer.max_staleness is None else self.trainer.max_staleness

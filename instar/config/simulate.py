@@ -50,8 +50,8 @@ class DistributionConfig(SimulateSection):
     def _has_one_kind(self) -> Self:
         kinds = [name for name in ("value", "median", "values") if getattr(self, name) is not None]
         if len(kinds) != 1:
-            count = ", ".join(kinds) or "none"
-            raise ValueError(f"given {count}; set exactly one of value, median and values")
+            set_names = ", ".join(kinds) or "none"
+            raise ValueError(f"given {set_names}; set exactly one of value, median and values")
         return self
 
 

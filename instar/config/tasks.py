@@ -58,8 +58,8 @@ class Gsm8kTasksConfig(Section):
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
         if (self.path is None) == (self.synthetic is None):
-            count = "neither is" if self.path is None else "both are"
-            raise ValueError(f"path and synthetic: {count} set; set exactly one of them")
+            problem = "neither is set" if self.path is None else "both are set"
+            raise ValueError(f"path and synthetic: {problem}; set exactly one of them")
         return self
 
 
@@ -95,16 +95,16 @@ class ReasoningGymTasksConfig(Section):
     @model_validator(mode="after")
     def _has_one_dataset_setting(self) -> Self:
         if (self.dataset is None) == (not self.parts):
-            count = "neither is" if self.dataset is None else "both are"
-            raise ValueError(f"dataset and parts: {count} set; set exactly one of them")
+            problem = "neither is set" if self.dataset is None else "both are set"
+            raise ValueError(f"dataset and parts: {problem}; set exactly one of them")
         if self.args and self.parts:
             raise ValueError("args: cannot be combined with parts; set args in each part")
         return self
 
 
 class TextArenaTasksConfig(Section):
-    """Games of TextArena. Each task is a game with its own seed. The agent `instar.agents.textarena:play`
-    plays the games and returns the game's own reward."""
+    """Games from TextArena. Each task is a game with its own seed. The agent `instar.agents.textarena:play`
+    plays the game and returns the game's own reward."""
 
     type: Literal["textarena"]
     games: Annotated[list[str], Field(min_length=1)]

@@ -38,8 +38,8 @@ class PerSequenceReference(Reference):
 
     async def _score_sample(self, sample: Sample) -> Floats:
         values = np.full(len(sample), np.nan, np.float32)
-        trained = np.flatnonzero(sample.mask > 0)
-        if len(trained):
-            end = int(trained[-1]) + 1  # the tokens after the last trained token are not sent
+        trained_indexes = np.flatnonzero(sample.mask > 0)
+        if len(trained_indexes):
+            end = int(trained_indexes[-1]) + 1  # the tokens after the last trained token are not sent
             values[:end] = await self.score(sample.token_ids[:end])
         return values

@@ -1,6 +1,6 @@
 """A teacher behind an OpenAI-compatible ``/v1/completions`` that returns the logprobs of token ids.
 
-The first format of `instar.reference.prompt_logprobs` that the server supports is used.
+It uses the first format in `instar.reference.prompt_logprobs` that the server supports.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ PROBE_TEXT = "The answer to 615 plus 278 is 893."
 
 
 class TeacherOverloaded(Exception):
+    """A response with status 429 or a server error. ``retry_after`` is the requested delay in seconds."""
+
     def __init__(self, message: str, retry_after: float | None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
@@ -74,7 +76,8 @@ class CompletionsReference(PerSequenceReference):
             if text is not None and expected.isascii() and expected.strip() != text.strip():
                 raise ConfigError(
                     f"trainer.reference.model: the vocabulary of {self._section.model} differs from "
-                    f"{self._model.name}: token {token} is {text!r} instead of {expected!r}"
+                    f"{self._model.name}: token {token} is {text!r} instead of {expected!r}; "
+                    "choose a teacher with the same vocabulary"
                 )
 
     async def score(self, token_ids: Ids) -> Floats:
@@ -96,21 +99,21 @@ class CompletionsReference(PerSequenceReference):
         return logprobs_format.parse(response, ids)
 
     async def _post(self, body: bytes) -> Any:
-        seconds = self._section.timeout
-        deadline = time.monotonic() + seconds
+        timeout = self._section.timeout
+        deadline = time.monotonic() + timeout
         try:
             return await RETRY_POLICY.run(
                 lambda: self._attempt(body, deadline - time.monotonic()),
                 retry_on=(NoResponse, TeacherOverloaded),
-                seconds=seconds,
+                seconds=timeout,
             )
         except (NoResponse, TeacherOverloaded) as error:
             raise EngineUnavailable(
-                f"the teacher at {self._url} is unavailable after {seconds:g} s of retries: {error}"
+                f"the teacher at {self._url} is unavailable after {timeout:g} s of retries: {error}"
             ) from error
 
-    async def _attempt(self, body: bytes, seconds: float) -> Any:
-        response = await self._client.post(self._url, body, timeout=seconds)
+    async def _attempt(self, body: bytes, timeout: float) -> Any:
+        response = await self._client.post(self._url, body, timeout=timeout)
         excerpt = self._client.redact(response.excerpt())
         if response.status == 429 or response.status >= 500:
             raise TeacherOverloaded(f"{response.status}: {excerpt}", response.retry_after)

@@ -59,8 +59,8 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         return None
     reference: Reference
     if isinstance(section, EngineReferenceConfig):
-        assert teacher is not None, "the composer starts the teacher"
-        # Batching changes the last bits, and a run in sync mode must be reproducible bit for bit.
+        assert teacher is not None, "the trainer's role has connected to the teacher"
+        # Batching changes the last bits of logprobs, and a run in sync mode must be reproducible bit for bit.
         reference = EngineReference(teacher, 1 if config.trainer.mode == "sync" else MAX_IN_FLIGHT)
     elif isinstance(section, CompletionsReferenceConfig):
         from instar.reference.completions import CompletionsReference
@@ -68,7 +68,7 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
         if section.api_key_env is not None and not key:
             raise ConfigError(
-                f"trainer.reference.api_key_env: the variable {section.api_key_env} is not set; set it"
+                f"trainer.reference.api_key_env: the environment variable {section.api_key_env} is not set"
             )
         reference = CompletionsReference(section, config.model, key)
     else:

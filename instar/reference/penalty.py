@@ -31,8 +31,8 @@ class ReferencePenalty:
         await self._reference.start()
 
     async def apply(self, samples: Sequence[Sample], scales: Sequence[Floats]) -> tuple[list[Sample], Json]:
-        """Return the samples with the penalty added to their advantages, and the metrics. The result depends
-        only on the samples and the reference."""
+        """Add the penalty, multiplied by the tokens' ``scales``, to the advantages. Return the new samples
+        and the metrics. The samples depend only on the arguments and the reference."""
         started = time.monotonic()
         scored = list(zip(samples, await self._reference.logprobs(samples), strict=True))
         for sample, logprobs in scored:
@@ -64,5 +64,6 @@ def _check_logprobs(sample: Sample, logprobs: Floats) -> None:
         missing = np.flatnonzero((sample.mask > 0) & ~np.isfinite(values))
         if len(missing):
             raise InstarError(
-                f"sample {sample.sample_key}: the {name}logprob of trained token {missing[0]} is missing"
+                f"sample {sample.sample_key}: the {name}logprob of the trained token at index "
+                f"{missing[0]} is missing"
             )

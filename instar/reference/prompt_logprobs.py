@@ -45,7 +45,7 @@ class VllmFormat(PromptLogprobsFormat):
         super().__init__("prompt_logprobs", {"prompt_logprobs": 0, "max_tokens": 1})
 
     def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        entries = _first_choice(response, ids).get("prompt_logprobs")
+        entries = _get_first_choice(response, ids).get("prompt_logprobs")
         if not isinstance(entries, list) or not entries:
             raise PromptLogprobsUnsupported("the response has no prompt_logprobs")
         positions = cast(list[Mapping[str, Json] | None], entries)
@@ -56,8 +56,8 @@ class VllmFormat(PromptLogprobsFormat):
             if position == 0:
                 continue
             if candidates is None or (candidate := candidates.get(str(token))) is None:
-                raise _wrong_token(token, position, ", ".join(candidates or ()) or "nothing")
-            values[position] = _logprob(candidate.get("logprob"))
+                raise _make_wrong_token_error(token, position, ", ".join(candidates or ()) or "nothing")
+            values[position] = _parse_logprob(candidate.get("logprob"))
             texts[position] = candidate.get("decoded_token")
         return ScoredPrompt(values, texts)
 
@@ -71,7 +71,7 @@ class EchoFormat(PromptLogprobsFormat):
         super().__init__(", ".join(f"{name} {value}" for name, value in fields.items()), fields)
 
     def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        logprobs = _first_choice(response, ids).get("logprobs")
+        logprobs = _get_first_choice(response, ids).get("logprobs")
         values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         if not isinstance(values, list) or not values:
             raise PromptLogprobsUnsupported("the response has no token_logprobs")
@@ -80,8 +80,8 @@ class EchoFormat(PromptLogprobsFormat):
             raise PromptLogprobsUnsupported(f"the response has {len(numbers)} logprobs for {len(ids)} tokens")
         # One sampled token may follow the prompt.
         _check_length(max(len(ids), len(numbers) - 1), ids)
-        prompt = [_logprob(value) for value in numbers[: len(ids)]]
-        texts = _token_texts(cast(Json, logprobs).get("tokens"), ids)
+        prompt = [_parse_logprob(value) for value in numbers[: len(ids)]]
+        texts = _parse_token_texts(cast(Json, logprobs).get("tokens"), ids)
         return ScoredPrompt(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
 
 
@@ -92,7 +92,7 @@ FORMATS: tuple[PromptLogprobsFormat, ...] = (
 )
 
 
-def _first_choice(response: Any, ids: Ids) -> Json:
+def _get_first_choice(response: Any, ids: Ids) -> Json:
     try:
         choice: Json = response["choices"][0]
         usage: Json = response.get("usage") or {}
@@ -101,7 +101,7 @@ def _first_choice(response: Any, ids: Ids) -> Json:
     count = usage.get("prompt_tokens")
     if isinstance(count, int) and count != len(ids):
         raise EngineError(
-            f"the teacher read {count} tokens instead of {len(ids)}; its server must not change token ids"
+            f"the teacher read {count} tokens instead of {len(ids)}; its server must not add tokens"
         )
     return choice
 
@@ -111,8 +111,9 @@ def _check_length(length: int, ids: Ids) -> None:
         raise EngineError(f"the teacher returned logprobs for {length} tokens instead of {len(ids)}")
 
 
-def _token_texts(tokens: Any, ids: Ids) -> list[str | None]:
-    """Return the texts of the tokens. If the server returns token ids instead, compare them with ``ids``."""
+def _parse_token_texts(tokens: Any, ids: Ids) -> list[str | None]:
+    """Return the text of each token, or None where it is unknown. If the server returns token ids instead of
+    texts, raise EngineError if they differ from ``ids``."""
     if not isinstance(tokens, list) or len(cast(list[Any], tokens)) < len(ids):
         return [None] * len(ids)
     texts: list[str | None] = []
@@ -122,17 +123,17 @@ def _token_texts(tokens: Any, ids: Ids) -> list[str | None]:
         text = str(entry)
         token_id = text.removeprefix("token_id:")
         if token_id != text and token_id != str(token):
-            raise _wrong_token(token, position, token_id)
+            raise _make_wrong_token_error(token, position, token_id)
         texts.append(None if position == 0 or token_id != text else text)
     return texts
 
 
-def _wrong_token(token: int, position: int, actual: str) -> EngineError:
+def _make_wrong_token_error(token: int, position: int, actual: str) -> EngineError:
     return EngineError(
         f"the teacher returned the logprob of {actual} instead of token {token} at index {position}"
     )
 
 
-def _logprob(value: Any) -> float:
+def _parse_logprob(value: Any) -> float:
     """Return the logprob, or NaN if the value is missing or means a probability of 0."""
     return float(value) if isinstance(value, int | float) and value > ZERO_PROBABILITY else np.nan

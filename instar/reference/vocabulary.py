@@ -17,5 +17,5 @@ def require_same_vocabulary(model: ModelConfig, teacher: ModelConfig) -> None:
         raise ConfigError(
             f"trainer.reference.model.name: the vocabulary of {teacher.name} differs from {model.name}: "
             f"the id of {token!r} is {token_id} in the model and {teacher_vocab.get(token)} in the teacher; "
-            "choose a teacher with the vocabulary of the model"
+            "choose a teacher with the same vocabulary"
         )

@@ -26,8 +26,8 @@ class EngineSpeed:
         if index == len(self._sizes):
             return self._rates[-1]
         low, high = self._sizes[index - 1], self._sizes[index]
-        share = (batch - low) / (high - low)
-        return self._rates[index - 1] + share * (self._rates[index] - self._rates[index - 1])
+        fraction = (batch - low) / (high - low)
+        return self._rates[index - 1] + fraction * (self._rates[index] - self._rates[index - 1])
 
     def per_reply(self, batch: int) -> float:
         """Return the tokens per second of one of ``batch`` concurrent replies."""
@@ -39,7 +39,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The sessions to run, and the durations of their parts and of training."""
+    """The sessions to run, and the timings and rates to assume, which are documented in `SimulateConfig`."""
 
     sessions: Sequence[SimulatedSession]
     """The sessions in the order in which they run. The list starts over after the last session."""
@@ -83,7 +83,7 @@ class ClusterSpec:
     versions_per_token: bool = True
     """True if replies in progress continue with a newly loaded policy; otherwise they keep their policy."""
     live_groups: Callable[[int], int] | None = None
-    """Returns how many groups of the first n steps are run by agents. None: all groups."""
+    """Returns how many groups of the first n steps are run by agents; None if agents run all groups."""
 
     def count_live_groups(self, steps: int) -> int:
         return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
@@ -107,7 +107,7 @@ class SimulationResult:
     staleness: Counter[int] = field(default_factory=Counter[int])
     """Number of trained live samples by their staleness in versions."""
     dropped: Counter[str] = field(default_factory=Counter[str])
-    """Number of samples that were not trained on, by reason."""
+    """Number of samples that were not used for training, by reason."""
     crashes: int = 0
     finished: bool = True
     """True if all steps were trained; otherwise the run was stuck or took too long."""

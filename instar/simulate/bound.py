@@ -38,8 +38,8 @@ class SessionCost(NamedTuple):
 
 
 class SlotCost(NamedTuple):
-    """The mean samples, trained tokens and cost of a slot. The cost includes all sessions in the slot. Only
-    groups that are trained on count."""
+    """The mean samples, trained tokens and cost per slot of a trained group. The cost includes failed
+    sessions and the sessions of dropped groups."""
 
     samples: float
     tokens: float
@@ -62,9 +62,9 @@ def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
     if slot is None:
         return ThroughputBound(rollout=0.0, trainer=0.0)
     data_tokens = session_cost(workload.sessions, fails=False).tokens * data_samples
-    with_signal = 1 - workload.zero_signal
-    samples = with_signal * (slot.samples * live_slots + data_samples)
-    tokens = with_signal * (slot.tokens * live_slots + data_tokens)
+    signal_share = 1 - workload.zero_signal
+    samples = signal_share * (slot.samples * live_slots + data_samples)
+    tokens = signal_share * (slot.tokens * live_slots + data_tokens)
     train_seconds = workload.train_base + workload.train_per_token * tokens / cluster.steps
     step_seconds = train_seconds + distribution_mean(workload.publish_seconds)
     rollout_seconds = live_slots / _slots_per_second(workload, cluster, slot.cost)
@@ -101,8 +101,8 @@ def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
 
 
 def session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> SessionCost:
-    """Return the mean cost of a session that completes, or that fails. A failed session is equally likely to
-    end after each of its turns."""
+    """Return the mean cost of a session that completes or, if ``fails``, of a session that fails. A failed
+    session is equally likely to end after each of its turns."""
     generated = calls = waits = tokens = 0.0
     for session in sessions:
         waits += session.start
@@ -117,6 +117,7 @@ def session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> Sessio
 
 
 def _slots_per_second(workload: Workload, cluster: ClusterSpec, cost: SessionCost) -> float:
+    """Return the highest rate that the engines can sustain, found by bisection."""
     tokens, latency = max(1e-9, cost.generated), cost.calls * distribution_mean(workload.latency)
     low, high = 0.0, workload.speed(cluster.max_batch) * cluster.engines / tokens
     for _ in range(60):

@@ -17,7 +17,8 @@ LOAD_FACTOR, LOAD_SLACK = 2, 8
 
 
 class VirtualClock:
-    """A clock that runs events by time. Events at the same time run in the order in which they were added."""
+    """A clock that runs events in order of time. Events at the same time run in the order in which they were
+    added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,14 +48,15 @@ class SimulatedRequest:
     """Called when the engine crashes after the request began."""
     engine: SimulatedEngine | None = None
     """The engine that the request was sent to; None while no engine is up."""
-    cancelled: bool = False
+    is_cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
     """A simulated engine. ``progress`` is the number of tokens that a reply would have now if it had run
     since the start. A reply of n tokens that begins at progress p ends at p + n, however many replies share
-    the engine."""
+    the engine. ``active`` is the number of running requests, ``load`` also counts waiting requests, and
+    ``served`` counts all requests that were sent to the engine."""
 
     index: int
     running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list[Any])
@@ -87,7 +89,7 @@ class SimulatedPool:
 
     def send(self, request: SimulatedRequest, previous: SimulatedEngine | None) -> None:
         """Send a request to an engine. The request waits if no engine is up."""
-        engine = request.engine = self._pick(previous)
+        engine = request.engine = self._pick_engine(previous)
         if engine is None:
             self._waiting_for_engine.append(request)
             return
@@ -99,7 +101,7 @@ class SimulatedPool:
             engine.waiting.append(request)
 
     def cancel(self, request: SimulatedRequest) -> None:
-        request.cancelled = True
+        request.is_cancelled = True
         engine = request.engine
         if engine is None:
             return
@@ -117,8 +119,8 @@ class SimulatedPool:
                 engine.paused_until = self.clock.now + seconds
                 self._schedule_end(engine)
 
-    def crash(self, engine: SimulatedEngine, restart: float) -> None:
-        """Stop the engine for ``restart`` seconds. Running requests fail; waiting requests are sent again."""
+    def crash(self, engine: SimulatedEngine, restart_seconds: float) -> None:
+        """Stop the engine for ``restart_seconds``. Running requests fail; waiting requests are sent again."""
         if not engine.is_up:
             return
         self.update(engine)
@@ -127,9 +129,9 @@ class SimulatedPool:
         engine.running, engine.waiting, engine.active = [], deque(), 0
         engine.next_event += 1
         self._change_load(engine, -engine.load)
-        self.clock.after(restart, lambda: self._restart(engine))
+        self.clock.after(restart_seconds, lambda: self._restart(engine))
         for request in waiting:
-            if not request.cancelled:
+            if not request.is_cancelled:
                 self.send(request, None)
         for _, _, request in running:
             request.on_crash()
@@ -139,7 +141,7 @@ class SimulatedPool:
         self._change_load(engine, 0)
         while self._waiting_for_engine:
             request = self._waiting_for_engine.popleft()
-            if not request.cancelled:
+            if not request.is_cancelled:
                 self.send(request, None)
 
     def _begin(self, engine: SimulatedEngine, request: SimulatedRequest) -> None:
@@ -168,11 +170,11 @@ class SimulatedPool:
             remaining_tokens = max(0.0, engine.running[0][0] - engine.progress)
             pause = max(0.0, engine.paused_until - self.clock.now)
             seconds = pause + remaining_tokens / self.speed.per_reply(engine.active)
-            number = engine.next_event
-            self.clock.after(seconds, lambda: self._end_next(engine, number))
+            event_number = engine.next_event
+            self.clock.after(seconds, lambda: self._end_next(engine, event_number))
 
-    def _end_next(self, engine: SimulatedEngine, number: int) -> None:
-        if number != engine.next_event:
+    def _end_next(self, engine: SimulatedEngine, event_number: int) -> None:
+        if event_number != engine.next_event:
             return
         self.update(engine)
         _, _, request = heapq.heappop(engine.running)
@@ -184,13 +186,13 @@ class SimulatedPool:
         self._change_load(engine, -1)
         while engine.waiting and engine.active < self.max_batch:
             request = engine.waiting.popleft()
-            if request.cancelled:
+            if request.is_cancelled:
                 self._change_load(engine, -1)
             else:
                 self._begin(engine, request)
         self._schedule_end(engine)
 
-    def _pick(self, previous: SimulatedEngine | None) -> SimulatedEngine | None:
+    def _pick_engine(self, previous: SimulatedEngine | None) -> SimulatedEngine | None:
         least_busy = self._find_least_busy()
         if least_busy is None or previous is None or not previous.is_up:
             return least_busy

@@ -23,6 +23,8 @@ WARM_UP_STEPS = 1
 
 @dataclass(frozen=True, slots=True)
 class CallTiming:
+    """The times of a call in seconds since the epoch, and its number of sampled tokens."""
+
     sent: float
     first_token: float
     ended: float
@@ -71,8 +73,8 @@ async def measure(
 
 
 def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> SimulatedSession:
-    """Return the turns of a recorded session. Concurrent calls become turns without a wait. A call starts a
-    new sample if it continues no other call, or continues a call that an earlier call already continued."""
+    """Convert a recorded session. Concurrent calls become turns without a wait. A call starts a new sample if
+    it continues no other call, or continues a call that an earlier call already continued."""
     lengths = {call.call_id: len(call.prompt_ids) + len(call.sampled_ids) for call in calls}
     next_starts = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
     turns: list[SimulatedTurn] = []

@@ -50,11 +50,12 @@ class SessionAttempt:
     replies: int = 0
     """Number of complete replies."""
     failing_turn: int | None = None
+    """Index of the turn after which the session fails; None if it completes."""
     refills: int = 0
     retries: int = 0
     engine: SimulatedEngine | None = None
     request: SimulatedRequest | None = None
-    ended: bool = False
+    has_ended: bool = False
 
 
 class PipelineSimulation:
@@ -102,7 +103,7 @@ class PipelineSimulation:
         result, cluster, engines = self.result, self.cluster, self.pool.engines
         for engine in engines:
             self.pool.update(engine)
-        self._count_sessions(0)
+        self._change_running_sessions(0)
         seconds = result.seconds = max(self.clock.now, 1e-9)
         result.steps = self.served_steps
         result.finished = self.served_steps >= cluster.steps
@@ -133,8 +134,9 @@ class PipelineSimulation:
 
     def _has_admissible_group(self) -> bool:
         cluster = self.cluster
-        in_steps = cluster.count_live_groups(self.claimed_steps)
-        replacements = max(0, self.started_groups - self.open_groups - len(self.ready_groups) - in_steps)
+        claimed_groups = cluster.count_live_groups(self.claimed_steps)
+        kept_groups = self.open_groups + len(self.ready_groups) + claimed_groups
+        replacements = max(0, self.started_groups - kept_groups)
         last_step = min(self.served_steps + cluster.max_staleness + 1, cluster.steps)
         return self.started_groups < cluster.count_live_groups(last_step) + replacements
 
@@ -154,12 +156,12 @@ class PipelineSimulation:
             self.queue.append(attempt)
 
     def _start(self, attempt: SessionAttempt) -> None:
-        self._count_sessions(1)
+        self._change_running_sessions(1)
         self.clock.after(self.cluster.timeout, lambda: self._on_timeout(attempt))
         self.clock.after(attempt.session.start, lambda: self._call(attempt))
 
     def _call(self, attempt: SessionAttempt) -> None:
-        if attempt.ended:
+        if attempt.has_ended:
             return
         request = attempt.request = SimulatedRequest(
             attempt.session.turns[attempt.turn].tokens_after_first,
@@ -172,7 +174,7 @@ class PipelineSimulation:
         self.clock.after(self.draw_latency() * factor, lambda: self._send(attempt, request))
 
     def _send(self, attempt: SessionAttempt, request: SimulatedRequest) -> None:
-        if not attempt.ended:
+        if not attempt.has_ended:
             self.pool.send(request, attempt.engine)
 
     def _on_begin(self, attempt: SessionAttempt) -> None:
@@ -190,7 +192,7 @@ class PipelineSimulation:
         self.clock.after(turn.tool_seconds, lambda: self._next_turn(attempt))
 
     def _next_turn(self, attempt: SessionAttempt) -> None:
-        if attempt.ended:
+        if attempt.has_ended:
             return
         if attempt.turn == attempt.failing_turn:
             self._fail(attempt)
@@ -203,9 +205,9 @@ class PipelineSimulation:
             self._fill_slot(attempt, is_trainable=True)
 
     def _end(self, attempt: SessionAttempt) -> None:
-        attempt.ended = True
+        attempt.has_ended = True
         self._end_call(attempt)
-        self._count_sessions(-1)
+        self._change_running_sessions(-1)
         if self.queue:
             self._start(self.queue.popleft())
 
@@ -215,7 +217,7 @@ class PipelineSimulation:
             self.calling_sessions -= 1
 
     def _on_timeout(self, attempt: SessionAttempt) -> None:
-        if attempt.ended:
+        if attempt.has_ended:
             return
         if attempt.request is not None:
             self.pool.cancel(attempt.request)
@@ -233,7 +235,7 @@ class PipelineSimulation:
 
     def _on_engine_crash(self, attempt: SessionAttempt) -> None:
         """Run the same session again, up to the limit of retries."""
-        if attempt.ended:
+        if attempt.has_ended:
             return
         if attempt.retries >= self.cluster.retries:
             self._fail(attempt)
@@ -244,6 +246,7 @@ class PipelineSimulation:
             attempt.group, attempt.session, refills=attempt.refills, retries=attempt.retries + 1
         )
         retry.failing_turn = attempt.failing_turn
+        # The mean delay of `rollout/slots`: 0.5 s, doubled for each retry, times a mean jitter of 0.75.
         self.clock.after(0.375 * 2**attempt.retries, lambda: self._enqueue(retry))
 
     def _fill_slot(self, attempt: SessionAttempt, *, is_trainable: bool) -> None:
@@ -276,9 +279,9 @@ class PipelineSimulation:
     def _schedule_batch(self) -> None:
         if not self.is_training and not self._will_batch:
             self._will_batch = True
-            self.clock.after(POLL_DELAY, self._batch)
+            self.clock.after(POLL_DELAY, self._form_batch)
 
-    def _batch(self) -> None:
+    def _form_batch(self) -> None:
         self._will_batch = False
         oldest_allowed = self.served_steps - self.cluster.max_staleness
         fresh: list[SimulatedGroup] = []
@@ -344,7 +347,7 @@ class PipelineSimulation:
         self.pool.crash(engine, self.workload.restart_seconds)
         self._schedule_crash(engine)
 
-    def _count_sessions(self, change: int) -> None:
+    def _change_running_sessions(self, change: int) -> None:
         self._session_seconds += self.running_sessions * (self.clock.now - self._counted_at)
         self._counted_at = self.clock.now
         self.running_sessions += change

@@ -11,10 +11,10 @@ from instar.simulate.pipeline import simulate
 GOOD_ENOUGH_SHARE = 0.95
 """Share of the best throughput that is enough to prefer fewer engines or less staleness."""
 MAX_DROPPED_SHARE = 0.02
-"""Maximum share of samples that may be dropped as stale. These samples come from the long sessions."""
+"""Maximum share of samples that may be dropped as stale. Stale samples come from long sessions, so dropping
+many of them would bias the data."""
 MIN_THROUGHPUT_SHARE = 0.5
-"""If the limit on dropped samples reduces throughput below this share of the best, more samples may be
-dropped."""
+"""If the limit on dropped samples reduces throughput below this share of the best, the limit is ignored."""
 STEPS_PER_TRIAL = 24
 
 
@@ -59,12 +59,13 @@ def recommend(
         return trial
 
     def choose_staleness(engines: int) -> SimulationTrial:
-        candidates = [0] if sync else _doubling(0, max_staleness)
+        candidates = [0] if sync else _list_candidates(0, max_staleness)
         return _choose_smallest([run_trial(engines, value) for value in candidates], "max_staleness")
 
-    counts = sorted({*_doubling(1, max_engines), cluster.engines})
-    staleness = choose_staleness(counts[-1]).max_staleness
-    engines = _choose_smallest([run_trial(count, staleness) for count in counts], "engines").engines
+    engine_counts = sorted({*_list_candidates(1, max_engines), cluster.engines})
+    staleness = choose_staleness(engine_counts[-1]).max_staleness
+    by_engines = [run_trial(count, staleness) for count in engine_counts]
+    engines = _choose_smallest(by_engines, "engines").engines
     chosen = choose_staleness(engines)
     run_trial(cluster.engines, cluster.max_staleness)
     if not _best_throughput(list(trials.values())):
@@ -77,15 +78,15 @@ def recommend(
     )
 
 
-def _doubling(first: int, last: int) -> list[int]:
+def _list_candidates(first: int, last: int) -> list[int]:
     """Return the first and the last value, and the powers of two between them."""
     return sorted({first, *(2**exponent for exponent in range(last.bit_length())), last})
 
 
 def _choose_smallest(trials: Sequence[SimulationTrial], field: str) -> SimulationTrial:
     """Return the trial with the smallest value of ``field`` among the trials that are near the best
-    throughput and drop few stale samples. More samples may be dropped if few drops would cost over half of
-    the throughput."""
+    throughput and drop few stale samples. The limit on dropped samples is ignored if it would cost over half
+    of the throughput."""
     best = _best_throughput(trials)
     fresh = [trial for trial in trials if trial.result.dropped_share <= MAX_DROPPED_SHARE]
     if fresh and _best_throughput(fresh) >= MIN_THROUGHPUT_SHARE * best:
@@ -111,11 +112,11 @@ def _explain(chosen: SimulationTrial, cluster: ClusterSpec, trials: Sequence[Sim
         change = throughput / current.result.samples_per_hour
         parts.append(f"{change:.2f} times the throughput of the current settings")
     if result.trainer_idle < 0.1:
-        parts.append("the trainer is the limit: it is always busy, so more engines would not help")
+        parts.append("the trainer is the bottleneck: it is always busy, so more engines would not help")
     elif result.in_flight > 0.9 * cluster.concurrency:
-        parts.append("rollout.concurrency is the limit: that many sessions always run")
+        parts.append("rollout.concurrency is the bottleneck: that many sessions always run")
     elif result.engines_used > 0.8:
-        parts.append("the engines are the limit")
+        parts.append("the engines are the bottleneck")
     else:
-        parts.append("the longest sessions are the limit: engines and trainer wait for them")
+        parts.append("the longest sessions are the bottleneck: engines and trainer wait for them")
     return "; ".join(parts)

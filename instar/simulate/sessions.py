@@ -27,7 +27,7 @@ class SimulatedTurn(NamedTuple):
 
     @property
     def tokens_after_first(self) -> int:
-        """The number of tokens after the first token. The time of the first token is the call's latency."""
+        """The number of generated tokens after the first, whose time is the latency of the call."""
         return max(0, self.generated - 1)
 
     @property
@@ -80,7 +80,7 @@ def distribution_mean(config: DistributionConfig) -> float:
 
 
 def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[SimulatedSession]:
-    turns, prompt, generated, tool, start = (
+    draw_turns, draw_prompt, draw_generated, draw_tool_seconds, draw_start = (
         make_draw(distribution, rng)
         for distribution in (
             config.turns,
@@ -93,10 +93,10 @@ def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> lis
     return [
         SimulatedSession(
             tuple(
-                SimulatedTurn(round(prompt()), max(1, round(generated())), tool())
-                for _ in range(max(1, round(turns())))
+                SimulatedTurn(round(draw_prompt()), max(1, round(draw_generated())), draw_tool_seconds())
+                for _ in range(max(1, round(draw_turns())))
             ),
-            start(),
+            draw_start(),
         )
         for _ in range(count)
     ]
@@ -128,12 +128,14 @@ def _parse_session(line: str, location: str) -> SimulatedSession:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         example = '{"turns": [[prompt tokens, generated tokens, tool seconds], ...]}'
         raise ConfigError(f"{location}: the line is not a session; write {example}") from error
-    is_valid = [turn.prompt >= 0 and turn.generated >= 1 and turn.tool_seconds >= 0 for turn in session.turns]
-    if not is_valid or not all(is_valid):
-        raise ConfigError(
-            f"{location}: the session has no turn, a turn without generated tokens, or a negative number; "
-            "correct the line"
-        )
+    if not session.turns:
+        raise ConfigError(f"{location}: the session has no turns; it needs at least one")
+    for number, turn in enumerate(session.turns, 1):
+        if not (turn.prompt >= 0 and turn.generated >= 1 and turn.tool_seconds >= 0):
+            raise ConfigError(
+                f"{location}: turn {number} is {list(turn)}; it needs at least 1 generated token and no "
+                "negative numbers"
+            )
     return session
 
 

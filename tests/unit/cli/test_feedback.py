@@ -89,7 +89,7 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
     file.write_text("Hello.\n")
     arguments = ["--response", "chatcmpl-1", "--correction-file", file, "--id", "f-1"]
     result = instar("feedback", config.run_dir, *arguments)
-    assert "will be trained on" in result.out, result.err
+    assert "will be used for training" in result.out, result.err
     assert "Already recorded" in instar("feedback", config.run_dir, *arguments).out
     _, (correction,) = asyncio.run(read_rewards_and_corrections(config))
     assert correction.correction_ids is not None

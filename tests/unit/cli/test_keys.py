@@ -80,14 +80,14 @@ def assert_fails(result: Result, expected: str) -> None:
 
 def test_keys_mistakes_are_explained(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
     instar("keys", "create", config.run_dir, "--name", "laptop")
-    assert_fails(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' exists")
+    assert_fails(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' already exists")
     assert_fails(
         instar("keys", "create", config.run_dir, "--admin", "--agent", "x"),
-        "--admin and --agent exclude each other",
+        "--admin and --agent are mutually exclusive",
     )
     assert_fails(
         instar("keys", "create", config.run_dir, "--admin", "--feedback"),
-        "--admin and --feedback exclude each other",
+        "--admin and --feedback are mutually exclusive",
     )
     assert_fails(instar("keys", "revoke", config.run_dir, ""), "No key was revoked")
     assert_fails(instar("keys", "ls", tmp_path / "nowhere"), "nowhere")

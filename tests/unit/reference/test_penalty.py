@@ -80,15 +80,19 @@ async def test_penalty_with_truncated_softmax_uses_reward_weights() -> None:
         (
             None,
             np.where(np.arange(6) == 3, np.nan, TEACHER),
-            "a: the reference's logprob of trained token 3 is missing",
+            "a: the reference's logprob of the trained token at index 3 is missing",
         ),
         (
             None,
             np.where(np.arange(6) == 3, -np.inf, TEACHER),
-            "a: the reference's logprob of trained token 3 is missing",
+            "a: the reference's logprob of the trained token at index 3 is missing",
         ),
         (None, TEACHER[:5], "5 logprobs for 6"),
-        (np.full(6, np.nan, np.float32), TEACHER, "a: the logprob of trained token 2 is missing"),
+        (
+            np.full(6, np.nan, np.float32),
+            TEACHER,
+            "a: the logprob of the trained token at index 2 is missing",
+        ),
     ],
 )
 async def test_penalty_with_missing_logprobs_raises(
