@@ -15,8 +15,7 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the config. It is immutable, rejects unknown keys, and is documented by the docstrings of its
-    fields."""
+    """A part of the config. It is immutable and rejects unknown keys. Docstrings document its fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -43,5 +42,4 @@ class PluginConfig(Section):
     args: dict[str, Any] = {}
     """Settings of the plugin, which receives this section."""
     python: str | None = None
-    """Python interpreter of the plugin's process, if the plugin has a process. Default: the running
-    interpreter."""
+    """Python interpreter of the plugin's process, if any. Default: the running interpreter."""

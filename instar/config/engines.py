@@ -28,8 +28,7 @@ class LocalEngineConfig(EngineProcessConfig):
     prefill_tokens: Positive = 512
     """Maximum number of prompt tokens that are computed in one step in addition to the decoded tokens."""
     kv_tokens: Positive | None = None
-    """Size of the KV cache in tokens, including tokens kept for reuse. Default: a size that fits the free
-    memory."""
+    """Size of the KV cache in tokens, including tokens kept for reuse. Default: depends on free memory."""
     threads: Positive | None = None
     """Number of CPU threads that torch uses. Default: all cores, shared with a local trainer."""
 
@@ -71,8 +70,7 @@ class UpstreamEngineConfig(Section):
 
 
 class CloudEngineConfig(EngineProcessConfig):
-    """Samples from the training service in `backend`. This is the default engine of a run with such a
-    backend."""
+    """Samples from the training service in `backend`. This is the default engine for such backends."""
 
     type: Literal["cloud"] = "cloud"
     max_in_flight: Positive = 64

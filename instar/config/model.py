@@ -44,8 +44,7 @@ class PostgresStoreConfig(Section):
     """URL of the server for libpq, without a password; pass the password with `password_env` or in a
     `.pgpass` file. A connection pooler must run in session mode."""
     password_env: str = "INSTAR_POSTGRES_PASSWORD"
-    """Environment variable with the password, if the server needs one. If it is not set, `PGPASSWORD` is
-    used."""
+    """Environment variable with the password, if the server needs one. If unset, `PGPASSWORD` is used."""
     db_schema: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,62}$")] = "instar"
     """Schema with the tables, created if missing. Runs in the same schema see each other."""
     pool: Positive = 4

@@ -24,8 +24,7 @@ class FunctionAgentConfig(Section):
 
 
 class CommandAgentConfig(Section):
-    """Runs any program. Its environment has OPENAI_BASE_URL and OPENAI_API_KEY, and the task as JSON in
-    INSTAR_TASK."""
+    """Runs any program with OPENAI_BASE_URL, OPENAI_API_KEY and INSTAR_TASK (the task as JSON) set."""
 
     type: Literal["command"]
     command: list[str]
@@ -109,8 +108,7 @@ class CombineConfig(Section):
     `judge:outcome`) or by its source: `human`, `judge`, `rule`, `agent`, `fallback`."""
 
     how: Literal["prefer", "sum"] = "prefer"
-    """`prefer`: the latest reward of the first name in `prefer` that has a reward. `sum`: the weighted
-    sum."""
+    """`prefer`: the latest reward of the first name in `prefer` that has one. `sum`: the weighted sum."""
     prefer: list[str] = ["human", "judge", "rule", "agent", "fallback"]
     """Names of scorers or sources, in order of precedence."""
     weights: dict[str, float] = {}

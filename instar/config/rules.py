@@ -51,8 +51,7 @@ class ExactRewardConfig(Section):
     expected: str = "answer"
     """Field of the task with the expected answer or a list of answers; `a.b` is field `b` of field `a`."""
     expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in the expected answer, for example `####`
-    for GSM8K."""
+    """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_number", "last_block"] = "whole"
     """Part of the final text that is the answer. `last_block`: the last fenced code block."""
@@ -73,8 +72,7 @@ class NumericRewardConfig(Section):
     expected: str = "answer"
     """Field of the task with the expected number or a list of numbers."""
     expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in the expected answer, for example `####`
-    for GSM8K."""
+    """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
     after: AnswerMarker = None
     tolerance: float = 1e-6
     """Maximum absolute difference."""
@@ -91,8 +89,7 @@ class MathRewardConfig(Section):
     expected: str = "answer"
     """Field of the task with the expected answer or a list of answers."""
     expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in the expected answer, for example `####`
-    for GSM8K."""
+    """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
     after: AnswerMarker = None
     seconds: Seconds = 5.0
     """Timeout for parsing an answer, in seconds. An answer that takes longer is wrong."""

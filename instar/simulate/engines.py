@@ -17,8 +17,7 @@ LOAD_FACTOR, LOAD_SLACK = 2, 8
 
 
 class VirtualClock:
-    """A clock that runs events in order of time. Events at the same time run in the order in which they were
-    added."""
+    """A clock that runs events in order of time, and simultaneous events in the order of their addition."""
 
     def __init__(self) -> None:
         self.now = 0.0
