@@ -21,32 +21,33 @@ from instar.store.base import Store
 
 POLL_SECONDS = 0.25
 HEARTBEAT_EXPIRY_SECONDS = 5.0
-"""Time after which the state that a role announced is ignored."""
+"""A state that a role announced longer ago than this is ignored, because the role may have exited."""
 IDLE_STATES = {"engine": "idle", "trainer": "finished"}
-"""The state that a role announces when it does not use its cores."""
+"""For each role, the state that it announces while it does not use its cores."""
 
 
 async def share_cores(
     config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None], *, process_count: int = 1
 ) -> None:
-    """Adjust the number of cores to the activity of the role ``other`` on this machine until cancelled. The
-    ``process_count`` processes of this role share the cores equally."""
+    """Call ``use_cores`` with the number of cores for each process of this role until cancelled. The number
+    depends on whether the role ``other`` is busy on this machine. The ``process_count`` processes of this
+    role share the cores equally."""
     host = os.environ.get(HOST_ENV)
     cores = usable_cores()
-    granted = cores
+    granted_cores = cores
     if process_count > 1:
-        granted = max(1, cores // process_count)
-        use_cores(granted)
+        granted_cores = max(1, cores // process_count)
+        use_cores(granted_cores)
     while config.trainer.mode == "async":
         endpoints = await store.endpoints(config.name)
-        local = [e for e in endpoints if e.role == other and (not host or e.log.startswith(f"{host}:"))]
+        others = [e for e in endpoints if e.role == other and (not host or e.log.startswith(f"{host}:"))]
         is_busy = any(
             e.doing != IDLE_STATES[other] and time.time() - e.heartbeat < HEARTBEAT_EXPIRY_SECONDS
-            for e in local
+            for e in others
         )
         share = max(1, (cores // 2 if is_busy else cores) // process_count)
-        if share != granted:
+        if share != granted_cores:
             use_cores(share)
-            granted = share
+            granted_cores = share
         await asyncio.sleep(POLL_SECONDS)
     await wait_forever()

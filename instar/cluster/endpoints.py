@@ -21,7 +21,7 @@ from instar.store.base import Store
 from instar.types import Endpoint
 
 DRAINING = "draining"
-"""Start of the state that a draining role announces."""
+"""The prefix of the state that a draining role announces."""
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 """Timeout for one engine to answer, so that an unreachable engine does not delay the others."""
@@ -33,7 +33,7 @@ class EndpointDirectory:
         self._run_id = run_id
 
     async def register(self, role: RoleHandle) -> None:
-        """Write the address of a role to the store, because the role announces itself only later."""
+        """Write the address of a role to the store, so that it is found before the role announces itself."""
         await self._store.put_endpoint(
             Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
         )
@@ -65,8 +65,8 @@ class EndpointDirectory:
 
 
 class EngineConnections:
-    """Connections to the engines of a run. If any engine answers, ``skip_silent`` excludes those that do
-    not."""
+    """Connections to the engines of a run. ``skip_silent`` excludes engines that do not answer, unless none
+    answers."""
 
     def __init__(self, directory: EndpointDirectory, token: str, *, skip_silent: bool = False) -> None:
         self._directory = directory
@@ -75,8 +75,8 @@ class EngineConnections:
         self._by_url: dict[str, RemoteEngine] = {}
 
     async def list_current(self) -> list[Engine]:
-        """Return the engines that have answered at their current address, even if they do not answer now.
-        Draining engines are excluded."""
+        """Return the engines that have answered at their current address, except draining engines. Unless
+        ``skip_silent`` is set, this includes engines that do not answer now."""
         urls = await self._directory.list_urls("engine", draining=False)
         await self._close_all_but(urls)
         await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
@@ -156,8 +156,8 @@ class DiscoveredEnginePool(EnginePool):
 async def connect_to_engines(
     context: RoleContext, store: Store, role: str, *, newest_policy: PolicySource | None = None
 ) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the run's engines or teachers as one engine, and a coroutine function. The caller must run the
-    coroutine, so that engines that have moved are found again."""
+    """Return the run's engines or teachers as one engine, and a coroutine function that follows their
+    addresses. The caller must run it in the background, so that engines that have moved are found again."""
     directory, token = EndpointDirectory(store, context.run_id), os.environ[ENGINE_TOKEN_ENV]
     names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
     if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:

@@ -36,9 +36,10 @@ from instar.errors import InstarError
 
 ROLE_URL_ENV = "INSTAR_ROLE_URL"
 LEASE_ENV = "INSTAR_LEASE"
-"""Variable with the lease under which a role writes to the store."""
+"""The environment variable with the lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""Variable with the host's name. If there are several hosts, the paths of log files start with this name."""
+"""The environment variable with the host's name. If there are several hosts, the paths of log files start
+with this name."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -46,16 +47,17 @@ def open_listener(host: str, port: int) -> socket.socket:
     from instar.gateway.serve import bind  # imports uvicorn, which most commands do not need
 
     try:
-        server = bind(host, port)
+        listener = bind(host, port)
     except OSError as error:
         raise InstarError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
-    server.set_inheritable(True)
-    return server
+    listener.set_inheritable(True)
+    return listener
 
 
-def listener_url(server: socket.socket, host: str = "") -> str:
-    """Return the URL of the socket on ``host``, or by default on this machine."""
-    bound_host, port = server.getsockname()[:2]
+def listener_url(listener: socket.socket, host: str = "") -> str:
+    """Return the URL of the socket. ``host`` replaces the address that the socket is bound to. An address
+    such as 0.0.0.0 is replaced with the loopback address."""
+    bound_host, port = listener.getsockname()[:2]
     host = host or bound_host
     if ipaddress.ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
@@ -119,15 +121,15 @@ class Supervisor(Cluster):
             f"--lifeline={self._lifeline_read}",
             *arguments,
         ]
-        own_env: dict[str, str] = {}
+        listen_env: dict[str, str] = {}
         if address := options.get("listen"):
             previous = self._children.get(name)
             child.server = previous.server if previous and previous.server else open_listener(*address)
-            child.url = own_env[ROLE_URL_ENV] = listener_url(child.server, self._host)
+            child.url = listen_env[ROLE_URL_ENV] = listener_url(child.server, self._host)
             argv.append(f"--fd={child.server.fileno()}")
             child.fds = [self._lifeline_read, child.server.fileno()]
         inherited = {k: v for k, v in os.environ.items() if k not in options.get("exclude_env", ())}
-        child.argv, child.env = argv, {**inherited, **options.get("env", {}), **own_env}
+        child.argv, child.env = argv, {**inherited, **options.get("env", {}), **listen_env}
         self._children[name] = child
         await self._run(child)
         return child
@@ -135,7 +137,7 @@ class Supervisor(Cluster):
     async def _run(self, child: ChildProcess) -> None:
         try:
             await self._spawn(child)
-        except BaseException as error:  # any failure or cancellation: the child has no watcher
+        except BaseException as error:  # after any failure, nothing else would set the exit code
             child.exit_code.set_result(EXIT_FATAL)
             if isinstance(error, OSError):
                 raise InstarError(f"{child.name} cannot be started: {error}") from error

@@ -1,4 +1,4 @@
-"""Runs coroutines in the background such that their exceptions are raised or logged, never lost."""
+"""Runs coroutines in the background. Their exceptions are raised or logged, never lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def run_until_first(*awaitables: Awaitable[object]) -> None:
     except asyncio.CancelledError:
         await cancel_tasks(tasks)
         raise
-    first = next((task for task in done if _error(task)), None) or next(iter(done))
+    first = next((task for task in done if _get_error(task)), None) or next(iter(done))
     await cancel_tasks(task for task in tasks if task is not first)
     first.result()
 
@@ -57,11 +57,11 @@ async def cancel_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 def log_error(task: asyncio.Future[Any]) -> None:
-    if error := _error(task):
+    if error := _get_error(task):
         logger.error("a background task failed", exc_info=error)
 
 
-def _error(task: asyncio.Future[Any]) -> BaseException | None:
+def _get_error(task: asyncio.Future[Any]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
 
 

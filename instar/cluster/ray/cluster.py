@@ -62,7 +62,8 @@ class RoleActor(RoleHandle):
     shares_folder: bool = False
     moves: int = 0
     generation: int = 1
-    """Number of the current process. Reports about earlier processes are ignored."""
+    """1 for the role's first process on the current actor, one more for each process that replaced it.
+    Reports about earlier processes are ignored."""
     placed_at: float = 0.0
 
 
@@ -95,8 +96,8 @@ class RayCluster(Cluster):
     async def connect(
         cls, config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
     ) -> Self:
-        """Connect to the cluster and return it. Raises ConfigError if the connection or the config is not
-        valid."""
+        """Connect to the cluster and return it. Raises ConfigError if the cluster cannot be reached or cannot
+        run this config."""
         assert isinstance(config.cluster, RayClusterConfig)
         ray = await connect(resolve_address(config.cluster))
         cluster = cls(ray, config, folder, directory, log=log)
@@ -121,7 +122,7 @@ class RayCluster(Cluster):
                 return parse_nodes(await run_in_daemon_thread(self._ray.nodes))
         except TimeoutError as error:
             raise InstarError(
-                f"the head of the Ray cluster did not answer in {HEAD_ANSWER_SECONDS:g} s"
+                f"the head of the Ray cluster did not answer in {HEAD_ANSWER_SECONDS:g} s; check that it runs"
             ) from error
 
     @property
@@ -160,7 +161,7 @@ class RayCluster(Cluster):
 
     async def _place(self, actor: RoleActor) -> None:
         """Create the actor on a node with free resources, and start its role. Raises InstarError if there is
-        no such node. If the role is told to exit in the meantime, it exits."""
+        no such node. If the role is told to exit in the meantime, it is marked as exited."""
         reason = ""
         for _ in range(MAX_PLACEMENT_ATTEMPTS):
             await self._create(actor)
@@ -209,8 +210,9 @@ class RayCluster(Cluster):
         actor.handle = self._ray.remote(RoleHost).options(**options).remote()
 
     def _required_node(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
-        """Return the node that the actor must run on, if any. If the store is a file, all actors run on the
-        node of this process. A trainer stays on its previous node, which has its checkpoints."""
+        """Return the node that the actor must run on, or None if it may run on any node. If the store is a
+        file, all actors run on the node of this process. A trainer stays on its previous node, which has its
+        checkpoints, if this node is reachable."""
         if isinstance(self.config.store, SqliteStoreConfig):
             this_node = self._ray.get_runtime_context().get_node_id()
             return next((node for node in nodes if node.node_id == this_node), None)
@@ -224,8 +226,8 @@ class RayCluster(Cluster):
         return msgspec.json.decode(self._hosts.read_bytes()) if self._hosts.is_file() else {}
 
     async def _watch(self, actor: RoleActor) -> None:
-        """Watch the actor until it is dismissed. The actor outlives its role, to keep the socket and the
-        log."""
+        """Watch the actor until it is dismissed, and move its role if the actor is lost. An actor outlives
+        its role, to keep the socket and the log."""
         while actor.handle is not None:
             try:
                 await self._follow(actor)
@@ -237,7 +239,7 @@ class RayCluster(Cluster):
                     self.fail(error)
 
     async def _follow(self, actor: RoleActor) -> None:
-        """Poll the actor until it is lost, then raise ActorLostError."""
+        """Handle the actor's reports until it is dismissed. Raises ActorLostError if it is lost."""
         last_report = time.monotonic()
         timeout = min(ANSWER_SECONDS, self._section.node_timeout / 3)
         while actor.handle is not None:
@@ -323,7 +325,7 @@ class RayCluster(Cluster):
             await asyncio.sleep(REPORT_INTERVAL_SECONDS)
             raise TimeoutError from error
         except errors.RayTaskError:
-            raise  # raised by the code of the actor
+            raise  # the actor's own code raised this error
         except errors.RayError as error:
             raise ActorLostError(str(error).strip().splitlines()[0]) from error
 

@@ -13,12 +13,12 @@ from instar.config import RayClusterConfig
 from instar.errors import ConfigError, InstarError
 
 LOCAL_CLUSTER = "local"
-"""Address that makes Ray start a cluster on this machine."""
-REACH_SECONDS = 10.0
-CONNECT_SECONDS = 90.0
+"""The address that makes Ray start a cluster on this machine."""
+REACH_TIMEOUT_SECONDS = 10.0
+CONNECT_TIMEOUT_SECONDS = 90.0
 FORWARDED_VARIABLES = ("PYTHONPATH",)
-"""Variables that Ray's workers need to import Instar. Ray displays the variables, so they must not be
-secrets."""
+"""The environment variables that Ray's workers need to import Instar. Ray displays their values, so they must
+not be secrets."""
 
 
 def resolve_address(section: RayClusterConfig) -> str:
@@ -48,13 +48,13 @@ async def connect(address: str) -> Any:
     if address == LOCAL_CLUSTER:
         options["include_dashboard"] = False
     try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            # Ray stops a cluster that it started when the thread that started the cluster exits.
+        async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+            # Ray stops the cluster when the thread that started it exits, so the thread is kept.
             await run_in_daemon_thread(lambda: ray.init(**options), keep_thread=True)
     except TimeoutError as error:
         raise InstarError(
-            f"cluster.address: the Ray cluster at {address} did not answer in {CONNECT_SECONDS:g} s; check "
-            "that it is running"
+            f"cluster.address: the Ray cluster at {address} did not answer in {CONNECT_TIMEOUT_SECONDS:g} s; "
+            "check that it is running"
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -64,12 +64,13 @@ async def connect(address: str) -> Any:
 
 
 async def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nothing listens at the address. Ray itself would try for 90 seconds."""
+    """Raise ConfigError if nothing listens at an address with a port. Other addresses are not checked. Ray
+    itself would try for 90 seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
     try:
-        async with asyncio.timeout(REACH_SECONDS):
+        async with asyncio.timeout(REACH_TIMEOUT_SECONDS):
             _, writer = await asyncio.open_connection(host, int(port))
     except (OSError, TimeoutError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The resources that Ray reserves for the actor of a role."""
+"""Computes the resources that Ray reserves for the actor of each role."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
 
 
 def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -> PlacementConfig:
-    """Return the configured placement. Default: a core and a GPU, or a fraction if the cluster has too
-    few."""
+    """Return the configured placement of the role. By default, a process gets one core and the GPUs that it
+    can use, or a fraction of them if the cluster has too few."""
     section = config.cluster
     assert isinstance(section, RayClusterConfig)
     if (configured := section.placement.get(role)) is not None:  # pyright: ignore[reportArgumentType] - any role
@@ -51,34 +51,34 @@ def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -
     has_rewards_role = any(section.type != "agent" for section in config.reward)
     engine_count, teacher_count = len(engine_names(config)), len(teacher_names(config))
     process_count = engine_count + teacher_count + 3 + has_rewards_role  # 3: gateway, trainer and rollout
-    cores = sum(node.resources.get("CPU", 0.0) for node in nodes)
-    share = _gpus(role, config)
-    gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
-    requested = engine_count * _gpus("engine", config) + teacher_count * _gpus("teacher", config)
-    requested += _gpus("trainer", config)
-    if requested > gpus:
-        share = _floor(share * gpus / requested)
-    return PlacementConfig(cpus=min(1.0, _floor(cores / (2 * process_count))), gpus=share)
+    total_cores = sum(node.resources.get("CPU", 0.0) for node in nodes)
+    gpu_share = _count_gpus(role, config)
+    total_gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
+    requested_gpus = engine_count * _count_gpus("engine", config)
+    requested_gpus += teacher_count * _count_gpus("teacher", config) + _count_gpus("trainer", config)
+    if requested_gpus > total_gpus:
+        gpu_share = _round_down(gpu_share * total_gpus / requested_gpus)
+    return PlacementConfig(cpus=min(1.0, _round_down(total_cores / (2 * process_count))), gpus=gpu_share)
 
 
-def _gpus(role: str, config: RunConfig) -> float:
+def _count_gpus(role: str, config: RunConfig) -> float:
     """Return the number of GPUs that one process of the role can use."""
     if config.model.device == "cpu":
         return 0.0
     if role == "engine":
-        return _gpus_of_engine(config.engine)
+        return _count_engine_gpus(config.engine)
     if role == "teacher" and isinstance(config.trainer.reference, EngineReferenceConfig):
-        return _gpus_of_engine(teacher_config(config).engine)
+        return _count_engine_gpus(teacher_config(config).engine)
     return 1.0 if role == "trainer" and not isinstance(config.backend, CloudConfig) else 0.0
 
 
-def _gpus_of_engine(engine: EngineConfig) -> float:
+def _count_engine_gpus(engine: EngineConfig) -> float:
     if isinstance(engine, ScriptedEngineConfig | CloudEngineConfig):
         return 0.0
     return float(engine.tensor_parallel) if isinstance(engine, VllmEngineConfig) else 1.0
 
 
-def _floor(share: float) -> float:
+def _round_down(share: float) -> float:
     """Return the share rounded down: to an integer if it is at least 1, as Ray requires, else to
     hundredths."""
     return float(int(share)) if share >= 1 else int(share * RESOURCE_PRECISION) / RESOURCE_PRECISION
