@@ -30,7 +30,7 @@ class TextArenaAgent(OpenAIAgent):
         """Play the game and return the number of turns and the reward. ``unfinished`` is the reward if the
         game is not over after ``max_turns``. In a game for two players, the opponent moves at random."""
         game = TextArenaGame(task["game"], task["seed"], task["args"])
-        own_player = task["seed"] % game.players
+        own_player = task["seed"] % game.player_count
         opponent_rng = random.Random(f"{task['seed']}/opponent")
         messages: list[Any] = [{"role": "system", "content": hint}]
         turns = 0

@@ -42,10 +42,10 @@ class EndpointDirectory:
         """Return a new lease for the role ``name``. Holders of earlier leases can no longer write."""
         return str(await self._store.take_lease(self._run_id, name))
 
-    async def list_urls(self, role: str, *, draining: bool = True) -> list[str]:
+    async def list_urls(self, role: str, *, include_draining: bool = True) -> list[str]:
         """Return the URLs of the role's processes that listen, by default including draining processes."""
         entries = [e for e in await self._store.endpoints(self._run_id) if e.role == role and e.url]
-        return [entry.url for entry in entries if draining or not entry.doing.startswith(DRAINING)]
+        return [entry.url for entry in entries if include_draining or not entry.doing.startswith(DRAINING)]
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> list[str]:
         """Return the URLs of the role as soon as there is one. Raises EngineUnavailable after ``timeout``."""
@@ -77,7 +77,7 @@ class EngineConnections:
     async def list_current(self) -> list[Engine]:
         """Return the engines that have answered at their current address, except draining engines. Unless
         ``skip_silent`` is set, this includes engines that do not answer now."""
-        urls = await self._directory.list_urls("engine", draining=False)
+        urls = await self._directory.list_urls("engine", include_draining=False)
         await self._close_all_but(urls)
         await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
         engines: list[Engine] = [self._by_url[url] for url in urls if url in self._by_url]

@@ -73,7 +73,7 @@ class ChildProcess(RoleHandle):
     argv: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     fds: Sequence[int] = ()
-    server: socket.socket | None = None
+    listener: socket.socket | None = None
     process: asyncio.subprocess.Process | None = None
     is_restarting: bool = False
     stop_signal: int = signal.SIGTERM
@@ -124,10 +124,10 @@ class Supervisor(Cluster):
         listen_env: dict[str, str] = {}
         if address := options.get("listen"):
             previous = self._children.get(name)
-            child.server = previous.server if previous and previous.server else open_listener(*address)
-            child.url = listen_env[ROLE_URL_ENV] = listener_url(child.server, self._host)
-            argv.append(f"--fd={child.server.fileno()}")
-            child.fds = [self._lifeline_read, child.server.fileno()]
+            child.listener = previous.listener if previous and previous.listener else open_listener(*address)
+            child.url = listen_env[ROLE_URL_ENV] = listener_url(child.listener, self._host)
+            argv.append(f"--fd={child.listener.fileno()}")
+            child.fds = [self._lifeline_read, child.listener.fileno()]
         inherited = {k: v for k, v in os.environ.items() if k not in options.get("exclude_env", ())}
         child.argv, child.env = argv, {**inherited, **options.get("env", {}), **listen_env}
         self._children[name] = child
@@ -230,8 +230,8 @@ class Supervisor(Cluster):
     async def close(self) -> None:
         await super().close()
         for child in self._children.values():
-            if child.server is not None:
-                child.server.close()
+            if child.listener is not None:
+                child.listener.close()
         os.close(self._lifeline_write)
         os.close(self._lifeline_read)
 

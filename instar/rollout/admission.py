@@ -1,8 +1,9 @@
 """Limits how far generation may run ahead of training.
 
-A step consumes ``groups_per_step`` groups, some of which may be exported data. A group may start if the
-groups before it fill at most ``max_staleness`` more steps, so that it is trained on at most ``max_staleness``
-versions later. If ``max_staleness`` is 0, generation and training alternate.
+A step consumes ``groups_per_step`` groups, some of which may come from exported data. A group may start if
+the groups before it fill at most ``max_staleness`` more steps, so that the policy advances by at most
+``max_staleness`` versions until a step uses the group. If ``max_staleness`` is 0, generation and training
+alternate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from instar.types import StepState
 EPOCH = 0
 """The epoch of all claims. There is only one, because every group is claimed once."""
 MAX_STATE_AGE_SECONDS = 0.25
-"""Time after which the state is read again even if the counts in the store have not changed."""
+"""Time after which the state is computed again even if the counts in the store have not changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,15 @@ class Admission:
 
     async def _compute(self) -> AdmissionState:
         progress, waiting, steps = await self.store.progress_details(self.run_id, EPOCH)
-        trained = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
-        started = progress.next_group_index
+        trained_steps = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
+        started_groups = progress.next_group_index
         # Groups that are neither running, nor waiting, nor in a step were dropped and must be replaced.
         in_steps = self.count_groups(len(steps))
-        dropped = max(0, started - progress.groups_open - len(waiting) - in_steps)
-        needed = self.count_groups(min(trained + self.steps_ahead, self.steps)) + dropped
+        dropped_groups = max(0, started_groups - progress.groups_open - len(waiting) - in_steps)
+        needed_groups = self.count_groups(min(trained_steps + self.steps_ahead, self.steps)) + dropped_groups
         return AdmissionState(
-            next_group_index=started,
-            startable_groups=max(0, needed - started),
-            is_finished=trained >= self.steps,
+            next_group_index=started_groups,
+            startable_groups=max(0, needed_groups - started_groups),
+            is_finished=trained_steps >= self.steps,
             progress=progress,
         )

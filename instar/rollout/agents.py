@@ -20,7 +20,7 @@ from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
 STDOUT_TAIL_BYTES = 64 * 1024
-"""A reward is searched for in this number of bytes at the end of a program's output."""
+"""The number of bytes at the end of a program's output that are searched for a reward."""
 STDERR_TAIL_BYTES = 800
 SECRET_VARIABLES = frozenset(
     {
@@ -31,7 +31,7 @@ SECRET_VARIABLES = frozenset(
         "INSTAR_PROTOCOL_KEYS",
     }
 )
-"""Variables with keys of the run itself or of people, which agents must not see."""
+"""Environment variables with keys of the run itself or of people. Agents must not see them."""
 
 
 def create_agent(config: AgentConfig) -> Agent:
@@ -125,7 +125,8 @@ class CommandAgent(Agent):
 
 
 def fill_template(part: str, data: Json) -> str:
-    """Return ``part`` with each ``{field}`` replaced with that field of the task. Other braces are kept."""
+    """Return ``part`` with each ``{field}`` replaced with the task's value of that field. Braces around other
+    names are kept."""
 
     def replace_field(match: re.Match[str]) -> str:
         if match[1] not in data:

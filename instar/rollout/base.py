@@ -11,7 +11,7 @@ from instar.types import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """The URL of the model for an agent, and the key that assigns the agent's calls to a session."""
+    """What an agent needs to call the model: a URL, and a key that assigns its calls to the session."""
 
     session_id: str
     base_url: str
@@ -30,7 +30,7 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Attempt the task once and return the result. Raises AgentError, or errors of the transport."""
+        """Attempt the task once and return the result. Raises AgentError, or an error of the HTTP client."""
 
     async def close(self) -> None:  # noqa: B027 — optional
         """Release resources."""

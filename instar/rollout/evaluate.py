@@ -1,4 +1,5 @@
-"""Evaluates held-out tasks. Each task is attempted once on the `val` channel in every configured mode."""
+"""Evaluates the policy on held-out tasks. In every configured mode, each task is attempted once on the `val`
+channel."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from instar.types import Channel, Group, GroupStatus, Json, Reward, Score, Sessi
 logger = logging.getLogger(__name__)
 
 RecordMetrics = Callable[[str, int, Mapping[str, Any]], None]
-"""Called with ("eval", step, metrics)."""
+"""Called with the kind of record ("eval" or "warning"), the step and the values."""
 ReportProgress = Callable[[int, int], None]
 """Called with (finished tasks, all tasks)."""
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
@@ -122,7 +123,7 @@ class Evaluator:
         return metrics
 
     def _agent_for(self, mode: EvalMode) -> Agent:
-        """Return the run's agent, or a new agent if the mode has arguments of its own."""
+        """Return the run's agent, or a new agent if the mode has its own ``agent_args``."""
         config = self.rollout.agent
         if not mode.agent_args:
             return self.services.agent
@@ -131,7 +132,8 @@ class Evaluator:
         return create_agent(config.model_copy(update={"args": {**config.args, **mode.agent_args}}))
 
     async def _open_groups(self, name: str) -> list[Group]:
-        """Return one group of size 1 for each task. Groups of tasks that are already evaluated are closed."""
+        """Return one group of size 1 for each task. Groups of tasks that were already evaluated are returned
+        as they are, already closed."""
         existing = {group.group_id: group for group in await self.store.groups(self.run_id, Channel.VAL)}
         first_index = max((group.index for group in existing.values()), default=-1) + 1
         ids = [f"{self.run_id}/val/{name}/{index:06d}" for index in range(len(self.tasks))]
@@ -151,15 +153,15 @@ class Evaluator:
         await self.store.close_group(group.group_id, status)
 
     async def _wait_for_scores(self, group_ids: set[str]) -> None:
-        """Wait until the groups are scored. Give up if no session is scored for longer than a scorer may
-        take."""
+        """Wait until the groups are scored. Give up with a warning if no session is scored for longer than a
+        scorer may take."""
         settings = self.config.scoring
         max_wait = SCORING_GRACE_SECONDS + (settings.retries + 1) * settings.deadline
         last_counts: dict[str, dict[str, int]] = {}
         last_change = time.monotonic()
         while True:
-            scoring = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.SCORING)
-            remaining = sum(group.group_id in group_ids for group in scoring)
+            scoring_groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.SCORING)
+            remaining = sum(group.group_id in group_ids for group in scoring_groups)
             if not remaining:
                 return
             if (counts := await self.store.score_counts(self.run_id)) != last_counts:

@@ -43,8 +43,8 @@ class GatewayClient:
         self.url = url.rstrip("/")
 
     async def open_session(self, request: OpenSession) -> AgentSession:
-        """Open a session and return it. If the response is lost, the session stays open until its group
-        closes."""
+        """Open a session and return it. If the response is lost, another session is opened, and the first one
+        stays open until its group closes."""
         opened = await self._post("/sessions", request, OpenedSession)
         return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=request.metadata)
 

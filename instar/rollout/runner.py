@@ -42,7 +42,7 @@ class RolloutRunner:
         self._shuffled_indices = lru_cache(maxsize=2)(self._shuffle_indices)
         self._consecutive_failed_groups = 0
         self._last_evaluated: int | None = None
-        """The newest evaluated version, or None before it is read from the store."""
+        """The newest evaluated version, or None until it has been read from the store."""
         self._is_evaluating = False
         self._is_draining = False
         self._unfinished_slots = 0
@@ -55,13 +55,13 @@ class RolloutRunner:
         if self._is_evaluating and self.evaluator is not None:
             return self.evaluator.doing
         counters = self.counters
-        numbers = {"failed": counters.failed, "without a reward": counters.unscored}
-        problems = ", ".join(f"{number} {label}" for label, number in numbers.items() if number)
-        failed = f", {problems} ({counters.last_failure[:80]})" if problems else ""
+        problem_counts = {"failed": counters.failed, "without a reward": counters.unscored}
+        problems = ", ".join(f"{count} {label}" for label, count in problem_counts.items() if count)
+        suffix = f", {problems} ({counters.last_failure[:80]})" if problems else ""
         if not self._running:
-            return f"{'drained' if self._is_draining else 'waiting for the trainer'}{failed}"
+            return f"{'drained' if self._is_draining else 'waiting for the trainer'}{suffix}"
         running = f"{counters.running} sessions of {len(self._running)} groups"
-        return f"{running}, {counters.completed} done{failed}"
+        return f"{running}, {counters.completed} done{suffix}"
 
     async def run(self) -> None:
         """Run groups until all steps are trained, or until `drain` is called and all started groups finish.
@@ -95,8 +95,8 @@ class RolloutRunner:
         self._is_draining = True
 
     async def _wait(self) -> None:
-        """Wait until a slot has finished, or for POLL_SECONDS. Progress of the training may also allow a
-        group to start."""
+        """Wait until a slot has finished, but at most POLL_SECONDS, because progress of the training may also
+        allow a group to start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await self._slot_done.wait()
@@ -120,7 +120,8 @@ class RolloutRunner:
                 self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return the task of the group ``index``. Every epoch uses all tasks in a different order."""
+        """Return the task of the group with this index. Every epoch uses each task once, in a new order if
+        `rollout.shuffle` is set."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[self._shuffled_indices(epoch)[position]]
 
@@ -156,8 +157,9 @@ class RolloutRunner:
         self.groups_done += 1
 
     def _check_progress(self, results: list[SlotResult]) -> None:
-        """Raise AgentError after MAX_FAILED_GROUPS failed groups, because the agent is probably
-        misconfigured. With the group policy `drop`, the run would never finish."""
+        """Raise AgentError after MAX_FAILED_GROUPS consecutive groups without a usable session, because the
+        agent is probably misconfigured. If failed sessions get a reward and their groups are kept, the groups
+        are usable and are not checked."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
             return
         if results and all(result.is_unusable for result in results):
@@ -190,7 +192,7 @@ class RolloutRunner:
             has_failed = False
             for number in range(group.size):
                 attempts = [session for session in sessions if session.slot == number]
-                slot = self._unfinished_slot(group, number, attempts)
+                slot = self._make_next_slot(group, number, attempts)
                 if slot is not None:
                     slots.append(slot)
                 else:
@@ -202,8 +204,8 @@ class RolloutRunner:
             logger.info("resuming %s: %d of %d sessions to run", group.group_id, len(slots), group.size)
             self._launch(group, slots, has_failed)
 
-    def _unfinished_slot(self, group: Group, number: int, attempts: list[Session]) -> RolloutSlot | None:
-        """Return the part of the slot that must still be run, or None if the slot has its final session."""
+    def _make_next_slot(self, group: Group, number: int, attempts: list[Session]) -> RolloutSlot | None:
+        """Return the slot with its next attempt, or None if the slot already has its final session."""
         next_attempt = 1 + max((session.attempt for session in attempts), default=-1)
         failures = sum(session.status is SessionStatus.FAILED for session in attempts)
         if any(session.status is SessionStatus.COMPLETED for session in attempts):

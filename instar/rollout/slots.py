@@ -1,7 +1,7 @@
 """Runs one slot of a group: an agent's session from its start to its end, with retries and refills.
 
-A transient error (a lost connection, 429, 503) abandons the session and starts a new one. Any other error of
-the agent fails the session. An error of the control API stops the rollout.
+A transient error (a lost connection, status 429, 502 or 503) abandons the session and starts a new one. Any
+other error of the agent fails the session. An error of the control API stops the rollout.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ T = TypeVar("T")
 RETRY = RetryPolicy(first_delay=0.5)
 TRANSIENT_STATUSES = (429, 502, 503)
 TRANSIENT_CODES = ("unavailable", "engine_error", "store_error")
-"""The gateway's codes for 502 and 503. An error inside of a stream has no other status than 200."""
+"""The gateway's error codes for the statuses 502 and 503. An error inside a stream can only be recognized by
+its code, because the status was already sent as 200."""
 CANCEL_GRACE_SECONDS = 5.0
-"""The time that a cancelled agent has to stop."""
+"""The time after which a cancelled agent that has not stopped is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class RolloutSlot:
     refills: int = 0
     """The number of sessions that have replaced failed sessions."""
     seed_index: int | None = None
-    """The number that the seed is derived from. Default: the group's index."""
+    """The number that replaces the group's index in the seeds of the sessions, or None to use the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class SlotResult:
 
     @property
     def is_unusable(self) -> bool:
-        """True if the session failed or has no reward."""
+        """True if the session failed, or if its scoring failed without a reward."""
         failed = self.status is SessionStatus.FAILED
         return failed or (self.reason is not None and self.reward is None)
 
@@ -71,7 +72,7 @@ class RolloutCounters:
     failed: int = 0
     abandoned: int = 0
     unscored: int = 0
-    """The number of completed sessions that a scorer did not score."""
+    """The number of completed sessions whose scoring failed."""
     last_failure: str = ""
 
 
@@ -106,19 +107,19 @@ class SlotRunner:
         self.scoring = services.scoring
         self.sampling = (sampling or config.sampling).model_dump(include=set(SamplingConfig.model_fields))
         self.counters = RolloutCounters()
-        self.limit = asyncio.Semaphore(config.concurrency)
+        self.semaphore = asyncio.Semaphore(config.concurrency)
 
     async def run(self, slot: RolloutSlot) -> SlotResult:
         """Run sessions until one is final, and return the result of that session."""
         attempt, refills, retries = slot.attempt, slot.refills, 0
-        has_refills = self.config.group_policy == "refill"
+        can_refill = self.config.group_policy == "refill"
         while True:
-            async with self.limit:
+            async with self.semaphore:
                 result = await self._attempt(slot, attempt, refills, is_last=retries >= self.config.retries)
             if result.status is SessionStatus.ABANDONED:
                 await asyncio.sleep(RETRY.delay(retries))
                 retries += 1
-            elif result.status is SessionStatus.FAILED and has_refills and refills < self.config.refills:
+            elif result.status is SessionStatus.FAILED and can_refill and refills < self.config.refills:
                 refills += 1
             else:
                 return result
@@ -200,7 +201,7 @@ class SlotRunner:
 
 
 async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-    """Return the coroutine's result. Raises AgentTimeout after ``seconds``."""
+    """Return the coroutine's result. Raises AgentTimeout, whose message begins with ``name``, after ``seconds``."""
     return await run_with_deadline(
         seconds,
         coroutine,
@@ -233,7 +234,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 async def abandon_open_sessions(store: Store, group: Group, agent_id: str, reason: str) -> list[Session]:
-    """End the group's open sessions as abandoned, and return all its sessions in their previous state."""
+    """End the group's open sessions as abandoned, and return all its sessions as they were before that."""
     sessions = (await store.group_sessions([group], agent_id))[group.group_id]
     for session in sessions:
         if session.status is SessionStatus.OPEN:

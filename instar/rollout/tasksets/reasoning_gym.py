@@ -25,17 +25,17 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
     origins: dict[str, tuple[int, int]] = {}
     tasks: list[Task] = []
     counts = [0] * len(parts)
-    for part in order:
-        entry = datasets[part][counts[part]]
-        task = Task(f"{names[part]}-{counts[part]}", to_json(entry))
-        origins[task.task_id] = (part, counts[part])
+    for part_index in order:
+        count = counts[part_index]
+        task = Task(f"{names[part_index]}-{count}", to_json(datasets[part_index][count]))
+        origins[task.task_id] = (part_index, count)
         tasks.append(task)
-        counts[part] += 1
+        counts[part_index] += 1
     return TaskSet(tasks, ReasoningGymScorer(config, parts, sizes, datasets, origins))
 
 
 class ReasoningGymScorer(WorkerTextScorer):
-    """A scorer that calls the verifier of the dataset."""
+    """A scorer that calls the verifier of the task's dataset."""
 
     check_name = "reasoning_gym"
 

@@ -32,14 +32,14 @@ def textarena_tasks(config: TextArenaTasksConfig) -> TaskSet:
 
 class TextArenaGame:
     """One game with its own random generator. TextArena uses Python's global generator, so the state of the
-    global generator is replaced during each move."""
+    global generator is replaced during the start and each move."""
 
     def __init__(self, name: str, seed: int, args: Json) -> None:
         arena = import_package("textarena", "textarena")
         self._rng = random.Random(seed)
         with self._isolated_rng():
             self._env = arena.make(f"{name}-raw", **args)
-            self.players = self._reset(seed)
+            self.player_count = self._reset(seed)
         self._action: Any = arena.ObservationType.PLAYER_ACTION
         self.is_done = False
 
@@ -60,7 +60,8 @@ class TextArenaGame:
         return player, "\n".join(text for sender, text, kind in messages if (sender, kind) != own_action)
 
     def move(self, text: str) -> None:
-        """Make the move in brackets in ``text``, or ``text`` itself. The second invalid move loses."""
+        """Make the move that ``text`` contains in brackets. Text without brackets is itself the move. The
+        second invalid move of a player loses the game."""
         with self._isolated_rng():
             self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 

@@ -34,7 +34,8 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
 
 
 def load_environment(name: str, args: Json) -> Any:
-    """Return the environment, which all sessions share. Raises ConfigError if its tasks cannot be run."""
+    """Return the environment, which all sessions share. Raises ConfigError if it cannot be loaded or can only
+    score groups of sessions."""
     return _load(name, msgspec.json.encode(args))
 
 
@@ -63,10 +64,10 @@ def _load(name: str, args: bytes) -> Any:
 
 @contextmanager
 def _preserve_signal_handlers() -> Generator[None]:
-    """Restore the run's signal handlers, because loading an environment replaces them."""
-    handlers = {number: signal.getsignal(number) for number in REPLACED_SIGNALS}
+    """Restore the run's signal handlers after the body, because loading an environment replaces them."""
+    handlers = {signum: signal.getsignal(signum) for signum in REPLACED_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)

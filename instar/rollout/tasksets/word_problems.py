@@ -1,7 +1,7 @@
 """Generates word problems with one or two steps in GSM8K's format.
 
-A problem is identified by its kind and its numbers, not by names and things. A hash of the problem determines
-if it is held out, so that the training set and the held-out set never share a problem.
+A problem is identified by its kind and its numbers, not by the names and objects in its text. A hash of the
+problem determines whether it is held out, so that the training set and the held-out set share no problem.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from instar.types import Json
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})+(?:\.\d+)?|-?\d+(?:\.\d+)?")
 HELD_OUT_DIVISOR = 5
-"""One of this many problems is held out."""
+"""One in this many problems is held out."""
 PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivan", "Jo", "Kim", "Lena")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stickers")
 
@@ -39,7 +39,7 @@ class WordProblem:
     def is_held_out(self) -> bool:
         return zlib.crc32(self.key.encode()) % HELD_OUT_DIVISOR == 0
 
-    def record(self) -> Json:
+    def to_record(self) -> Json:
         return {"question": self.question, "answer": f"{self.steps}\n#### {self.result}"}
 
 
@@ -50,14 +50,14 @@ def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) 
     """Return distinct problems of the split. The kinds alternate, so that every prefix has the same mix."""
     rng = random.Random(f"gsm8k/{seed}/{split}")
     makers = [PROBLEM_MAKERS[index % len(PROBLEM_MAKERS)] for index in range(size)]
-    return [problem.record() for problem in generate_problems(rng, makers, held_out=split == "heldout")]
+    return [problem.to_record() for problem in generate_problems(rng, makers, held_out=split == "heldout")]
 
 
 def generate_problems(
     rng: random.Random, makers: Iterable[ProblemMaker], *, held_out: bool
 ) -> list[WordProblem]:
-    """Return one problem from each of the ``makers``. The problems are distinct. Either all or none are held
-    out."""
+    """Return one problem from each of the ``makers``. The problems are distinct. All are held out if
+    ``held_out`` is True, else none."""
     problems: dict[str, WordProblem] = {}
     for make in makers:
         problem = make(rng)

@@ -114,10 +114,10 @@ async def test_restarted_role_gets_the_same_socket(
     program = script('echo "$@" >> $FOLDER/arguments; echo $INSTAR_ROLE_URL >> $FOLDER/urls; exit 1')
     role = await supervisor.start("gateway", python=program, listen=("127.0.0.1", 0))
     await wait_until(lambda: role.restarts == 2)
-    assert role.server is not None
+    assert role.listener is not None
     first, second = (tmp_path / "arguments").read_text().splitlines()[:2]
     assert first == second
-    assert f"--fd={role.server.fileno()}" in first
+    assert f"--fd={role.listener.fileno()}" in first
     assert (tmp_path / "urls").read_text().splitlines()[:2] == [role.url, role.url]
     _, writer = await asyncio.open_connection("127.0.0.1", int(role.url.rsplit(":", 1)[1]))
     writer.close()  # the connection was accepted although no process serves it yet
