@@ -15,7 +15,7 @@ def find_key_hash(key: str, hashes: Iterable[str]) -> str | None:
     """Return the hash of ``key`` if ``hashes`` contains it, else None."""
     # All hashes are compared, so that the duration does not reveal which hash matches.
     key_hash = hash_key(key)
-    matches = [known for known in hashes if hmac.compare_digest(known, key_hash)]
+    matches = [known_hash for known_hash in hashes if hmac.compare_digest(known_hash, key_hash)]
     return matches[0] if matches else None
 
 

@@ -13,7 +13,7 @@ from instar.http.retry import parse_retry_after
 
 
 class NoResponse(Exception):
-    """The server could not be reached, did not answer in time, or sent an incomplete response."""
+    """The server could not be reached, or did not send a complete and short enough response in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class HttpResponse:
     body: bytes
     content_type: str = ""
     retry_after: float | None = None
-    """The number of seconds in the ``Retry-After`` header."""
+    """The seconds to wait according to the ``Retry-After`` header, or None without a valid header."""
 
     @property
     def is_success(self) -> bool:
@@ -64,8 +64,8 @@ class HttpClient:
     ) -> HttpResponse:
         """Send a request and return its response. Redirects are not followed.
 
-        Raises NoResponse if no response arrives within ``timeout`` seconds, or if the response is longer than
-        ``max_bytes``.
+        Raises NoResponse if no complete response arrives within ``timeout`` seconds, or if the response is
+        longer than ``max_bytes``.
         """
         timeout = options.get("timeout")
         seconds = self.timeout if timeout is None else timeout

@@ -33,14 +33,14 @@ class PlainClient:
     async def post(self, target: str, headers: Mapping[str, str], body: bytes) -> PlainResponse:
         """Send a request, and return its response when the status and the headers have arrived."""
         connection = self._pop_idle() or await self._connect()
-        return await connection.send(self._head(target, headers, len(body)), body)
+        return await connection.send(self._build_head(target, headers, len(body)), body)
 
     def close(self) -> None:
         """Abort all connections, including connections with a response in progress."""
         for connection in [*self._open]:
             connection.transport.abort()
 
-    def _head(self, target: str, headers: Mapping[str, str], length: int) -> bytes:
+    def _build_head(self, target: str, headers: Mapping[str, str], length: int) -> bytes:
         lines = [f"POST {target} HTTP/1.1", f"host: {self._host_header}", f"content-length: {length}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join(lines)
@@ -87,7 +87,8 @@ class _Connection(asyncio.Protocol):
         try:
             await response.started
         except asyncio.CancelledError:
-            response.close()  # If the response is complete, another request may use the connection.
+            # Not transport.abort(): if the response is complete, another request may use the connection.
+            response.close()
             raise
         return response
 
@@ -96,7 +97,7 @@ class _Connection(asyncio.Protocol):
         self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._response is None:  # data without a request
+        if self._response is None:  # the server sent data without a request
             self.transport.abort()
             return
         try:
@@ -112,7 +113,7 @@ class _Connection(asyncio.Protocol):
         response = self._response
         if response is None:
             return
-        if response.ends_with_connection and exc is None:
+        if response.is_ended_by_connection and exc is None:
             self._response = None
             response.finish()
         else:
@@ -169,7 +170,7 @@ class PlainResponse:
         self._connection = connection
         self._parts: list[bytes] = []
         self._unread_bytes = 0
-        self._paused = False
+        self._is_paused = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -178,7 +179,8 @@ class PlainResponse:
         return self
 
     @property
-    def ends_with_connection(self) -> bool:
+    def is_ended_by_connection(self) -> bool:
+        """True if the body ends when the server closes the connection, because no header gives its length."""
         headers = self.headers
         return self.status != 0 and "content-length" not in headers and "transfer-encoding" not in headers
 
@@ -200,8 +202,8 @@ class PlainResponse:
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._unread_bytes = 0
-        if self._paused:
-            self._paused = False
+        if self._is_paused:
+            self._is_paused = False
             self._connection.transport.resume_reading()
         return data
 
@@ -219,14 +221,14 @@ class PlainResponse:
         self._parts.append(part)
         self._unread_bytes += len(part)
         self.received += len(part)
-        if self._unread_bytes > MAX_UNREAD_BYTES and not self._paused:
-            self._paused = True
+        if self._unread_bytes > MAX_UNREAD_BYTES and not self._is_paused:
+            self._is_paused = True
             self._connection.transport.pause_reading()
         self._wake()
 
     def finish(self, error: Exception | None = None) -> None:
         self.closed = True
-        self._paused = False
+        self._is_paused = False
         if error is not None and not self.started.done():
             self.started.set_exception(error)
         else:

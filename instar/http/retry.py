@@ -20,15 +20,16 @@ MAX_DOUBLINGS = 32
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """Delays between attempts, in seconds. The delay starts at ``first_delay`` and doubles up to
-    ``max_delay``. The delay is multiplied by a random factor from ``jitter``, so that many clients do not
-    retry at the same time."""
+    ``max_delay``. Each delay is multiplied by a random factor in the range ``jitter``, so that many clients
+    do not retry at the same time."""
 
     first_delay: float = 0.25
     max_delay: float = 8.0
     jitter: tuple[float, float] = (0.5, 1.0)
 
     def delay(self, failures: int, *, at_least: float = 0.0, rng: random.Random | None = None) -> float:
-        """Return the seconds to wait after a failure that follows ``failures`` earlier failures."""
+        """Return the seconds to wait after a failure that follows ``failures`` earlier failures. The result
+        is never less than ``at_least``."""
         doubled = self.first_delay * 2 ** min(failures, MAX_DOUBLINGS)
         return max(at_least, min(self.max_delay, doubled) * (rng or random).uniform(*self.jitter))
 
@@ -39,9 +40,9 @@ class RetryPolicy:
         retry_on: type[Exception] | tuple[type[Exception], ...],
         seconds: float,
     ) -> T:
-        """Call ``attempt`` until it succeeds, and return its result. The last error is raised if the next
-        attempt would begin after ``seconds``. The attribute ``retry_after`` of an error is the minimum
-        delay."""
+        """Call ``attempt`` until it succeeds, and return its result. Errors of the types ``retry_on`` are
+        retried, at the earliest after the seconds in the error's attribute ``retry_after``, if any. The error
+        is raised if the next attempt would begin later than ``seconds`` after the start."""
         deadline = time.monotonic() + seconds
         for failures in count():
             try:
@@ -55,7 +56,8 @@ class RetryPolicy:
 
 
 def parse_retry_after(header: str | None) -> float | None:
-    """Return the seconds to wait. The header is a number of seconds or an HTTP date."""
+    """Return the seconds to wait, or None if the header is missing or invalid. The header is a number of
+    seconds or an HTTP date."""
     if not header:
         return None
     try:

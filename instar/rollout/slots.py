@@ -201,7 +201,7 @@ class SlotRunner:
 
 
 async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-    """Return the coroutine's result. Raises AgentTimeout, whose message begins with ``name``, after ``seconds``."""
+    """Return the coroutine's result. Raises AgentTimeout after ``seconds``. Messages begin with ``name``."""
     return await run_with_deadline(
         seconds,
         coroutine,

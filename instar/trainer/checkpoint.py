@@ -1,7 +1,7 @@
 """Save and verify the checkpoints of a run, which contain the states of the backend and the trainer.
 
 A checkpoint folder is written under a temporary name, flushed to disk and then renamed, so that it exists
-only when it is complete. It contains the hashes of its files, so that later damage is found.
+only when it is complete. It contains the hashes of its files, so that later damage is detected.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _hash_files(folder: Path) -> dict[str, str]:
 
 
 def _find_damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint and name the file, or return None if the checkpoint is intact.
-    Only the trainer's state is checked in a checkpoint of an earlier Instar, which has no hashes."""
+    """Return a description of the damage, or None if the checkpoint is intact. A checkpoint of an earlier
+    version of Instar has no hashes; only its trainer state is checked."""
     if not path.is_dir():
         return "it does not exist; to resume on another machine, set `dir` to a folder that both can access"
     name = HASHES_FILE
@@ -96,8 +96,9 @@ def read_trainer_state(path: Path) -> TrainerState:
 async def load_newest_intact(
     run_dir: Path, backend: Backend, steps: Sequence[int]
 ) -> tuple[TrainerState, frozenset[Path]]:
-    """Load the newest intact checkpoint of these saved steps into the backend. Return the trainer's state and
-    the newer checkpoints, which are damaged. Raises InstarError if no checkpoint is intact."""
+    """Load the newest intact checkpoint of the saved ``steps`` (in ascending order) into the backend. Return
+    the trainer's state and the newer checkpoints, which are damaged. Raises InstarError if no checkpoint is
+    intact."""
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
         path = checkpoint_path(run_dir, step)
@@ -115,7 +116,7 @@ async def load_newest_intact(
         details = ", ".join(f"{path} ({damage})" for path, damage in damaged.items())
         lost = list(range(step + 1, steps[-1] + 1))
         logger.warning(
-            "damaged: %s. The updates of the steps %s are lost, and their samples are trained again",
+            "damaged checkpoints: %s. The updates of the steps %s are lost; their samples are used again",
             details,
             lost,
         )
@@ -124,7 +125,7 @@ async def load_newest_intact(
 
 
 async def _load_state(backend: Backend, path: Path) -> str | None:
-    """Load the backend's state and return None, or the reason why the state cannot be used."""
+    """Load the backend's state. Return None, or the reason why the state cannot be used."""
     try:
         await backend.load_state(path / "backend")
     except NonFiniteError as error:  # an earlier version of Instar may have saved such weights
@@ -133,8 +134,8 @@ async def _load_state(backend: Backend, path: Path) -> str | None:
 
 
 def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path]) -> None:
-    """Remove the checkpoints of later steps, which the store does not refer to. The ones in ``damaged`` are
-    moved to the folder "damaged" of the run, where the user can inspect them."""
+    """Remove the checkpoints of the steps after ``step``, which the store does not refer to. Those in
+    ``damaged`` are moved to the run's folder "damaged", where the user can inspect them."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if path in damaged:
             target = run_dir / "damaged" / path.name
@@ -146,7 +147,8 @@ def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path])
 
 
 def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Path]:
-    """Return the numbered entries of a folder, except the newest ``count`` and the paths in ``exclude``."""
+    """Return the complete entries of a folder, oldest first, except the newest ``count`` and those in
+    ``exclude``."""
     if not folder.is_dir():
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))

@@ -15,8 +15,8 @@ from instar.types import Json
 
 
 class Monitor:
-    """Writes the metrics of a run. A step that is trained again after a crash has two records; readers use
-    the last one. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
+    """Writes the metrics of a run. A step that is trained again after a crash has two records, of which
+    `read_steps` returns the last. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -31,8 +31,8 @@ class Monitor:
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         # orjson writes NaN as null, while json.dumps would write NaN, which is not valid JSON.
-        record = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
-        self._file.write(record.decode() + "\n")
+        line = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
+        self._file.write(line.decode() + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in _flatten_numbers(kind, values):
@@ -46,7 +46,7 @@ class Monitor:
 
 
 def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield each number in nested values, such as the bins of a histogram, with its path."""
+    """Yield the path and value of each number in nested values, such as the bins of a histogram."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flatten_numbers(f"{prefix}/{name}", cast(Mapping[str, Any], value))
@@ -67,7 +67,7 @@ def read_metrics(run_dir: Path) -> Iterator[Json]:
 
 
 def read_warnings(run_dir: Path) -> list[str]:
-    """Return the distinct warnings about settings that were replaced."""
+    """Return the distinct warnings of the run, oldest first."""
     warnings = (record["text"] for record in read_metrics(run_dir) if record["kind"] == "warning")
     return list(dict.fromkeys(warnings))
 

@@ -45,12 +45,12 @@ class PolicyPublisher:
         """Push the policy to every engine. An engine that cannot be reached keeps its version, and the run
         continues. Raises SyncError if all engines have refused `MAX_REFUSALS` pushes in a row."""
         engines = await self._list_engines()
-        started = time.monotonic()
-        failures = await self._push_to(policy, engines)
+        started_at = time.monotonic()
+        failure_count = await self._push_to(policy, engines)
         self.report = {
-            "sync_seconds": time.monotonic() - started,
+            "sync_seconds": time.monotonic() - started_at,
             "engines": float(len(engines)),
-            "engines_behind": float(failures),
+            "engines_behind": float(failure_count),
         }
 
     async def sync_while_waiting(self, policy: Policy, waiting: Coroutine[Any, Any, T]) -> T:
@@ -77,7 +77,7 @@ class PolicyPublisher:
         while not self._should_stop:
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
             engines = await self._list_engines()
-            versions = await asyncio.gather(*map(_served_version, engines))
+            versions = await asyncio.gather(*map(_get_served_version, engines))
             pairs = zip(engines, versions, strict=True)
             lagging = [engine for engine, version in pairs if version not in (None, policy.version)]
             if not lagging:
@@ -98,7 +98,8 @@ class PolicyPublisher:
         if is_retry and len(failures) < len(engines):
             reached = len(engines) - len(failures)
             logger.info("version %s reached %s engine(s) after a retry", policy.version, reached)
-        # A refusal is a response of the engine, or a failure of the route. An unavailable engine may return.
+        # Only an error response of an engine or a failure of the route is a refusal, because an unavailable
+        # engine may become available again.
         refusals = [
             failure
             for failure in failures
@@ -111,7 +112,7 @@ class PolicyPublisher:
         return len(failures)
 
 
-async def _served_version(engine: Engine) -> int | None:
+async def _get_served_version(engine: Engine) -> int | None:
     """Return the version that the engine reports, or None if the engine does not respond."""
     try:
         async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
