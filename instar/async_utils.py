@@ -25,7 +25,8 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result. If the caller is cancelled, wait for the coroutine, then raise."""
+    """Return the coroutine's result. If the caller is cancelled, wait until the coroutine has finished before
+    the cancellation continues."""
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)
@@ -37,12 +38,12 @@ async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
 async def map_concurrently(
     function: Callable[[S], Awaitable[T]], items: Iterable[S], max_concurrent: int | None = None
 ) -> list[T]:
-    """Return the result of ``function`` for each item. At most ``max_concurrent`` calls run at the same time.
-    The first error cancels the other calls."""
-    slots = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+    """Return the results of ``function`` in the order of the items. At most ``max_concurrent`` calls run at
+    the same time; None means no limit. The first error cancels the other calls."""
+    semaphore = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
 
     async def call(item: S) -> T:
-        async with slots:
+        async with semaphore:
             return await function(item)
 
     return await gather_or_cancel(call(item) for item in items)

@@ -36,19 +36,19 @@ def guard_command(command: Sequence[str], *, kill_immediately: bool = False) -> 
     return [sys.executable, "-I", "-S", __file__, *flags, *command]
 
 
-def main(grace: float, command: list[str]) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+def main(grace_seconds: float, command: list[str]) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         # The guard exits only with its parent. SIG_IGN cannot be used, because the command would inherit it.
-        signal.signal(number, lambda _number, _frame: None)
+        signal.signal(signum, lambda _signum, _frame: None)
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = _start(command)
     status = _wait(child, [wakeup_read, sys.stdin.fileno()], None)
-    if status is None and grace:
+    if status is None and grace_seconds:
         os.kill(child, signal.SIGTERM)
-        status = _wait(child, [wakeup_read], grace)
+        status = _wait(child, [wakeup_read], grace_seconds)
     if status is None:
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
@@ -66,8 +66,8 @@ def _start(command: list[str]) -> int:
         if os.getppid() != guard:
             os._exit(EXIT_NOT_STARTED)  # the guard died before PR_SET_PDEATHSIG took effect
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals
-            signal.signal(number, signal.SIG_DFL)
+        for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals
+            signal.signal(signum, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"cannot start {command[0]!r}: {error.strerror}\n".encode())
@@ -75,18 +75,18 @@ def _start(command: list[str]) -> int:
         os._exit(EXIT_NOT_STARTED)
 
 
-def _wait(child: int, watched: list[int], seconds: float | None) -> int | None:
+def _wait(child: int, watched_fds: list[int], seconds: float | None) -> int | None:
     """Return the child's status, or None if the child still runs after ``seconds`` or after the parent's
-    exit. ``watched`` lists the pipe that is written to when a child exits, and optionally the pipe from the
-    parent."""
+    exit. ``watched_fds`` lists the pipe that is written to when a child exits, and optionally the pipe from
+    the parent."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return status
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select(watched, [], [], remaining)
-        if ready != watched[:1]:
+        ready, _, _ = select.select(watched_fds, [], [], remaining)
+        if ready != watched_fds[:1]:
             return None
         os.read(ready[0], 4096)  # a different child may have exited
 

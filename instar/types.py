@@ -36,8 +36,8 @@ NOT_SAMPLED = -1
 
 
 _id_generator = random.Random(os.urandom(32))
-"""The source of ids. They must be unique but not secret. A system call for each id would take more time than
-the rest of a short call."""
+"""The random source of ids, which must be unique but not secret. It makes no system calls, because ids are
+created for every model call."""
 
 
 def new_id(prefix: str) -> str:
@@ -65,7 +65,7 @@ class SessionStatus(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """The session was replaced with a newer attempt in the same slot. It is never trained on."""
+    """The session was replaced by a newer attempt in the same slot. It is never used for training."""
 
 
 class GroupStatus(StrEnum):
@@ -86,7 +86,7 @@ class RewardSource(StrEnum):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A problem. The agent and the reward rule receive its ``data``."""
+    """A problem for the agent. The agent and the reward rule receive its ``data``."""
 
     task_id: str
     data: Json
@@ -107,7 +107,8 @@ class Group:
     created_at: float = 0.0
 
     def accepts(self, session: Session) -> bool:
-        """Return True if the session has the run and channel of this group and one of its slots."""
+        """Return True if the session has the run, channel and id of this group, and a slot that the group
+        has."""
         has_same_origin = (session.run_id, session.channel) == (self.run_id, self.channel)
         return has_same_origin and session.group_id == self.group_id and 0 <= session.slot < self.size
 
@@ -222,7 +223,7 @@ class Reward:
     scorer_version: str = ""
     """The version of the rule, rubric or model. Each version of a scorer adds its own reward."""
     cost: float = 0.0
-    """The cost in US dollars, if the price is known."""
+    """The cost in US dollars; 0 if the price is not known."""
 
 
 class ScoreState(StrEnum):
@@ -233,7 +234,8 @@ class ScoreState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A record that a scorer has scored a session. There is one per session and scorer."""
+    """Records that a scorer scored a session, or failed and gave the fallback reward. There is one record per
+    session and scorer."""
 
     session_id: str
     scorer: str
@@ -273,7 +275,7 @@ class Feedback:
     session_id: str
     call_id: str | None = None
     thumbs: int | None = None
-    """1 or -1."""
+    """1 for thumbs up, -1 for thumbs down."""
     score: float | None = None
     text: str = ""
     correction: str | None = None
@@ -354,8 +356,8 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A record that a step trained on a sample, or that the sample was dropped for a reason. There is one per
-    sample, run and epoch."""
+    """Records that a step trained on a sample, or that the sample was dropped and why. There is one record
+    per sample, run and epoch."""
 
     run_id: str
     epoch: int

@@ -192,7 +192,7 @@ class ChatResponseChoice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """The stop string that ended the reply, as vLLM sends it."""
+    """The stop string or the id of the stop token that ended the reply, as vLLM sends it."""
 
 
 class ChatResponseChoiceWithTokens(ChatResponseChoice):
