@@ -18,13 +18,13 @@ async def calc(expression: str) -> str:
     return f"{evaluate(expression):g}"
 
 
-async def right(completion: list[Any], answer: str) -> float:
-    """Return 1 if the last number of the last reply is the answer."""
+async def score_answer(completion: list[Any], answer: str) -> float:
+    """Return 1 if the last number of the last reply is the answer, else 0."""
     return float(final_number(completion[-1].content or "") == final_number(answer))
 
 
-def rows(split: Any, size: int) -> Dataset:
-    """Return the problems, each after the demo's worked examples."""
+def make_dataset(split: Any, size: int) -> Dataset:
+    """Return the problems. Each prompt begins with the demo's worked examples."""
     return Dataset.from_list(
         [
             {
@@ -38,9 +38,9 @@ def rows(split: Any, size: int) -> Dataset:
 
 def load_environment(size: int = 600) -> vf.Environment:
     return vf.ToolEnv(
-        dataset=rows("train", size),
-        eval_dataset=rows("heldout", 105),
+        dataset=make_dataset("train", size),
+        eval_dataset=make_dataset("heldout", 105),
         tools=[calc],
-        rubric=vf.Rubric(funcs=[right]),
+        rubric=vf.Rubric(funcs=[score_answer]),
         max_turns=4,
     )

@@ -69,13 +69,13 @@ async def agent(task: Json, session: AgentSession) -> str:
     return reply.content or ""
 
 
-def is_right(task: Json, answer: str) -> float:
-    """Return 1 if the last number in the answer is the correct one."""
+def score_answer(task: Json, answer: str) -> float:
+    """Return 1 if the last number in the answer is the correct one, else 0."""
     numbers = re.findall(r"-?\d+", answer)
     return float(bool(numbers) and int(numbers[-1]) == task["answer"])
 
 
-async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_right) -> None:
+async def main(folder: Path, model: str, steps: int = 40, reward: Rule = score_answer) -> None:
     config = ModelConfig(name=model)
     tasks = train_tasks(size=steps * GROUPS)
 
@@ -101,7 +101,7 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_righ
     gateway = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", admin_key)
 
     async def attempt(task: Json, seed: int) -> tuple[float, list[Sample]]:
-        """Run one session; return its reward and its calls as flat samples."""
+        """Run one session. Return its reward, and its calls as flat samples."""
         opened = await gateway.open_session(OpenSession(channel=Channel.TRAIN, seed=seed))
         value = reward(task, await agent(task, opened))
         rewards = [Reward(opened.session_id, value, RewardSource.RULE)]
@@ -112,17 +112,17 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = is_righ
 
     for step in range(steps):
         batch = tasks[step * GROUPS : (step + 1) * GROUPS]
-        tries = [attempt(task, step * GROUP_SIZE + i) for task in batch for i in range(GROUP_SIZE)]
-        results = await asyncio.gather(*tries)
+        attempts = [attempt(task, step * GROUP_SIZE + i) for task in batch for i in range(GROUP_SIZE)]
+        results = await asyncio.gather(*attempts)
 
-        # The advantage of an attempt is relative to the others at the same task.
+        # The advantage of an attempt is relative to the other attempts at the same task.
         samples: list[Sample] = []
         for start in range(0, len(results), GROUP_SIZE):
             group = results[start : start + GROUP_SIZE]
             advantages = grpo([value for value, _ in group])
             if has_signal(advantages):
-                for (_, attempted), advantage in zip(group, advantages, strict=True):
-                    samples += [with_advantage(sample, advantage or 0.0) for sample in attempted]
+                for (_, attempt_samples), advantage in zip(group, advantages, strict=True):
+                    samples += [with_advantage(sample, advantage or 0.0) for sample in attempt_samples]
 
         # Train, publish, and load the new weights into the engine.
         if samples:
