@@ -7,7 +7,7 @@ import sys
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Send the records of all ``instar`` loggers to standard error; leave other libraries alone."""
+    """Send the records of all ``instar`` loggers to standard error. Other loggers are not changed."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("instar")

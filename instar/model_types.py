@@ -98,6 +98,7 @@ class Artifact(msgspec.Struct, frozen=True):
     kind: ArtifactKind
     path: str = ""
     expires_at: float | None = None
+    """The Unix time at which a remote sampler expires, if it does."""
 
 
 class Policy(msgspec.Struct, frozen=True):

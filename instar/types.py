@@ -328,6 +328,7 @@ class Sample:
     behavior_logprobs: Floats | None = None
     spans: tuple[Span, ...] = ()
     aux: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
+    """Other values of each token by name, such as the reference's logprobs."""
     media: tuple[Json, ...] = ()
 
     def __len__(self) -> int:
@@ -378,6 +379,7 @@ class Step:
     step: int
     state: StepState
     state_path: str | None = None
+    """The path of the step's checkpoint; None until the step is saved."""
     version: int | None = None
     """The policy version that this step published."""
     metrics: Json = field(default_factory=dict[str, Any])

@@ -82,7 +82,7 @@ class ChildProcess(RoleHandle):
         """Mark the role as stopping. A process that is being started gets the signal as soon as it runs."""
         self.is_stopping, self.is_restarting, self.stop_signal = True, False, signum
 
-    def send(self, signum: int) -> None:
+    def send_signal(self, signum: int) -> None:
         if self.process and self.process.returncode is None:
             self.process.send_signal(signum)
 
@@ -157,7 +157,7 @@ class Supervisor(Cluster):
             )
         child.is_restarting = False
         if child.is_stopping:
-            child.send(child.stop_signal)
+            child.send_signal(child.stop_signal)
 
     async def _watch(self, child: ChildProcess) -> None:
         while True:
@@ -199,7 +199,7 @@ class Supervisor(Cluster):
     def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
         if child := self._children.get(name):
             child.request_stop(signum)
-            child.send(signum)
+            child.send_signal(signum)
 
     def kill(self, name: str) -> None:
         if child := self._children.get(name):
@@ -215,7 +215,7 @@ class Supervisor(Cluster):
             return
         previous = child.process
         child.is_restarting = True
-        child.send(signal.SIGTERM)
+        child.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + timeout
         # The watcher starts the new process, even if it is currently waiting before a restart.
         while child.process is previous and not child.exit_code.done():

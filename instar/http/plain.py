@@ -27,8 +27,8 @@ class PlainClient:
         self._connect_seconds = connect_seconds
         name = f"[{host}]" if ":" in host else host
         self._host_header = name if port == 80 else f"{name}:{port}"
-        self._idle: list[_Connection] = []
-        self._open: set[_Connection] = set()
+        self._idle_connections: list[_Connection] = []
+        self._open_connections: set[_Connection] = set()
 
     async def post(self, target: str, headers: Mapping[str, str], body: bytes) -> PlainResponse:
         """Send a request, and return its response when the status and the headers have arrived."""
@@ -37,7 +37,7 @@ class PlainClient:
 
     def close(self) -> None:
         """Abort all connections, including connections with a response in progress."""
-        for connection in [*self._open]:
+        for connection in [*self._open_connections]:
             connection.transport.abort()
 
     def _build_head(self, target: str, headers: Mapping[str, str], length: int) -> bytes:
@@ -49,8 +49,8 @@ class PlainClient:
         return head.encode() + b"\r\n\r\n"
 
     def _pop_idle(self) -> _Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
+        while self._idle_connections:
+            connection = self._idle_connections.pop()
             if time.monotonic() - connection.idle_since < self._idle_seconds and connection.is_usable:
                 return connection
             connection.transport.abort()
@@ -60,7 +60,7 @@ class PlainClient:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._connect_seconds):
             _, connection = await loop.create_connection(
-                lambda: _Connection(self._idle, self._open), self._host, self._port
+                lambda: _Connection(self._idle_connections, self._open_connections), self._host, self._port
             )
         return connection
 

@@ -91,13 +91,13 @@ class Evaluator:
         start_time = time.monotonic()
         services = replace(self.services, agent=self._agent_for(self.eval.modes[mode]))
         version = (await self.store.progress(self.run_id)).head_version
-        slots = SlotRunner(self.rollout, self.config.seed, services, sampling=self.eval.modes[mode])
+        slot_runner = SlotRunner(self.rollout, self.config.seed, services, sampling=self.eval.modes[mode])
         finished = 0
 
         async def run_task(index: int, group: Group) -> None:
             nonlocal finished
             if group.status is GroupStatus.OPEN:
-                await self._run_group(slots, group, index)
+                await self._run_group(slot_runner, group, index)
             finished += 1
             self.doing = f"evaluating {label}, {mode}: {finished} of {len(self.tasks)}"
             if progress is not None:
@@ -145,10 +145,10 @@ class Evaluator:
         await gather_or_cancel(self.store.open_group(group) for group in new_groups.values())
         return [existing.get(group_id) or new_groups[group_id] for group_id in ids]
 
-    async def _run_group(self, slots: SlotRunner, group: Group, index: int) -> None:
+    async def _run_group(self, slot_runner: SlotRunner, group: Group, index: int) -> None:
         earlier = await abandon_open_sessions(self.store, group, self.config.agent_id, "interrupted")
         attempt = 1 + max((session.attempt for session in earlier), default=-1)
-        await slots.run(RolloutSlot(group, 0, attempt, seed_index=index))
+        await slot_runner.run(RolloutSlot(group, 0, attempt, seed_index=index))
         status = GroupStatus.SCORING if self.scoring.has_background_scorers else GroupStatus.READY
         await self.store.close_group(group.group_id, status)
 

@@ -33,9 +33,9 @@ class RolloutRunner:
         self.run_id = config.name
         self.store = services.store
         self.tasks = tasks
-        self.slots = SlotRunner(config.rollout, config.seed, services)
+        self.slot_runner = SlotRunner(config.rollout, config.seed, services)
         self.scoring = services.scoring
-        self.counters = self.slots.counters
+        self.counters = self.slot_runner.counters
         self.admission = Admission(config, self.store, self.run_id)
         self.evaluator: Evaluator | None = None
         self.groups_done = 0
@@ -174,7 +174,7 @@ class RolloutRunner:
 
     async def _run_slot(self, slot: RolloutSlot) -> SlotResult:
         try:
-            return await self.slots.run(slot)
+            return await self.slot_runner.run(slot)
         finally:
             self._unfinished_slots -= 1
             self._slot_done.set()

@@ -114,11 +114,11 @@ async def load_newest_intact(
         )
     if damaged:
         details = ", ".join(f"{path} ({damage})" for path, damage in damaged.items())
-        lost = list(range(step + 1, steps[-1] + 1))
+        lost_steps = list(range(step + 1, steps[-1] + 1))
         logger.warning(
             "damaged checkpoints: %s. The updates of the steps %s are lost; their samples are used again",
             details,
-            lost,
+            lost_steps,
         )
     logger.info("resuming after step %s", step)
     return read_trainer_state(path), frozenset(damaged)

@@ -23,26 +23,26 @@ class Monitor:
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         if tensorboard is None:
             tensorboard = all(find_spec(package) is not None for package in ("torch", "tensorboard"))
-        self._board: Any = None
+        self._tensorboard: Any = None
         if tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         # orjson writes NaN as null, while json.dumps would write NaN, which is not valid JSON.
         line = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
         self._file.write(line.decode() + "\n")
         self._file.flush()
-        if self._board is not None:
+        if self._tensorboard is not None:
             for name, value in _flatten_numbers(kind, values):
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
 
 def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

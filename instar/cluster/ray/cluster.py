@@ -88,7 +88,7 @@ class RayCluster(Cluster):
         self._actors: dict[str, RoleActor] = {}
         self._unreachable_nodes: set[str] = set()
         self._metrics = MetricsMirror(folder.path)
-        self._hosts = folder.path / "hosts.json"
+        self._hosts_file = folder.path / "hosts.json"
         self._driver_token = secrets.token_hex(16)
         (folder.path / "driver").write_text(self._driver_token)
 
@@ -183,9 +183,9 @@ class RayCluster(Cluster):
             actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
             actor.placed_at, actor.generation = time.monotonic(), 1
             hosts = {**self._read_hosts(), actor.name: actor.host}
-            scratch = self._hosts.with_suffix(".partial")
+            scratch = self._hosts_file.with_suffix(".partial")
             scratch.write_bytes(msgspec.json.encode(hosts))
-            scratch.replace(self._hosts)
+            scratch.replace(self._hosts_file)
             self._end_if_stopping(actor)
             return
         resources = requested_resources(plan_placement(actor.role, self.config, await self.nodes()))
@@ -223,7 +223,7 @@ class RayCluster(Cluster):
 
     def _read_hosts(self) -> dict[str, str]:
         """Return the last host of each role, including hosts from earlier starts of this run."""
-        return msgspec.json.decode(self._hosts.read_bytes()) if self._hosts.is_file() else {}
+        return msgspec.json.decode(self._hosts_file.read_bytes()) if self._hosts_file.is_file() else {}
 
     async def _watch(self, actor: RoleActor) -> None:
         """Watch the actor until it is dismissed, and move its role if the actor is lost. An actor outlives

@@ -31,7 +31,7 @@ async def test_request_cancelled_after_its_response_does_not_abort_the_next_requ
     client = PlainClient("127.0.0.1", server.sockets[0].getsockname()[1], idle_seconds=30, connect_seconds=10)
     async with server, asyncio.timeout(10):
         first = asyncio.create_task(client.post("/", {}, b""))
-        while not client._idle:  # noqa: ASYNC110 - the response must not be noticed by the first task yet
+        while not client._idle_connections:  # noqa: ASYNC110 - the response must not be noticed by the first task yet
             await asyncio.sleep(0)
         second = asyncio.create_task(client.post("/", {}, b""))
         first.cancel()
