@@ -25,8 +25,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result. If the caller is cancelled, wait until the coroutine has finished before
-    the cancellation continues."""
+    """Return the coroutine's result. If the caller is cancelled, the coroutine still runs to its end."""
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)

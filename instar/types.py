@@ -107,8 +107,7 @@ class Group:
     created_at: float = 0.0
 
     def accepts(self, session: Session) -> bool:
-        """Return True if the session has the run, channel and id of this group, and a slot that the group
-        has."""
+        """Return True if the session has this group's run, channel and id, and one of its slots."""
         has_same_origin = (session.run_id, session.channel) == (self.run_id, self.channel)
         return has_same_origin and session.group_id == self.group_id and 0 <= session.slot < self.size
 
@@ -234,7 +233,7 @@ class ScoreState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Records that a scorer scored a session, or failed and gave the fallback reward. There is one record per
+    """Records that a scorer scored a session, or failed and gave the fallback reward. There is one score per
     session and scorer."""
 
     session_id: str
@@ -357,8 +356,8 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Records that a step trained on a sample, or that the sample was dropped and why. There is one record
-    per sample, run and epoch."""
+    """Records that a step trained on a sample, or that the sample was dropped and why. There is one claim per
+    sample, run and epoch."""
 
     run_id: str
     epoch: int

@@ -38,8 +38,7 @@ ROLE_URL_ENV = "INSTAR_ROLE_URL"
 LEASE_ENV = "INSTAR_LEASE"
 """The environment variable with the lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""The environment variable with the host's name. If there are several hosts, the paths of log files start
-with this name."""
+"""The variable with the host's name. If there are several hosts, the paths of log files start with it."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:

@@ -1,9 +1,8 @@
 """Limits how far generation may run ahead of training.
 
 A step consumes ``groups_per_step`` groups, some of which may come from exported data. A group may start if
-the groups before it fill at most ``max_staleness`` more steps, so that the policy advances by at most
-``max_staleness`` versions until a step uses the group. If ``max_staleness`` is 0, generation and training
-alternate.
+the groups before it fill at most ``max_staleness`` more steps, so that the policy advances by at most that
+many versions until a step uses the group. If ``max_staleness`` is 0, generation and training alternate.
 """
 
 from __future__ import annotations

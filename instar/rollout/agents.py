@@ -125,8 +125,7 @@ class CommandAgent(Agent):
 
 
 def fill_template(part: str, data: Json) -> str:
-    """Return ``part`` with each ``{field}`` replaced with the task's value of that field. Braces around other
-    names are kept."""
+    """Return ``part`` with each ``{field}`` replaced with the task's value. Other braces are kept."""
 
     def replace_field(match: re.Match[str]) -> str:
         if match[1] not in data:

@@ -11,7 +11,7 @@ from instar.types import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """What an agent needs to call the model: a URL, and a key that assigns its calls to the session."""
+    """The URL at which an agent calls the model, and the key that assigns its calls to the session."""
 
     session_id: str
     base_url: str

@@ -1,5 +1,4 @@
-"""Evaluates the policy on held-out tasks. In every configured mode, each task is attempted once on the `val`
-channel."""
+"""Evaluates the policy on held-out tasks. Each task is attempted once per mode, on the `val` channel."""
 
 from __future__ import annotations
 

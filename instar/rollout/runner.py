@@ -120,8 +120,7 @@ class RolloutRunner:
                 self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return the task of the group with this index. Every epoch uses each task once, in a new order if
-        `rollout.shuffle` is set."""
+        """Return a group's task. Every epoch uses all tasks once, shuffled if `rollout.shuffle` is set."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[self._shuffled_indices(epoch)[position]]
 
@@ -158,8 +157,7 @@ class RolloutRunner:
 
     def _check_progress(self, results: list[SlotResult]) -> None:
         """Raise AgentError after MAX_FAILED_GROUPS consecutive groups without a usable session, because the
-        agent is probably misconfigured. If failed sessions get a reward and their groups are kept, the groups
-        are usable and are not checked."""
+        agent is probably misconfigured. A failed session is usable if it has a reward and is not dropped."""
         if self.rollout.failed_reward is not None and self.rollout.group_policy != "drop":
             return
         if results and all(result.is_unusable for result in results):

@@ -115,8 +115,7 @@ def to_json(record: Json) -> Json:
 
 
 def import_package(module: str, task_type: str, install: str = INSTALL_COMMAND) -> Any:
-    """Import the module and return it. Raises ConfigError, which names the command ``install``, if a package
-    is missing."""
+    """Import and return the module. If a package is missing, the ConfigError suggests ``install``."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

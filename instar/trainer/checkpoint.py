@@ -96,9 +96,8 @@ def read_trainer_state(path: Path) -> TrainerState:
 async def load_newest_intact(
     run_dir: Path, backend: Backend, steps: Sequence[int]
 ) -> tuple[TrainerState, frozenset[Path]]:
-    """Load the newest intact checkpoint of the saved ``steps`` (in ascending order) into the backend. Return
-    the trainer's state and the newer checkpoints, which are damaged. Raises InstarError if no checkpoint is
-    intact."""
+    """Load the newest intact checkpoint of the saved ``steps`` into the backend. Return the trainer's state
+    and the newer checkpoints, which are damaged. Raises InstarError if no checkpoint is intact."""
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
         path = checkpoint_path(run_dir, step)
@@ -147,8 +146,7 @@ def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path])
 
 
 def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Path]:
-    """Return the complete entries of a folder, oldest first, except the newest ``count`` and those in
-    ``exclude``."""
+    """Return the complete entries of a folder except the newest ``count`` and those in ``exclude``."""
     if not folder.is_dir():
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))

@@ -64,8 +64,7 @@ async def connect(address: str) -> Any:
 
 
 async def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nothing listens at an address with a port. Other addresses are not checked. Ray
-    itself would try for 90 seconds."""
+    """Raise ConfigError if nothing listens at a host:port address. Ray itself would try for 90 seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return

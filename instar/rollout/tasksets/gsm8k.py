@@ -26,8 +26,7 @@ def score(task: Task, text: str) -> float:
 
 
 def final_number(text: str) -> float | None:
-    """Return the first number after the last `####`, else the last number in the text. Return None if the
-    text has no number."""
+    """Return the first number after the last `####`, or else the last number in the text, if any."""
     before, mark, after = text.rpartition(ANSWER_MARK)
     if mark and (match := NUMBER.search(after)):
         return parse_number(match[0])
@@ -52,6 +51,7 @@ def _add_final(record: Json, location: str) -> Json:
         case _:
             raise ConfigError(f"{location}: the string 'question' or 'answer' is missing; GSM8K needs both")
     if ANSWER_MARK not in answer or not NUMBER.fullmatch(final := answer.rpartition(ANSWER_MARK)[2].strip()):
-        example = f"end it with a line such as '{ANSWER_MARK} 72'"
-        raise ConfigError(f"{location}: the answer does not end in '{ANSWER_MARK}' and a number; {example}")
+        raise ConfigError(
+            f"{location}: the answer does not end in '{ANSWER_MARK}' and a number, as in '#### 72'"
+        )
     return {**record, "final": final.replace(",", "")}
