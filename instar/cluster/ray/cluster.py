@@ -135,7 +135,7 @@ class RayCluster(Cluster):
     async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleActor:
         name = options.get("name") or role
         if (previous := self._actors.get(name)) is not None:
-            self._dismiss(previous)
+            self._kill_actor(previous)
         exclude_env = frozenset(options.get("exclude_env", ()))
         spec = RoleSpec(
             role=role,
@@ -169,12 +169,12 @@ class RayCluster(Cluster):
             try:
                 placed: PlacedRole = await self._ask(actor.handle.start.remote(actor.spec), PLACEMENT_SECONDS)
             except InstarError as error:
-                self._dismiss(actor)
+                self._kill_actor(actor)
                 # Ray adds text to the message; `cause` is the error that the actor raised.
                 raise InstarError(f"{actor.name}: {getattr(error, 'cause', None) or error}") from error
             except (ActorLostError, TimeoutError) as error:
                 reason = str(error) or f"no node had free resources within {PLACEMENT_SECONDS:g} s"
-                self._dismiss(actor)
+                self._kill_actor(actor)
                 if self._end_if_stopping(actor):
                     return
                 await self._renew_lease(actor)  # the role may have started although its answer did not arrive
@@ -226,8 +226,8 @@ class RayCluster(Cluster):
         return msgspec.json.decode(self._hosts_file.read_bytes()) if self._hosts_file.is_file() else {}
 
     async def _watch(self, actor: RoleActor) -> None:
-        """Watch the actor until it is dismissed, and move its role if the actor is lost. An actor outlives
-        its role, to keep the socket and the log."""
+        """Follow the actor until this process kills it, and move the role if the actor is lost. An actor
+        outlives its role, to keep the socket and the log."""
         while actor.handle is not None:
             try:
                 await self._follow(actor)
@@ -239,7 +239,7 @@ class RayCluster(Cluster):
                     self.fail(error)
 
     async def _follow(self, actor: RoleActor) -> None:
-        """Handle the actor's reports until it is dismissed. Raises ActorLostError if it is lost."""
+        """Handle the actor's reports until this process kills it. Raises ActorLostError if it is lost."""
         last_report = time.monotonic()
         timeout = min(ANSWER_SECONDS, self._section.node_timeout / 3)
         while actor.handle is not None:
@@ -271,7 +271,7 @@ class RayCluster(Cluster):
             self._end(actor, report.exit_code)
 
     async def _move(self, actor: RoleActor, reason: str) -> None:
-        self._dismiss(actor)
+        self._kill_actor(actor)
         if self._end_if_stopping(actor) or actor.exit_code.done():
             return
         if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
@@ -301,7 +301,7 @@ class RayCluster(Cluster):
         """Mark the role as exited if it was told to exit while it was lost or being placed. Return True in
         that case."""
         if actor.is_stopping:
-            self._dismiss(actor)
+            self._kill_actor(actor)
             self._end(actor, EXIT_LOST)
         return actor.is_stopping
 
@@ -309,7 +309,7 @@ class RayCluster(Cluster):
         if not actor.exit_code.done():
             actor.exit_code.set_result(code)
 
-    def _dismiss(self, actor: RoleActor) -> None:
+    def _kill_actor(self, actor: RoleActor) -> None:
         handle, actor.handle = actor.handle, None
         if handle is not None:
             self._ray.kill(handle)
