@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec.structs
 
 from instar.config import SamplingConfig
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable, PromptTooLong
+from instar.gateway.auth import extract_key
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.dialects.common import check_token_ids
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
+from instar.gateway.tokenizing import MIN_LARGE_PROMPT, TokenizerPool
 from instar.record.base import Placement, Renderer, StreamParser
 from instar.record.graph import MessageGraph
 from instar.types import Call, Channel, SamplingParams
@@ -27,6 +30,7 @@ from instar.types import Call, Channel, SamplingParams
 if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
 
+T = TypeVar("T")
 _PARSER_PROMPT_TOKENS = 64
 """The parser looks for the start of the reasoning in this many tokens at the end of the prompt."""
 
@@ -39,10 +43,15 @@ class EngineSource(Source):
         self._renderer = renderer
         self._timeout = context.config.request_timeout
         self._train_sampling = context.train_sampling
+        self._tokenizer_pool = TokenizerPool(context.config)
 
     @property
     def renderer(self) -> Renderer:
         return self._renderer
+
+    async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
+        self._renderer.max_prompt_tokens = self.engine.info.max_context
+        return await self._tokenizer_pool.run(extract_key(headers), function)
 
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
@@ -102,9 +111,11 @@ class EngineSource(Source):
         self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
     ) -> bytes:
         self.check_request(request)
-        return dialect.format_count(len(self.renderer.render(request.messages, request.tools)))
+        render = partial(self.renderer.render, request.messages, request.tools)
+        ids = await self.tokenize(headers, render) if len(body) >= MIN_LARGE_PROMPT else render()
+        return dialect.format_count(len(ids))
 
-    async def score_prompt(self, request: ModelRequest) -> list[TokenLogprob]:
+    async def score_prompt(self, request: ModelRequest, headers: Mapping[str, str]) -> list[TokenLogprob]:
         """Return the logprobs of the prompt's tokens. Nothing is sampled or recorded."""
         self.check_request(request)
         if not self.engine.info.can_score:
@@ -112,7 +123,11 @@ class EngineSource(Source):
             raise bad_request(message, "echo", "unsupported_value")
         assert request.prompt is not None
         prompt = request.prompt
-        ids = self.renderer.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            encode = partial(self.renderer.encode, prompt)
+            ids = await self.tokenize(headers, encode) if len(prompt) >= MIN_LARGE_PROMPT else encode()
+        else:
+            ids = prompt
         check_token_ids(ids, self.engine.info.vocab_size, "prompt")
         try:
             async with asyncio.timeout(self._timeout):

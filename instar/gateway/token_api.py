@@ -117,6 +117,7 @@ class SubmissionService:
             chain = graph.match_replies(self._hasher.hash_messages(call.messages, call.tools), call.messages)
             placement = graph.place(chain, call.messages, call.tools, None)
             placement = graph.attach_prompt(placement, np.asarray(body.prompt_ids, np.int32))
+        placement = graph.register(placement)
         try:
             if body.client_key and (ids := graph.find_by_idempotency_key(placement.key, body.client_key)):
                 return ids

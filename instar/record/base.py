@@ -50,6 +50,10 @@ class StreamParser(ABC):
 class Renderer(ABC):
     """Converts messages and tools to tokens, and tokens to replies, for one model."""
 
+    max_prompt_tokens: int | None = None
+    """If this is set, a prompt that certainly has more tokens is not tokenized, and PromptTooLong is
+    raised."""
+
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
         """Return the renderer of the model in a folder. This imports transformers, which is slow."""

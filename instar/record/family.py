@@ -300,6 +300,7 @@ class FamilyRenderer(TokenizerRenderer):
             return self._render([Message(role="system", content=text), *messages[count:]], tools)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        self._check_messages(messages)
         try:
             library_messages, library_tools = _to_library_format(messages, tools)
             return list(
@@ -307,6 +308,10 @@ class FamilyRenderer(TokenizerRenderer):
             )
         except _RENDER_ERRORS as error:
             raise RenderError(f"the model's format rejects these messages: {error}") from error
+
+    def _check_messages(self, messages: Sequence[Message]) -> None:
+        # A format may trim messages, and leave out reasoning in earlier replies.
+        self._check_length(*(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
 
     def supports_tools(self) -> bool:
         question = [Message(role="user", content="Hi")]
@@ -319,6 +324,7 @@ class FamilyRenderer(TokenizerRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
+        self._check_messages(new_messages)
         before = [*prompt_ids, *sampled_ids]
         try:
             library_messages, library_tools = _to_library_format(new_messages, tools)
@@ -353,6 +359,7 @@ class FamilyRenderer(TokenizerRenderer):
         )
 
     def encode(self, text: str) -> list[int]:
+        self._check_length(text)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 

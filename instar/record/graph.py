@@ -7,7 +7,7 @@ The memory of a graph is linear in the size of the recorded session.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -52,12 +52,22 @@ class MessageGraph:
     def finished_requests(self) -> int:
         return len(self._finished)
 
-    def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Return the chain with the recorded digest of each reply to which the agent added arguments, so that
-        the request still matches the recorded calls."""
+    def count_known(self, chain: HashChain) -> int:
+        """Return the number of messages at the start of the request that are recorded with its tools."""
+        known = self._count_recorded(chain)
+        node = self._by_prefix.get(chain.canonical[known])
+        return known if node is not None and node.tools_digest == chain.tools_digest else 0
+
+    def _count_recorded(self, chain: HashChain) -> int:
         known = len(chain)
         while known and chain.canonical[known] not in self._by_prefix:
             known -= 1
+        return known
+
+    def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
+        """Return the chain with the recorded digest of each reply to which the agent added arguments, so that
+        the request still matches the recorded calls."""
+        known = self._count_recorded(chain)
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):
             node = self._by_tool_call.get(next(map(normalize_call_id, tool_call_ids(message)), ""))
@@ -69,10 +79,10 @@ class MessageGraph:
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
         """Return the place of a request in the graph. The placement has no tokens if ``renderer`` is None.
-        The caller must release each placement once."""
+        The graph is not changed, so that a thread can place a request while calls are added."""
         placement = self._place_sibling(chain, messages, tools, renderer)
         placement = placement or self._place_extension(chain, messages, tools, renderer)
-        return self._register(placement or self._place_branch(chain, messages, tools, renderer))
+        return placement or self._place_branch(chain, messages, tools, renderer)
 
     def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
         """Return the place of a prompt without messages. Its parent is the call with the longest prompt and
@@ -88,15 +98,11 @@ class MessageGraph:
         key = self._prompt_key(prompt if isinstance(prompt, str) else ids)
         if same := self._by_request.get(key):
             node = same[-1]
-            return self._register(
-                _create_sibling(node, node.prompt_ids() if node.has_tokens else ids, 0, key)
-            )
+            return _create_sibling(node, node.prompt_ids() if node.has_tokens else ids, 0, key)
         if parent is None:
-            link = self._choose_link(key, Link.BRANCH if self._nodes else Link.ROOT)
-            return self._register(Placement(ids, link, key=key))
+            return Placement(ids, Link.BRANCH if self._nodes else Link.ROOT, key=key)
         shared = len(parent.sequence()) if parent.is_stored else 0
-        link = self._choose_link(key, Link.EXTENDS)
-        return self._register(Placement(ids, link, parent.call_id, parent.call_id, shared, 0, key))
+        return Placement(ids, Link.EXTENDS, parent.call_id, parent.call_id, shared, 0, key)
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
         """Add the prompt that a provider returned to a placement without tokens."""
@@ -107,17 +113,18 @@ class MessageGraph:
             link = Link.BRANCH
         return replace(placement, prompt_ids=prompt_ids, link=link, base_tokens=shared)
 
+    def register(self, placement: Placement) -> Placement:
+        """Count a placed request as in flight until `release`. It becomes a sibling of an equal request that
+        is in flight."""
+        if self._in_flight[placement.key]:
+            placement = replace(placement, link=Link.SIBLING)
+        self._in_flight[placement.key] += 1
+        return placement
+
     def release(self, placement: Placement) -> None:
         self._in_flight[placement.key] -= 1
         if self._in_flight[placement.key] <= 0:
             del self._in_flight[placement.key]
-
-    def _register(self, placement: Placement) -> Placement:
-        self._in_flight[placement.key] += 1
-        return placement
-
-    def _choose_link(self, key: bytes, link: Link) -> Link:
-        return Link.SIBLING if self._in_flight[key] else link
 
     def _place_sibling(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
@@ -144,7 +151,7 @@ class MessageGraph:
             shared = parent.count_shared_messages(chain.exact)
             placement = Placement(
                 prompt_ids=EMPTY_IDS,
-                link=self._choose_link(chain.key, Link.EXTENDS),
+                link=Link.EXTENDS,
                 parent_id=parent.call_id,
                 base_id=parent.call_id,
                 base_messages=shared,
@@ -162,7 +169,7 @@ class MessageGraph:
         key = chain.key
         prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else EMPTY_IDS
         if not self._nodes:
-            return Placement(prompt_ids=prompt, link=self._choose_link(key, Link.ROOT), key=key)
+            return Placement(prompt_ids=prompt, link=Link.ROOT, key=key)
         prefix_nodes = map(self._by_prefix.get, reversed(chain.canonical[1:]))
         longest = next(filter(None, prefix_nodes), None)
         candidates = [longest] if longest else self._newest_nodes(_RECENT_CALLS)
@@ -172,7 +179,7 @@ class MessageGraph:
         same_messages = base.count_shared_messages(chain.exact)
         return Placement(
             prompt_ids=prompt,
-            link=self._choose_link(key, Link.BRANCH),
+            link=Link.BRANCH,
             base_id=base.call_id,
             base_tokens=shared,
             base_messages=same_messages,
@@ -202,8 +209,9 @@ class MessageGraph:
                 best, longest = node, len(sequence)
         return best
 
-    def _newest_nodes(self, count: int) -> Iterator[CallNode]:
-        return islice(reversed(self._nodes.values()), count)
+    def _newest_nodes(self, count: int) -> list[CallNode]:
+        # The list is built in one step, because calls may be added while a thread places a request.
+        return list(islice(reversed(self._nodes.values()), count))
 
     def match_strength(self, chain: HashChain, messages: Sequence[Message]) -> tuple[bool, int]:
         """Return how well a request continues this session: True if the session made the request's latest

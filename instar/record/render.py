@@ -13,21 +13,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 from instar.config import ModelConfig
-from instar.errors import ConfigError, RenderError
+from instar.errors import ConfigError, PromptTooLong, RenderError
 from instar.models import load_tokenizer
 from instar.record.base import Renderer, StreamParser
 from instar.record.bridge import PROBE_TOOL, TemplateBridge
 from instar.record.hashing import parse_arguments
 from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser
+from instar.record.token_bounds import TokenBound
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
 from instar.types import Json, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_MIN_LONG_TEXT = 16 * 1024
 _MAX_CACHED_CHARS = 8 * 1024 * 1024
 _PROBE_TEXT = "7440-mark"
 """A text that occurs in no chat template, so that the template must have rendered it."""
@@ -97,6 +100,7 @@ class CachingEncoder:
         self._max_cached_chars = max_cached_chars
         self._cache: OrderedDict[str, list[int]] = OrderedDict()
         self.cached_chars = 0
+        self._lock = Lock()
         self._added_ids: dict[str, int] = {}
         self.splitter = self._create_splitter()
         """The pattern that splits text into pieces, or None if pieces cannot be encoded separately."""
@@ -107,21 +111,27 @@ class CachingEncoder:
         return list(chain.from_iterable(map(self._encode_piece, self.splitter.split(text))))
 
     def encode_uncached(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        if len(text) < _MIN_LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        # This method is slower for short texts, but other threads can run at the same time.
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _encode_piece(self, piece: str) -> list[int]:
         if not piece:
             return []
         if (added := self._added_ids.get(piece)) is not None:
             return [added]
-        if (cached := self._cache.get(piece)) is not None:
-            self._cache.move_to_end(piece)
-            return cached
+        with self._lock:
+            if (cached := self._cache.get(piece)) is not None:
+                self._cache.move_to_end(piece)
+                return cached
         ids = self.encode_uncached(piece)
-        self._cache[piece] = ids
-        self.cached_chars += len(piece)
-        while self.cached_chars > self._max_cached_chars:
-            self.cached_chars -= len(self._cache.popitem(last=False)[0])
+        with self._lock:
+            if piece not in self._cache:
+                self._cache[piece] = ids
+                self.cached_chars += len(piece)
+            while self.cached_chars > self._max_cached_chars:
+                self.cached_chars -= len(self._cache.popitem(last=False)[0])
         return ids
 
     def _create_splitter(self) -> re.Pattern[str] | None:
@@ -143,6 +153,7 @@ class TokenizerRenderer(Renderer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        self._bound = TokenBound(tokenizer.backend_tokenizer)
         self._stop_token_ids: tuple[int, ...] = ()
         self._hidden_ids: frozenset[int] = frozenset()
         """The tokens that are not part of a reply's text."""
@@ -157,6 +168,13 @@ class TokenizerRenderer(Renderer):
 
     def token_text(self, token_id: int) -> str:
         return self._decode([token_id])
+
+    def _check_length(self, *texts: str) -> None:
+        limit = self.max_prompt_tokens
+        if limit is None or sum(map(len, texts)) <= limit:
+            return
+        if (min_tokens := sum(map(self._bound.count, texts))) > limit:
+            raise PromptTooLong(f"the prompt has at least {min_tokens} tokens; the context is {limit} tokens")
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
@@ -235,6 +253,7 @@ class TemplateRenderer(TokenizerRenderer):
         return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
     def encode(self, text: str) -> list[int]:
+        self._check_length(text)
         return self._encoder(text)
 
     def _render_ids(
@@ -253,7 +272,7 @@ class TemplateRenderer(TokenizerRenderer):
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             # A template may call raise_exception, or fail on a role or field that it does not support.
             raise RenderError(f"the model's chat template rejects these messages: {error}") from error
-        return self._encoder(cast(str, text))
+        return self.encode(cast(str, text))
 
     def _render_text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         return self._decode(self._render_ids(messages, tools, generation=False))

@@ -109,7 +109,7 @@ class CallPipeline:
         is_engine = isinstance(source, EngineSource)
         if request.score_prompt and is_engine:
             await self._check_named_sessions(route, caller, headers)
-            tokens = await source.score_prompt(request)
+            tokens = await source.score_prompt(request, headers)
             return Response(dialect.format_scores(_new_request_id(dialect), request, tokens), media_type=JSON)
         request, chain, previous = await self._resolver.expand_previous(
             caller, request, chain, allow_unknown=not is_engine
@@ -145,7 +145,7 @@ class CallPipeline:
     async def _execute(self, call: ModelCall, responder: Responder) -> None:
         with self._states.track_call(call.state):
             graph = await self._states.load_graph(call.state)
-            placement = place(call, graph)
+            placement = await place(call, graph)
             try:
                 lookup = ReplayLookup(self._context.store, call, graph, placement.key, self._timeout)
                 if recorded := await lookup.find_calls(call.request.n):

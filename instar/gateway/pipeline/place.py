@@ -5,29 +5,43 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 from instar.gateway.pipeline.sample import ModelCall
 from instar.gateway.session_states import PendingRequest
+from instar.gateway.tokenizing import MIN_LARGE_PROMPT
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
 from instar.store.base import Store
-from instar.types import Call
+from instar.types import Call, Message
 
 
-def place(call: ModelCall, graph: MessageGraph) -> Placement:
+async def place(call: ModelCall, graph: MessageGraph) -> Placement:
     """Return the call's placement with the prompt's tokens, and set the call's number. The caller must
     release the placement."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
-    # The number is taken without an await before the placement, so that concurrent requests never share a
-    # number or a seed.
-    call.number = graph.next_request_number
-    if request.prompt is not None and renderer is not None:
+    size = len(call.body)
+    if (prompt := request.prompt) is not None and renderer is not None:
         meta.chain = None
         call.source.check_prompt(call)
-        return graph.place_prompt(request.prompt, renderer)
-    assert meta.chain is not None, "requests without a prompt have a chain"
-    meta.chain = graph.match_replies(meta.chain, request.messages)
-    return graph.place(meta.chain, request.messages, request.tools, renderer)
+        compute = partial(graph.place_prompt, prompt, renderer)
+        size = len(prompt) if isinstance(prompt, str) else 0
+    else:
+        assert meta.chain is not None, "requests without a prompt have a chain"
+        meta.chain = graph.match_replies(meta.chain, request.messages)
+        compute = partial(graph.place, meta.chain, request.messages, request.tools, renderer)
+        if size >= MIN_LARGE_PROMPT and (known := graph.count_known(meta.chain)):
+            size = sum(map(_count_characters, request.messages[known:]))
+    is_large = renderer is not None and size >= MIN_LARGE_PROMPT
+    placement = await call.source.tokenize(call.headers, compute) if is_large else compute()
+    # There is no await between these lines, so that concurrent requests never share a number or a seed.
+    call.number = graph.next_request_number
+    return graph.register(placement)
+
+
+def _count_characters(message: Message) -> int:
+    arguments = sum(len(tool_call["arguments"]) for tool_call in message.get("tool_calls", ()))
+    return len(message["content"]) + len(message.get("reasoning", "")) + arguments
 
 
 class ReplayLookup:

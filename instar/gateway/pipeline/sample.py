@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
 from instar.gateway.pipeline.parse import RetryEvidence
@@ -18,6 +18,8 @@ from instar.types import Call
 
 if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -77,6 +79,10 @@ class Source(ABC):
     def renderer(self) -> Renderer | None:
         """The renderer of prompts, or None if the source tokenizes prompts itself."""
         return None
+
+    async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
+        """Return the result of a function that tokenizes a large prompt for the caller with the headers."""
+        return function()
 
     def check_request(self, request: ModelRequest) -> None:  # noqa: B027 - optional
         """Raise ApiError if the source cannot honour the request."""

@@ -148,12 +148,11 @@ def test_repeated_messages_are_a_sibling(tiny: TemplateRenderer) -> None:
 
 def test_identical_requests_in_flight_are_siblings(tiny: TemplateRenderer) -> None:
     graph, chain = MessageGraph(HASHER), HASHER.hash_messages([user("one")])
-    first = graph.place(chain, [user("one")], (), tiny)
-    second = graph.place(chain, [user("one")], (), tiny)
+    first, second = [graph.register(graph.place(chain, [user("one")], (), tiny)) for _ in range(2)]
     assert (first.link, second.link) == (Link.ROOT, Link.SIBLING)
     graph.release(first)
     graph.release(second)
-    assert graph.place(chain, [user("one")], (), tiny).link is Link.ROOT
+    assert graph.register(graph.place(chain, [user("one")], (), tiny)).link is Link.ROOT
 
 
 def test_parent_has_the_same_call_ids_or_is_the_newest(tiny: TemplateRenderer) -> None:

@@ -1,0 +1,59 @@
+"""Tokenize large prompts in threads, so that they do not delay the requests of others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from instar.config import GatewayConfig
+from instar.gateway.base import ApiError
+
+T = TypeVar("T")
+MIN_LARGE_PROMPT = 32 * 1024
+"""A prompt with this many characters or more is tokenized in a thread. A thread delays shorter prompts."""
+_MAX_THREADS = 2
+
+
+class TokenizerPool:
+    def __init__(self, config: GatewayConfig) -> None:
+        self._timeout = config.request_timeout
+        self._max_per_key = max(1, config.max_in_flight // 4)
+        self._executor = ThreadPoolExecutor(_MAX_THREADS, "tokenizer")
+        self._semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._pending: Counter[str] = Counter()
+
+    async def run(self, key: str, function: Callable[[], T]) -> T:
+        """Run the function in a thread. A key uses one thread at a time. Raise ApiError (504) after the
+        timeout, and ApiError (429) if too many prompts of the key are waiting."""
+        if self._pending[key] >= self._max_per_key:
+            message = f"{self._max_per_key} large prompts of this key wait to be tokenized; retry later."
+            raise ApiError(429, message, code="too_many_requests", retry_after=1)
+        self._pending[key] += 1
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await self._run(key, function)
+        except TimeoutError as error:
+            message = f"The prompt was not tokenized within {self._timeout:g} seconds; send a shorter prompt."
+            raise ApiError(504, message, code="timeout") from error
+        finally:
+            self._pending[key] -= 1
+            if not self._pending[key]:
+                del self._pending[key]
+
+    async def _run(self, key: str, function: Callable[[], T]) -> T:
+        loop, semaphore = asyncio.get_running_loop(), self._semaphores.setdefault(key, asyncio.Semaphore())
+
+        def release(_: Future[T]) -> None:
+            with suppress(RuntimeError):  # The loop may be closed.
+                loop.call_soon_threadsafe(semaphore.release)
+
+        await semaphore.acquire()
+        future = self._executor.submit(function)
+        # A thread cannot be cancelled, so it counts until it ends.
+        future.add_done_callback(release)
+        return await asyncio.wrap_future(future)
