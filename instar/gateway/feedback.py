@@ -5,6 +5,7 @@ A corrected reply is recorded as the tokens that the model should have sampled.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from instar.config import ModelRoute
-from instar.errors import RenderError
+from instar.errors import PromptTooLong, RenderError
 from instar.gateway.auth import Action, Caller, authorize, check_reward, is_allowed
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE
@@ -222,7 +223,8 @@ class FeedbackService:
             elif not is_from_person:
                 reason = f"the correction was sent with the key of the {caller.kind}; use a feedback key"
             else:
-                ids, reason = self._encode_correction(session, call, correction)
+                # A long correction must not block the event loop.
+                ids, reason = await asyncio.to_thread(self._encode_correction, session, call, correction)
         feedback = Feedback(
             feedback_id=feedback_id,
             session_id=session_id,
@@ -257,10 +259,11 @@ class FeedbackService:
         if self._renderer is None:
             return None, "the model's tokenizer is not available"
         try:
+            self._renderer.max_prompt_tokens = max_context = self._max_context()
             ids = encode_correction(self._renderer, call, text)
-        except RenderError as error:
+        except (RenderError, PromptTooLong) as error:
             return None, str(error)
-        length, max_context = len(call.prompt_ids) + len(ids), self._max_context()
+        length = len(call.prompt_ids) + len(ids)
         if max_context is not None and length > max_context:
             reason = f"prompt and correction have {length} tokens; the context is {max_context} tokens"
             return None, reason
