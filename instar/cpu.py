@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from instar.umask import USER_UMASK, use_umask
+
 ISA_LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 """The environment variable that limits the instructions that oneDNN uses. oneDNN reads it before its first
 operation."""
@@ -47,9 +49,10 @@ def disable_broken_amx(cache: Path) -> None:
     key = "\n".join([*sorted(cpu_flags()), platform.release(), platform.node(), torch.__version__])
     file = cache / "cpu" / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text("works" if _survives_probe() else "broken")
+        with use_umask(USER_UMASK):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(f".{os.getpid()}")
+            partial.write_text("works" if _survives_probe() else "broken")
         partial.replace(file)
     if file.read_text() == "broken":
         os.environ[ISA_LIMIT_VARIABLE] = "AVX512_CORE_FP16"

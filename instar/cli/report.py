@@ -22,6 +22,7 @@ from instar.rewards.judge.agreement import JudgeAgreement, measure_run_agreement
 from instar.store.base import SessionRow, Store
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Call, Channel, Json
+from instar.umask import PRIVATE_UMASK, use_umask
 
 BLUE, ORANGE, GREY = "#2f6fde", "#e07b39", "#8a8f98"
 
@@ -48,15 +49,15 @@ def write_report(run_dir: Path) -> Path:
         raise InstarError(
             f"{run_dir} has nothing to report yet: no training step and no evaluation has finished."
         )
-    folder.report.mkdir(exist_ok=True)
-    chart = folder.report / "reward.png"
-    _draw_chart(chart, steps, evaluations)
+    chart, page = folder.report / "reward.png", folder.report / "index.html"
     examples, judges = asyncio.run(_load_from_store(run_dir))
-    page = folder.report / "index.html"
-    page.write_text(
-        _render_page(config, steps, evaluations, chart, examples, judges, read_warnings(run_dir)),
-        encoding="utf-8",
-    )
+    with use_umask(PRIVATE_UMASK):
+        folder.report.mkdir(exist_ok=True)
+        _draw_chart(chart, steps, evaluations)
+        page.write_text(
+            _render_page(config, steps, evaluations, chart, examples, judges, read_warnings(run_dir)),
+            encoding="utf-8",
+        )
     return page
 
 

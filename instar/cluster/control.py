@@ -24,6 +24,7 @@ from instar.cluster.tasks import cancel_tasks, log_error
 from instar.errors import InstarError
 from instar.store.base import Store
 from instar.types import Endpoint
+from instar.umask import use_umask
 
 Action = Literal["restart", "drain", "stop", "start"]
 DRAIN_SECONDS = 600.0
@@ -226,11 +227,8 @@ def _bind_socket(path: Path) -> Generator[socket.socket]:
             socket_path = Path(folder) / path.name
             path.symlink_to(socket_path)
         resources.callback(path.unlink, missing_ok=True)
-        previous_umask = os.umask(0o177)  # other users must not have access, not even for a moment
-        try:
+        with use_umask(0o177):  # other users must not have access, not even for a moment
             listener.bind(str(socket_path))
-        finally:
-            os.umask(previous_umask)
         yield listener
 
 

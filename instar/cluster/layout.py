@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -88,6 +89,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.locks = path / "locks"
         self.report = path / "report"
+        self.metrics = path / "metrics.jsonl"
         self.control_socket = path / "control.sock"
 
     def log(self, name: str) -> Path:
@@ -100,6 +102,21 @@ class RunFolder:
         scratch.touch(mode=0o600)  # an agent's environment may contain keys
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
+        self.metrics.touch()  # the rollout, which may be the first to write to it, has the user's umask
+
+    def make_private(self) -> str:
+        """Make the folder private if an earlier version of Instar created it. Return a message for the user,
+        or an empty string if the folder was private."""
+        mode = self.path.stat().st_mode & 0o777
+        if not mode & 0o077:
+            return ""
+        if self.config_file.is_file():
+            with suppress(OSError):  # some file systems have no modes
+                self.path.chmod(mode & 0o700)
+                return f"made {self.path} private, because other users could read it (mode {mode:o})"
+        return (
+            f"other users may read {self.path} (mode {mode:o}); to prevent this, run: chmod 700 {self.path}"
+        )
 
     def read_config(self) -> RunConfig:
         if not self.config_file.is_file():

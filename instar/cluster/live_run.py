@@ -36,6 +36,7 @@ from instar.gateway.auth import resolve_admin_key
 from instar.rewards.factory import create_background_scorers
 from instar.store.base import Run, Store
 from instar.store.factory import open_store
+from instar.umask import PRIVATE_UMASK, USER_UMASK, USER_UMASK_ENV, use_umask
 
 REWARDS = "rewards"
 Phase = Literal["starting", "evaluating before", "training", "evaluating after", "stopping", "done"]
@@ -77,6 +78,7 @@ class LiveRun:
         return {
             ADMIN_KEY_ENV: self.admin_key,
             ENGINE_TOKEN_ENV: self.engine_token,
+            USER_UMASK_ENV: f"{USER_UMASK:o}",
             "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not take cores from other roles
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
@@ -104,7 +106,10 @@ async def serve_run(
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, resume)
     async with AsyncExitStack() as resources:
+        resources.enter_context(use_umask(PRIVATE_UMASK))
         resources.callback(os.close, folder.lock("supervisor", wait=2.0))
+        if message := folder.make_private():
+            log(message)
         store = open_store(config)
         resources.push_async_callback(store.close)
         if not resume and await store.run(config.name) is not None:  # several folders may share a store

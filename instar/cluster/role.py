@@ -25,6 +25,7 @@ from instar.cluster.layout import RunFolder
 from instar.errors import EngineUnavailable, InstarError, StoreFull
 from instar.logs import configure_logging
 from instar.registry import load_object
+from instar.umask import USER_UMASK
 
 ROLES = {
     "engine": "instar.cluster.roles.engine:run_engine",
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, help="the socket to listen on")
     parser.add_argument("--evaluate", metavar="LABEL")
     arguments = parser.parse_args()
+    os.umask(USER_UMASK)  # the code of agents, rules and models runs in the roles
     configure_logging()
     threading.Thread(target=_watch_lifeline, args=(arguments.lifeline,), daemon=True).start()
     folder = RunFolder(arguments.run_dir)

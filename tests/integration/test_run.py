@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from instar.umask import use_umask
 from tests.tiny import make_tiny_model
-from tests.torture.run_process import ROLES, RunProcess, make_config
+from tests.torture.run_process import ROLES, WORKLOAD_MODULE, RunProcess, make_config
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,29 @@ def test_run_after_second_ctrl_c_stops_immediately(model: Path, tmp_path: Path) 
     process.send_signal(signal.SIGINT)
     assert run.wait(5) == 130, run.explain()
     run.assert_no_orphans(within=1.0)
+
+
+def list_open_files(folder: Path) -> list[str]:
+    """Return the files and folders that other users may access."""
+    return [str(path) for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077]
+
+
+def test_files_of_run_are_private_except_those_of_the_agent(model: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model, steps=1, tensorboard=True)
+    evaluated = {"type": "python", "function": f"{WORKLOAD_MODULE}:tasks", "args": {"count": 1}}
+    config["eval"] = {"tasks": evaluated, "modes": {"sampled": {}}, "at_end": False}
+    run = RunProcess(tmp_path, config)
+    with use_umask(0o022):
+        run.start()
+        run.finish()
+        command = [sys.executable, "-m", "instar.cli.main", "sessions", "export", str(run.run_dir)]
+        subprocess.run([*command, "--to", str(tmp_path / "export")], check=True, timeout=120)
+    assert {"report", "checkpoints", "policies", "logs", "metrics.jsonl", "tensorboard", "store.db"} <= {
+        path.name for path in run.run_dir.iterdir()
+    }
+    assert list_open_files(run.run_dir) == []
+    assert list_open_files(tmp_path / "export") == []
+    assert (tmp_path / "ledger.txt").stat().st_mode & 0o777 == 0o644
 
 
 def test_run_with_config_error_prints_one_message(model: Path, tmp_path: Path) -> None:

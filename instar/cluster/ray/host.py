@@ -21,6 +21,7 @@ from instar.cluster.supervisor import HOST_ENV, Supervisor
 from instar.config import PostgresStoreConfig, RayClusterConfig, RunConfig
 from instar.errors import InstarError
 from instar.gateway.auth import is_loopback
+from instar.umask import PRIVATE_UMASK
 
 WORKER_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -120,6 +121,7 @@ class RoleHost:
         return PlacedRole(host, str(ray_context.get_node_id()), role.url, role.log, shares)
 
     def _prepare_folder(self, spec: RoleSpec) -> bool:
+        os.umask(PRIVATE_UMASK)
         token_file = spec.folder / "driver"
         if token_file.is_file() and token_file.read_text() == spec.driver_token:
             return True

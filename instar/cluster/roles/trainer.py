@@ -21,6 +21,7 @@ from instar.trainer.loop import Trainer, TrainingRun
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Channel, GroupStatus
+from instar.umask import PRIVATE_UMASK
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ async def run_trainer(context: RoleContext) -> None:
     async with AsyncExitStack() as resources:
         backend = create_backend(context.config)
         config, warnings = apply_capabilities(context.config, backend.capabilities)
+        os.umask(PRIVATE_UMASK)  # the model, which other users may share, has been downloaded
         engines = EngineConnections(
             EndpointDirectory(store, context.run_id),
             os.environ[ENGINE_TOKEN_ENV],

@@ -28,6 +28,21 @@ def test_lock_of_a_held_role_raises(tmp_path: Path) -> None:
     os.close(folder.lock("trainer", wait=0.1))
 
 
+def test_folder_of_an_earlier_run_is_made_private(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(make_config(tmp_path / "run"))
+    folder.path.chmod(0o755)
+    assert "made" in folder.make_private()
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert folder.make_private() == ""
+
+
+def test_readable_folder_without_a_run_is_reported_and_not_changed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    assert f"chmod 700 {tmp_path}" in RunFolder(tmp_path).make_private()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
 async def test_train_in_an_existing_run_folder_is_rejected(tmp_path: Path) -> None:
     config = make_config(tmp_path / "run")
     RunFolder(tmp_path / "run").create(config)
