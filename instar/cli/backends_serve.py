@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from instar.cli.options import AsJson
 from instar.cli.output import print_json
+from instar.cluster.interrupts import handle_interrupts
 from instar.config import ModelConfig
 from instar.errors import ConfigError
 from instar.gateway.auth import MIN_KEY_LENGTH, MIN_REMOTE_KEY_LENGTH, is_loopback
@@ -80,20 +80,24 @@ def serve(
 
     async def run() -> None:
         stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await serve_protocol(
-            protocol,
-            ModelConfig(name=model, dtype=dtype, device=device, max_context=context),
-            folder=checkpoints,
-            keys=keys,
-            host=host,
-            port=port,
-            threads=threads,
-            limits=ServiceLimits(max_models=max_models),
-            on_ready=announce,
-            stop=stop,
-        )
+        with handle_interrupts() as interrupts:
+
+            def start_serving(url: str) -> None:
+                interrupts.on_first = stop.set
+                announce(url)
+
+            await serve_protocol(
+                protocol,
+                ModelConfig(name=model, dtype=dtype, device=device, max_context=context),
+                folder=checkpoints,
+                keys=keys,
+                host=host,
+                port=port,
+                threads=threads,
+                limits=ServiceLimits(max_models=max_models),
+                on_ready=start_serving,
+                stop=stop,
+            )
 
     asyncio.run(run())
 

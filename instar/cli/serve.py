@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -53,9 +52,6 @@ def _instructions(config: RunConfig, url: str, key: str, feedback_key: str) -> l
 
 
 async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     run_exists = (config.run_dir / "config.json").is_file()
     async with serve_run(
         config, resume=run_exists, log=lambda text: console.print(text, highlight=False)
@@ -69,6 +65,8 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
         for line in _instructions(config, run.gateway_url, key, feedback_key):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"Calls are recorded in {run.folder.path}. Press Ctrl-C to stop.", highlight=False)
+        stop = asyncio.Event()
+        run.interrupts.on_first = stop.set
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, run.cluster.failure}, return_when=asyncio.FIRST_COMPLETED)
         run.cluster.raise_failure()

@@ -22,13 +22,11 @@ from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, ConfigFile, Overrides
 from instar.cli.output import print_json
 from instar.cluster import run as cluster_run
+from instar.cluster.interrupts import EXIT_INTERRUPTED
 from instar.cluster.live_run import LiveRun
 from instar.config import RunConfig
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
 from instar.types import Json
-
-EXIT_INTERRUPTED = 130
-"""The exit code after Ctrl-C, as in shells."""
 
 
 def train(

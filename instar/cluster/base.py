@@ -24,6 +24,10 @@ DRAIN_SIGNAL = signal.SIGUSR1
 """Signal that makes a role accept no new work and exit after its current work."""
 LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
 """Roles that run until they are stopped."""
+STOP_ORDER = (("rollout", "rewards", "trainer"), ("gateway",), ("engine", "teacher"))
+"""Roles that are stopped at the same time, in the order in which they depend on each other."""
+KILL_SECONDS = 5.0
+"""Time in which a killed process exits, unless it waits for a device."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 RESTART_RESET_SECONDS = 120.0
 """After running this long, a role that dies is restarted with the shortest delay again."""
@@ -133,27 +137,31 @@ class Cluster(ABC):
         only started. The restart does not count as a failure, and ``exit_code`` stays open.
         """
 
-    async def stop(self, name: str, timeout: float = 10.0) -> None:
-        """Tell the role to exit. After ``timeout`` seconds, kill the role and every process that it
-        started."""
+    async def stop(self, name: str, timeout: float = 10.0) -> bool:
+        """Tell the role to exit, and return True if it does. After ``timeout`` seconds, kill the role and
+        every process that it started, and return False."""
         role = self.roles.get(name)
         if role is None or role.exit_code.done():
-            return
+            return True
         self.signal(name)
-        try:
-            await asyncio.wait_for(asyncio.shield(role.exit_code), timeout)
-        except TimeoutError:
-            self.kill(name)
-            await role.exit_code
+        await asyncio.wait({role.exit_code}, timeout=timeout)
+        if role.exit_code.done():
+            return True
+        self.kill(name)
+        await asyncio.wait({role.exit_code}, timeout=KILL_SECONDS)
+        if not role.exit_code.done():
+            self.log(f"{name} was killed but has not exited; see {role.log}")
+        return False
 
     @abstractmethod
     async def tail(self, name: str, lines: int = 12) -> str:
         """Return the last lines of the role's log, or an empty string if the log cannot be read."""
 
     async def close(self) -> None:
-        """Stop all roles in reverse order of their start, because later roles depend on earlier ones."""
-        for name in reversed(list(self.roles)):
-            await self.stop(name)
+        """Stop all roles."""
+        for stage in STOP_ORDER:
+            names = [name for name, handle in self.roles.items() if handle.role in stage]
+            await asyncio.gather(*map(self.stop, names))
         await cancel_tasks(self._watchers.values())
         if self.failure.done():
             self.failure.exception()  # asyncio warns about exceptions that are never retrieved

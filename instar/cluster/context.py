@@ -34,6 +34,8 @@ class RoleContext:
         """The URL at which other roles reach this role, or an empty string if the role does not listen."""
         self.stop = asyncio.Event()
         """Set when the role should exit soon."""
+        self.is_started = False
+        """True if the role reacts to ``stop``. It is cancelled if it should exit before."""
         self.drain = asyncio.Event()
         """Set when the role should accept no new work and exit after its current work."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from instar.async_utils import run_in_daemon_thread
 from instar.config import DataConfig, PostgresStoreConfig, RunConfig
 from instar.config.data import DATASET_PREFIX
 from instar.datasets.importing import verify_content
@@ -135,7 +135,7 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
             continue
         row = _find_dataset(section, rows, f"data.{index}")
         folder = Path(section.source if row is None else row.path)
-        manifest = await asyncio.to_thread(verify_content, folder)
+        manifest = await run_in_daemon_thread(lambda: verify_content(folder))  # noqa: B023 - awaited
         if manifest.hash != section.content:
             raise DataError(
                 f"{folder} has changed since the run started; its content hash was {section.content}"

@@ -17,6 +17,7 @@ from instar.cluster.base import Cluster, ListenAddress, RoleHandle, RoleOptions
 from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV
 from instar.cluster.control import RoleController, serve_control_socket
 from instar.cluster.endpoints import EndpointDirectory
+from instar.cluster.interrupts import Interrupts, handle_interrupts
 from instar.cluster.layout import (
     RunFolder,
     engine_names,
@@ -39,6 +40,7 @@ from instar.store.factory import open_store
 from instar.umask import PRIVATE_UMASK, USER_UMASK, USER_UMASK_ENV, use_umask
 
 REWARDS = "rewards"
+STATUS_SECONDS = 5.0
 Phase = Literal["starting", "evaluating before", "training", "evaluating after", "stopping", "done"]
 
 
@@ -52,6 +54,7 @@ class LiveRun:
     engine_token: str = field(repr=False)
     admin_key: str = field(repr=False)
     secrets: RunSecrets = field(repr=False)
+    interrupts: Interrupts = field(default_factory=Interrupts)
     engine: Engine | None = None
     connected_urls: list[str] = field(default_factory=list[str])
     """The URLs of the engines to which ``engine`` is connected."""
@@ -96,7 +99,8 @@ async def serve_run(
     config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
     """Start the engines and the gateway, yield the run when they answer, and finally stop all roles. ``live``
-    must be True if clients outside of the run open sessions, so that these sessions are scored."""
+    must be True if clients outside of the run open sessions, so that these sessions are scored. Ctrl-C
+    cancels the start, and also the block unless it changes ``interrupts``."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
@@ -106,6 +110,7 @@ async def serve_run(
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, resume)
     async with AsyncExitStack() as resources:
+        interrupts = resources.enter_context(handle_interrupts())
         resources.enter_context(use_umask(PRIVATE_UMASK))
         resources.callback(os.close, folder.lock("supervisor", wait=2.0))
         if message := folder.make_private():
@@ -121,6 +126,7 @@ async def serve_run(
         await _register_run(config, store)
         cluster = await _create_cluster(config, folder, store, log)
         resources.push_async_callback(cluster.close)
+        interrupts.kill = lambda: [cluster.kill(name) for name in cluster.roles]
         control = RoleController(cluster, store, config.name)
         await resources.enter_async_context(serve_control_socket(control, folder.control_socket))
         run = LiveRun(
@@ -134,6 +140,7 @@ async def serve_run(
                 os.environ, ADMIN_KEY_ENV, cluster.describe_listen_host(config.gateway.host)
             ),
             secrets=keys,
+            interrupts=interrupts,
         )
         resources.push_async_callback(_stop_watchers, run)
         engines = [
@@ -266,9 +273,10 @@ async def engine_status(run: LiveRun) -> EngineStatus | None:
         if run.engine is not None and run.connected_urls != urls:
             outdated, run.engine = run.engine, None
             await outdated.close()
-        if run.engine is None:
-            run.engine = await connect_engines(urls, run.engine_token, timeout=5)
-            run.connected_urls = urls
-        return await run.engine.status()
-    except EngineUnavailable:
+        async with asyncio.timeout(STATUS_SECONDS):
+            if run.engine is None:
+                run.engine = await connect_engines(urls, run.engine_token, timeout=STATUS_SECONDS)
+                run.connected_urls = urls
+            return await run.engine.status()
+    except (EngineUnavailable, TimeoutError):
         return None

@@ -71,10 +71,19 @@ async def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> i
     run_role: Callable[[RoleContext], Awaitable[None]] = load_object(ROLES[role])
     context = RoleContext(role, folder, arguments)
     loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(run_role(context))
+
+    def stop() -> None:
+        context.stop.set()
+        if not context.is_started:
+            running.cancel()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, context.stop.set)
+        loop.add_signal_handler(signum, stop)
     loop.add_signal_handler(DRAIN_SIGNAL, context.drain.set)
-    await run_role(context)
+    await asyncio.wait({running})
+    if not running.cancelled():
+        running.result()
     # Return EXIT_STOPPED after any signal; the supervisor can tell whether it sent the signal itself.
     return EXIT_STOPPED if context.stop.is_set() or context.drain.is_set() else 0
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from instar.async_utils import gather_or_cancel
 from instar.backends.factory import check_run
 from instar.cluster.context import HEARTBEAT_SECONDS
 from instar.cluster.data import import_data, pin_data
+from instar.cluster.interrupts import CLEANUP_SECONDS
 from instar.cluster.layout import RunFolder, engine_names
 from instar.cluster.live_run import REWARDS, LiveRun, serve_run, start_rollout, start_teacher, start_trainer
 from instar.cluster.tasks import cancel_tasks
@@ -29,6 +29,8 @@ from instar.errors import ConfigError, InstarError
 from instar.rewards.runner import IDLE_STATUS
 from instar.store.base import Run
 from instar.trainer.monitor import read_metrics
+
+T = TypeVar("T")
 
 MAX_SCORING_SECONDS = 120.0
 """Maximum time that a finished run waits for scores that no step needs."""
@@ -65,7 +67,7 @@ async def train(
         try:
             await import_data(run.store, run.config, log)
             await start_teacher(run)
-            stop = _handle_interrupts(run)
+            stop = _stop_after_step(run)
             await run_phases(run, stop)
             await finish_scoring(run, stop)
             run.is_stopped_by_user = stop.is_set()
@@ -73,6 +75,9 @@ async def train(
             await record_failure(run, error)
             if isinstance(error, OSError):  # the cause is the machine, so users see no traceback
                 raise InstarError(str(error)) from error
+            raise
+        except asyncio.CancelledError:  # Ctrl-C before the first phase
+            await _finish(run, "stopped")
             raise
         await _finish(run, "stopped" if run.is_stopped_by_user else "finished")
         return run
@@ -139,12 +144,13 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
     starts = [start_trainer(run)]
     if run.config.trains_live:
         starts.append(start_rollout(run))
-    await gather_or_cancel(starts)
-    exited = asyncio.create_task(run.control.wait_for_exit("trainer"))
     try:
-        if await _is_interrupted(run, exited, stop):
-            cluster.signal("trainer")
-        if (code := await exited) != 0:
+        if await _run_until(stop, run, gather_or_cancel(starts)) is None:
+            return
+        code = await _run_until(stop, run, run.control.wait_for_exit("trainer"))
+        if code is None:
+            code = await _stop_training(run)
+        if code != 0:
             raise InstarError(
                 f"the trainer exited with code {code} while it was stopping, so its last steps may not be "
                 f"saved\n(log: {cluster.roles['trainer'].log})\n{await cluster.tail('trainer')}"
@@ -152,33 +158,45 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
     finally:
         run.control.retire("trainer")
         run.control.retire("rollout")
-        await cluster.stop("rollout")
+        await asyncio.gather(cluster.stop("rollout"), cluster.stop("trainer"))
+
+
+async def _stop_training(run: LiveRun) -> int:
+    """Let the trainer finish its step, for a limited time, and return its exit code, or 0 if it was killed.
+    Stop the rollout meanwhile, so that it does not slow the trainer down."""
+    cluster, seconds = run.cluster, run.config.trainer.stop_timeout
+    is_stopped, _ = await asyncio.gather(cluster.stop("trainer", seconds), cluster.stop("rollout"))
+    if is_stopped:
+        return cluster.roles["trainer"].exit_code.result()
+    cluster.log(
+        f"the trainer was killed, because it did not finish within {seconds:g} s (trainer.stop_timeout); a "
+        "resumed run repeats the steps that were not saved"
+    )
+    return 0
 
 
 async def evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
-    await start_rollout(run, f"--evaluate={label}")
-    exited = asyncio.create_task(run.control.wait_for_exit("rollout"))
-    if await _is_interrupted(run, exited, stop):
+    async def run_rollout() -> int:
+        await start_rollout(run, f"--evaluate={label}")
+        return await run.control.wait_for_exit("rollout")
+
+    if await _run_until(stop, run, run_rollout()) is None:
         await run.cluster.stop("rollout")
-    await exited
     run.control.retire("rollout")
 
 
-async def _is_interrupted(run: LiveRun, exited: asyncio.Task[int], stop: asyncio.Event) -> bool:
-    """Wait until the role exits or ``stop`` is set. If ``stop`` is set first, release all held roles and
-    return True."""
-    stopped = asyncio.create_task(stop.wait())
+async def _run_until(stop: asyncio.Event, run: LiveRun, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """Return the coroutine's result. If ``stop`` is set first, release all held roles, cancel the coroutine
+    and return None."""
+    task, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({exited, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        await cancel_tasks([exited])
-        raise
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        run.control.release_all()
+        return None
     finally:
-        await cancel_tasks([stopped])
-    if exited.done():
-        return False
-    run.control.release_all()
-    return True
+        await cancel_tasks(task for task in (task, stopped) if not task.done())
 
 
 async def finish_scoring(run: LiveRun, stop: asyncio.Event) -> None:
@@ -213,23 +231,20 @@ def _is_evaluated(run: LiveRun, label: str) -> bool:
     return modes >= set(run.config.eval.modes)
 
 
-def _handle_interrupts(run: LiveRun) -> asyncio.Event:
-    """Return an event that is set by the first Ctrl-C. The second Ctrl-C kills the run."""
+def _stop_after_step(run: LiveRun) -> asyncio.Event:
+    """Return an event that is set by the first Ctrl-C."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    seconds = run.config.trainer.stop_timeout
 
     def interrupt() -> None:
-        if stop.is_set():
-            for role in run.cluster.roles:
-                run.cluster.kill(role)
-            os._exit(130)
         run.cluster.log(
-            "stopping after the current step is finished and saved (press Ctrl-C again to stop immediately)"
+            f"stopping; the trainer has {seconds:g} s to finish and save the current step (press Ctrl-C "
+            "again to stop immediately)"
         )
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    run.interrupts.on_first = interrupt
+    run.interrupts.seconds = seconds + CLEANUP_SECONDS
     return stop
 
 

@@ -157,6 +157,9 @@ class TrainerConfig(Section):
     keep_checkpoints: Positive = 2
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""
+    stop_timeout: Seconds = 60.0
+    """Time that the trainer has to finish and save the current step after Ctrl-C. It is then killed, and
+    `--resume` repeats the step."""
     tensorboard: bool | None = None
     """Write TensorBoard event files next to metrics.jsonl. Default: yes, if TensorBoard is installed."""
 

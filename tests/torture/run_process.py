@@ -78,6 +78,13 @@ class Fingerprint:
         return [*hashes, *sorted(map(str, rows))]
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class StoredRun:
     """The store of a run, finished or in progress."""
 

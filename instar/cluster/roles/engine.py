@@ -97,6 +97,7 @@ async def _serve_engine(
 
     app = create_engine_app(engine, os.environ[ENGINE_TOKEN_ENV], gate)
     is_only_process = process_count == 1
+    context.is_started = True
     await run_until_first(
         serve(app, listener, stop=context.stop, drain=context.drain if is_only_process else None),
         wait_forever() if is_only_process else drain(),

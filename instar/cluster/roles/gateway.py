@@ -28,6 +28,7 @@ async def run_gateway(context: RoleContext) -> None:
     limits = context.config.gateway
     async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV]) as app:
         tune_gc()
+        context.is_started = True
         await run_until_first(
             serve(
                 app,

@@ -38,6 +38,7 @@ async def run_rewards(context: RoleContext) -> None:
     scoring_context.set_gateway_url(url)
     for scorer in scorers:
         await scorer.start(scoring_context)
+    context.is_started = True
     try:
         async with background_tasks(
             directory.watch_url("gateway", scoring_context.set_gateway_url),

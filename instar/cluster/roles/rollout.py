@@ -51,6 +51,7 @@ async def run_rollout(context: RoleContext) -> None:
                 evaluator = Evaluator(config, tasks, services, monitor.record, combine=RewardCombiner(config))
             if context.arguments.evaluate:
                 assert evaluator is not None
+                context.is_started = True
                 async with background_tasks(context.heartbeat(store, lambda: evaluator.doing)):
                     await run_until_first(
                         evaluator.try_evaluate_all(context.arguments.evaluate),
@@ -60,6 +61,7 @@ async def run_rollout(context: RoleContext) -> None:
                 tasks = load_tasks(config.rollout.tasks)
                 runner = RolloutRunner(config, tasks, await create_services(tasks))
                 runner.evaluator = evaluator
+                context.is_started = True
                 async with background_tasks(
                     context.heartbeat(store, lambda: runner.doing), call_when_set(runner.drain, context.drain)
                 ):

@@ -66,6 +66,7 @@ async def run_trainer(context: RoleContext) -> None:
                 penalty=penalty,
             )
             loop.is_rollout_finished = not config.trains_live
+            context.is_started = True
             async with background_tasks(
                 call_when_set(loop.stop, context.stop, context.drain),
                 _watch_rollout(store, context.run_id, loop),

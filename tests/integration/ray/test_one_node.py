@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.tiny import make_tiny_model
-from tests.torture.run_process import RunProcess, list_descendants, make_config
+from tests.torture.run_process import RunProcess, is_alive, list_descendants, make_config
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_run(folder: Path, model: Path, **trainer: Any) -> RunProcess:
     return RunProcess(folder, {**make_config(folder, model, **trainer), "cluster": {"type": "ray"}})
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:

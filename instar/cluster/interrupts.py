@@ -1,0 +1,67 @@
+"""Ends a command after Ctrl-C or SIGTERM, in bounded time even if something hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_INTERRUPTED = 130
+"""The exit code after Ctrl-C, as in shells."""
+CLEANUP_SECONDS = 30.0
+"""Time that the command has to stop its processes before they are killed."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """The reaction to signals. The first signal calls ``on_first``, which by default cancels the current
+    task. The second signal, or a timer after ``seconds``, calls ``kill`` and exits immediately."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.on_first: Callable[[], object] = task.cancel
+        self.kill: Callable[[], object] = lambda: None
+        self.seconds = CLEANUP_SECONDS
+        self.is_stopping = False
+        self._loop = asyncio.get_running_loop()
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_stopping:
+            if signum == signal.SIGALRM:
+                os.write(2, f"not stopped after {self.seconds:g} s; killing all processes\n".encode())
+            try:
+                self.kill()
+            finally:
+                os._exit(EXIT_INTERRUPTED)
+        self.is_stopping = True
+        signal.signal(signal.SIGALRM, self.handle)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds)
+        self._loop.call_soon_threadsafe(lambda: self.on_first())
+
+
+@contextmanager
+def handle_interrupts() -> Generator[Interrupts]:
+    """Handle signals in the block. A task that was cancelled by a signal raises KeyboardInterrupt."""
+    interrupts = Interrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # only the main thread can handle signals
+        return
+    # A handler of the event loop would not be called while the loop is blocked.
+    previous = {number: signal.signal(number, interrupts.handle) for number in SIGNALS}
+    try:
+        yield interrupts
+    except asyncio.CancelledError:
+        if interrupts.is_stopping:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        if interrupts.is_stopping:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,27 @@
+"""Parts of a run that never return: an agent, a rule, and replies of an engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from instar.rewards.base import Transcript
+from instar.rollout.base import AgentSession
+from tests.torture import workload
+
+SECONDS = 3600.0
+
+
+async def block_event_loop(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
+    await workload.agent(task, session, ledger=ledger)
+    time.sleep(SECONDS)  # noqa: ASYNC251 - it must block
+
+
+def hang_in_rule(task: dict[str, Any], transcript: Transcript) -> float:
+    time.sleep(SECONDS)
+    return 0.0
+
+
+def hang_in_engine(prompt: str, seed: int | None) -> str:
+    time.sleep(SECONDS)
+    return ""
