@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 
 from instar.gateway.http_protocol import LimitedHttpProtocol
 
+_ACCEPTS_PER_ITERATION = 16
+
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket. Port 0 selects a free port."""
@@ -77,11 +79,13 @@ async def serve(
             config.timeout_graceful_shutdown = None
             server.should_exit = True
 
+    # uvloop accepts one connection per socket and iteration, and an iteration of a busy loop is long.
+    listeners = [listener, *(listener.dup() for _ in range(_ACCEPTS_PER_ITERATION - 1))]
     watchers = [asyncio.create_task(wait_for_stop(stop))] if stop else []
     if drain:
         watchers.append(asyncio.create_task(wait_for_drain(drain)))
     try:
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=listeners)
     finally:
         for watcher in watchers:
             watcher.cancel()
