@@ -70,7 +70,7 @@ class BatchRunner:
 
     def _send(self, case: schemathesis.Case, key: str, result: dict[str, Any]) -> None:
         result["requests"] += 1
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"X-Instar-Key": key}  # It is read before the keys that Schemathesis generates.
         command = case.as_curl_command(headers=headers)
         try:
             response = case.call(session=self._http, headers=headers, timeout=self._timeout_s)

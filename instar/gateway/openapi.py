@@ -135,7 +135,7 @@ def _describe_call(path: str, dialect: Dialect, references: Mapping[type, Json])
         content: dict[str, Json] = {_JSON: references[TokenCount]}
     else:
         summary = f"Call a model with the {dialect.name} API."
-        content = {_JSON: references[dialect.response_type], dialect.stream_content_type: _TEXT}
+        content = {_JSON: references[dialect.response_type], dialect.stream_content_type: {}}
     operation = _describe_operation("POST", path, summary)
     operation["parameters"] += [{"$ref": f"#/components/parameters/{name}"} for name in _CALL_HEADERS]
     operation["requestBody"] = _describe_body(references[dialect.decoder.type])

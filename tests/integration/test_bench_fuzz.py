@@ -1,0 +1,33 @@
+"""`bench/fuzz.py` sends a sample of its requests, and the gateway handles all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_fuzzed_gateway_has_no_server_errors_and_no_hangs(tmp_path: Path) -> None:
+    failures = tmp_path / "failures.jsonl"
+    command = [sys.executable, str(ROOT / "bench" / "fuzz.py"), "--json", "--no-schema", "--requests", "4000"]
+    # The limits of memory and latency are for long runs on an idle machine, so the exit code is not checked.
+    run = subprocess.run(
+        [*command, "--seed", "2", "--failures", str(failures)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        check=False,
+    )
+    assert run.stdout, run.stderr[-3000:]
+    figures = json.loads(run.stdout.splitlines()[-1])
+    assert figures["requests"] >= 4000
+    assert (figures["server_errors"], figures["hangs"]) == (0, 0), failures.read_text()[:5000]
+    assert {"share", "rss_growth", "bystander_ratio"} <= set(figures)
+    assert {"200", "400", "401", "404"} <= set(figures["statuses"])
