@@ -15,6 +15,9 @@ HUGE_INTEGER = "@huge@"
 """A placeholder for an integer with 5,000 digits, which Python refuses to convert to text."""
 SESSION, RESPONSE, CALL = "@session@", "@response@", "@call@"
 """Placeholders for the ids of a session, a response and a call that exist."""
+AGENT_SESSION = "@agent@"
+"""A placeholder for an agent's own session id. It changes from time to time, because a session in memory
+grows with each call."""
 
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "1"}'}}
@@ -39,12 +42,12 @@ _CHAT = [
         "logprobs": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "user": "u",
-        "metadata": {"session_id": "agent-7"},
+        "user": AGENT_SESSION,
+        "metadata": {"session_id": AGENT_SESSION},
     },
 ]
 _COMPLETIONS = [
-    {"model": "m", "prompt": "once upon", "max_tokens": 10, "logprobs": 0, "n": 2, "user": "u"},
+    {"model": "m", "prompt": "once upon", "max_tokens": 10, "logprobs": 0, "n": 2, "user": AGENT_SESSION},
     {"model": "m", "prompt": [1, 2, 3, 40], "stop": "x", "seed": 1, "stream": True},
     {"model": "m", "prompt": ["a"], "echo": True, "max_tokens": 0, "logprobs": 0},
     {"model": "m", "prompt": [[5, 6]], "temperature": 0},
@@ -102,7 +105,7 @@ _MESSAGES = [
         "stop_sequences": ["END"],
         "temperature": 0.5,
         "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "metadata": {"user_id": "user_1_account_2_session_3"},
+        "metadata": {"user_id": f"user_1_account_2_session_{AGENT_SESSION}"},
         "stream": True,
     },
 ]

@@ -6,16 +6,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fuzz_parts.bodies import CALL, RESPONSE, SESSION, make_body, make_valid_body
+from fuzz_parts.bodies import AGENT_SESSION, CALL, RESPONSE, SESSION, make_body, make_valid_body
 from fuzz_parts.tricks import Script, make_script
 
 RAW_SHARE = 0.15
 """The share of cases that break the rules of HTTP, or that stop sending or reading."""
+AGENT_SESSION_CASES = 2000
+"""An agent's own session id is used in this many successive cases."""
 _METHODS = ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "POST", "QUERY", "get"]
 _HEADERS: list[tuple[str, list[str]]] = [
     ("X-Instar-Session", ["n\xf6\t", "%00../", SESSION, "x" * 3000, ""]),
-    ("X-Session-Id", ["\xff" * 300, "agent-1", "agent-2", " "]),
-    ("X-Claude-Code-Session-Id", ["a" * 9000, "agent-3"]),
+    ("X-Session-Id", ["\xff" * 300, AGENT_SESSION, " "]),
+    ("X-Claude-Code-Session-Id", ["a" * 9000, AGENT_SESSION]),
     ("Idempotency-Key", ["key-1", "key-2", "key-3", "\xe9" * 5000, ""]),
     ("X-Stainless-Retry-Count", ["1", "many", "-1", "0"]),
     ("Content-Encoding", ["gzip", "identity", "br, gzip", ""]),
@@ -110,13 +112,15 @@ def make_case(base: int, number: int, routes: Sequence[Route], pool: Pool, *, is
         body = make_body(route.path, rng) if method == "POST" or rng.random() < 0.1 else b""
         key = _choose_key(rng, session_key, pool)
         method, path = _change_target(rng, method, path)
-    body = _fill(body, rng, session_id, pool)
+    agent_session = f"agent-{number // AGENT_SESSION_CASES}-{number % 4}"
+    body = _fill(body, rng, session_id, agent_session, pool)
     headers = [("Host", "gateway"), ("Content-Type", "application/json")]
     if key is not None:
         headers.append(("Authorization", f"Bearer {key}"))
     if not is_valid and rng.random() < 0.25:
         for name, values in rng.sample(_HEADERS, rng.choice((1, 1, 2, 4))):
-            headers.append((name, rng.choice(values).replace(SESSION, session_id)))
+            value = rng.choice(values).replace(SESSION, session_id)
+            headers.append((name, value.replace(AGENT_SESSION, agent_session)))
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers)]
     head = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n"
     seed = f"{base}:{number}"
@@ -149,10 +153,11 @@ def _change_target(rng: random.Random, method: str, path: str) -> tuple[str, str
     return method, path
 
 
-def _fill(body: bytes, rng: random.Random, session_id: str, pool: Pool) -> bytes:
+def _fill(body: bytes, rng: random.Random, session_id: str, agent_session: str, pool: Pool) -> bytes:
     """Return the body with ids in place of the placeholders."""
     if b"@" in body:
         body = body.replace(SESSION.encode(), session_id.encode())
+        body = body.replace(AGENT_SESSION.encode(), agent_session.encode())
         body = body.replace(RESPONSE.encode(), rng.choice(pool.responses).encode())
         body = body.replace(CALL.encode(), rng.choice(pool.calls).encode())
     return body
