@@ -28,7 +28,7 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.onnx", "*.h5", "*.msgpac
 
 
 def cache_dir() -> Path:
-    """Return the folder for converted models: INSTAR_CACHE, or a folder in the user's cache."""
+    """Return the folder for converted models: the value of INSTAR_CACHE, or a folder in the user's cache."""
     if configured := os.environ.get("INSTAR_CACHE"):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instar"

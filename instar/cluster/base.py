@@ -134,7 +134,7 @@ class Cluster(ABC):
         """Stop a role, start it with the same arguments and address, and return when the process has started.
 
         The role is killed if it has not exited after ``timeout`` seconds. A role that has already exited is
-        only started. The restart does not count as a failure, and ``exit_code`` stays open.
+        only started. The restart does not count as a failure, and ``exit_code`` stays pending.
         """
 
     async def stop(self, name: str, timeout: float = 10.0) -> bool:

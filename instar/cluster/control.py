@@ -38,7 +38,7 @@ class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     do: Literal["list", "restart", "drain", "stop", "start"]
     name: str = ""
     timeout: float = DRAIN_SECONDS
-    """Time that a role has to drain before it is stopped."""
+    """The seconds that a role has to drain before it is stopped."""
 
 
 class RoleStatus(msgspec.Struct):
@@ -60,8 +60,8 @@ class ControlResponse(msgspec.Struct, omit_defaults=True):
 
 
 class RoleController:
-    """Carries out the user's requests. A role that the user stopped is *held*, because its exit does not mean
-    that it is finished."""
+    """Carries out the user's requests. A role that the user stopped is *held*: the run waits until the user
+    starts it again, because its exit does not mean that its work is finished."""
 
     def __init__(self, cluster: Cluster, store: Store, run_id: str) -> None:
         self.cluster = cluster
@@ -76,7 +76,8 @@ class RoleController:
     async def wait_for_exit(self, name: str) -> int:
         """Return the role's exit code when it has exited by itself. Raises the first error if the run fails.
 
-        If the role is held, wait until it was started and exited again, or until `release_all` is called.
+        If the role is held, wait until it has been started again and has exited, or until `release_all` is
+        called.
         """
         while True:
             code = await self.cluster.wait(name)

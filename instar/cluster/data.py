@@ -1,4 +1,4 @@
-"""The exported data that a run trains on: finds the data by name, pins its version and imports it."""
+"""Finds the exported data of a run by name, pins its version and imports it into the run's store."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """Return the matching previous section for each section, by index. A section matches if it has the same
-    source, or the version to which a name without a version was resolved. If several sections match, the one
-    with the same index is used."""
+    """Return the section of ``previous`` that each section continues, by index. It has the same source, or
+    its source is a version of the dataset that the section names without a version. Of several such sections,
+    the one with the same index is used."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))
     matchers: tuple[Callable[[DataConfig, DataConfig], bool], ...] = (

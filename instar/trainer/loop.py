@@ -41,7 +41,7 @@ from instar.types import Artifact, Json, Policy, StepState
 logger = logging.getLogger(__name__)
 
 EPOCH = 0
-"""The only epoch, because live groups and corrections are trained once."""
+"""The only epoch, because live groups and corrections are used for training once."""
 MAX_LOST_SESSIONS = 5
 """The run tolerates this number of lost sessions in a row without a trained step."""
 RENEWAL_LIFETIME_FRACTION = 2 / 3
@@ -96,7 +96,8 @@ class Trainer:
         self.lost_sessions = 0
         """The number of consecutive times that the backend has lost its session."""
         self.renewal_time: float | None = None
-        """The time at which the head's artifact must be exported again; None if it does not expire."""
+        """The Unix time at which the artifact of the head (the newest published policy) must be exported
+        again; None if the artifact does not expire."""
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
@@ -228,8 +229,8 @@ class Trainer:
         return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
     async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
-        """Return the batch with off-policy correction and reference penalty in its advantages, and
-        metrics."""
+        """Apply the off-policy correction and the reference penalty to the advantages. Return the new batch
+        and its metrics."""
         batch, metrics = await correct_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(

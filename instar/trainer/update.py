@@ -30,8 +30,8 @@ class UpdateResult:
 async def correct_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """Apply the off-policy correction. Return the corrected batch and metrics. Samples without trained tokens
-    are removed from the batch."""
+    """Apply the off-policy correction. Return the corrected batch, without samples that have no trained
+    tokens, and its metrics."""
     if config.proximal == "behavior":
         return batch, {}
     started = time.monotonic()

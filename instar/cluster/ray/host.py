@@ -76,7 +76,7 @@ class PlacedRole:
 @dataclass(frozen=True)
 class RoleReport:
     generation: int
-    """Number of the role's current process."""
+    """1 for the role's first process, one more for each process that replaced it."""
     restarts: int
     exit_code: int | None
     failure: str | None
@@ -100,7 +100,7 @@ class RoleHost:
         if listen is not None and is_loopback(listen[0]):
             listen = (host, listen[1])
         self._last_call = time.monotonic()
-        self._background_tasks.add(asyncio.create_task(self._kill_without_driver(spec.driver_timeout)))
+        self._background_tasks.add(asyncio.create_task(self._exit_when_driver_is_lost(spec.driver_timeout)))
         self._name, self._folder = spec.name, RunFolder(spec.folder)
         shares = self._prepare_folder(spec)
         os.chdir(spec.cwd if spec.cwd.is_dir() else spec.folder)
@@ -121,6 +121,7 @@ class RoleHost:
         return PlacedRole(host, str(ray_context.get_node_id()), role.url, role.log, shares)
 
     def _prepare_folder(self, spec: RoleSpec) -> bool:
+        """Return True if the run's folder is the driver's own. Otherwise write the config to the folder."""
         os.umask(PRIVATE_UMASK)
         token_file = spec.folder / "driver"
         if token_file.is_file() and token_file.read_text() == spec.driver_token:
@@ -164,7 +165,7 @@ class RoleHost:
         self._supervisor.kill(self._name)
 
     async def restart(self, timeout: float) -> int:
-        """Restart the role and return the number of its new generation."""
+        """Restart the role and return the generation of its new process."""
         assert self._supervisor is not None
         await self._supervisor.restart(self._name, timeout)
         self._generation += 1
@@ -174,7 +175,8 @@ class RoleHost:
         assert self._supervisor is not None
         return await self._supervisor.tail(self._name, lines)
 
-    async def _kill_without_driver(self, timeout: float) -> None:
+    async def _exit_when_driver_is_lost(self, timeout: float) -> None:
+        """Kill the role and exit if the driver makes no call for ``timeout`` seconds."""
         while time.monotonic() - self._last_call < timeout:  # noqa: ASYNC110 - set by calls of the driver
             await asyncio.sleep(POLL_SECONDS)
         try:
