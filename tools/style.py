@@ -33,7 +33,7 @@ VAGUE_NAMES = {"found", "given", "asked", "told", "wanted", "said", "there", "wh
 
 LIMITS = {
     # A change that needs more lines raises this limit and gives its reason in the commit message.
-    "lines": 55_000,
+    "lines": 55_500,
     "files_over_400": 0,
     "functions_over_60": 0,
     "fragments": 0,

@@ -35,7 +35,7 @@ class BackendRow:
     detected: bool
     """True if `backend: auto` would choose the backend."""
     why: str | None
-    """What in the environment or the settings points to the backend, or None."""
+    """The setting or environment variable that points to the backend, or None."""
     losses: list[str]
     features: list[str]
     optimizer: list[str]
