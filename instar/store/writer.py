@@ -92,7 +92,6 @@ class Writer:
         """``name`` is the store's name in errors. Transient failures are retried for ``retry_timeout``
         seconds."""
         self.commit_count = 0
-        self.write_count = 0
         self.lease_check: WriteFunction[None] | None = None
         """A check that runs first in every transaction. If it raises StoreError, nothing is written."""
         self._db = db
@@ -206,7 +205,6 @@ class Writer:
         if not self._write_in_one_statement(jobs):
             self._write_transaction(jobs)
         self.commit_count += 1
-        self.write_count += len(jobs)
 
     def _write_in_one_statement(self, jobs: Sequence[_WriteJob]) -> bool:
         """Try to write the jobs in one statement, and return True on success. Errors are not raised here,
