@@ -152,7 +152,7 @@ class GatewayApp(Starlette):
         error_types = (ApiError, StoreError, HTTPException, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
         description = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
-        routes = [*control.routes(), description]
+        routes = [*control.build_routes(), description]
         super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
         self.router.redirect_slashes = False  # A redirect would lead to the host of the Host header.
         self._pipeline = pipeline
@@ -178,7 +178,7 @@ class GatewayApp(Starlette):
             session_id, _, rest = path[3:].partition("/")
             path = f"/{rest}"
         if (dialect := self._dialects.get(path)) is not None:
-            return RouteMatch(dialect, session_id, counts_tokens=path == f"/v1{dialect.count_path}")
+            return RouteMatch(dialect, session_id, is_token_count=path == f"/v1{dialect.count_path}")
         return None
 
 

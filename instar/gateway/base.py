@@ -178,7 +178,7 @@ def invalid_value(message: str, param: str | None = None) -> ApiError:
     return bad_request(message, param, "invalid_value")
 
 
-def from_validation(error: msgspec.ValidationError | msgspec.DecodeError) -> ApiError:
+def convert_validation_error(error: msgspec.ValidationError | msgspec.DecodeError) -> ApiError:
     """Return the ApiError for an error such as ``Expected `str`, got `int` - at `$.messages[0].role```."""
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")

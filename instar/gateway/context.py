@@ -13,7 +13,7 @@ from instar.store.base import Store
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
     run_id: str
-    agent_id: str
+    default_agent_id: str
     """The agent of a request whose key does not belong to an agent."""
     policy_id: str
 

@@ -92,13 +92,13 @@ class ControlApi:
         self._states = states
         self._services = services
 
-    def routes(self) -> list[ApiRoute]:
+    def build_routes(self) -> list[ApiRoute]:
         end, feedback = self.end_session, self.add_feedback
         return [
             *(ApiRoute(f"{prefix}/models", self.list_models, ModelList) for prefix in PREFIXES),
             *(ApiRoute(f"{prefix}/models/{{model:path}}", self.get_model, ModelView) for prefix in PREFIXES),
-            ApiRoute("/healthz", self.health, HealthView, is_public=True),
-            ApiRoute("/stats", self.stats, StatsView),
+            ApiRoute("/healthz", self.get_health, HealthView, is_public=True),
+            ApiRoute("/stats", self.get_stats, StatsView),
             ApiRoute("/sessions", self.open_session, OpenedSession, body_type=OpenSession),
             ApiRoute("/sessions/{session}", self.get_session, SessionView),
             ApiRoute("/sessions/{session}/complete", end, EndedSession, body_type=CompleteSession),
@@ -123,7 +123,7 @@ class ControlApi:
         await self._authorize_models(http)
         return _to_response(ModelView(http.path_params["model"]))
 
-    async def health(self, http: HttpRequest) -> Response:
+    async def get_health(self, http: HttpRequest) -> Response:
         """Report whether the gateway and its engine respond."""
         if self._router.engine is None:
             return _to_response(HealthView("ok", "none"))
@@ -134,7 +134,7 @@ class ControlApi:
             return _to_response(HealthView("ok", "down", reason=str(error)))
         return _to_response(HealthView("ok", "up", version=status.version))
 
-    async def stats(self, http: HttpRequest) -> Response:
+    async def get_stats(self, http: HttpRequest) -> Response:
         """Report the load of the gateway."""
         await self._authenticate(http, Action.READ_STATS)
         lag_ms = self._services.loop_lag.p99() * 1000
@@ -204,7 +204,7 @@ class ControlApi:
 
     async def _read(self, http: HttpRequest, body_class: type[T], action: Action) -> tuple[Caller, T]:
         caller = await self._authenticate(http, action)
-        body = await self._reader.read_http(caller, http)
+        body = await self._reader.read_http_body(caller, http)
         return caller, decode_body(msgspec.json.Decoder(body_class), body or b"{}")
 
 

@@ -92,12 +92,12 @@ class EngineSource(Source):
             finish_reason=reply.finish_reason or "aborted",
             prompt_tokens=len(placement.prompt_ids),
             sampled_tokens=sampled_tokens,
-            logprobs=self.token_logprobs(call.request, reply.ids, reply.logprobs),
+            logprobs=self.build_token_logprobs(call.request, reply.ids, reply.logprobs),
             stop_string=reply.stop,
             tokens=reply.tokens if call.dialect.is_token_level else None,
         )
 
-    def token_logprobs(
+    def build_token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
         """Return the requested logprobs. Stop tokens are left out, because they are not in the text."""
@@ -184,7 +184,7 @@ class _EngineSamplingRun(SamplingRun):
             self._parsers.append(parser)
             seed = _choose_seed(request_seed, session.seed, self._call.number, index)
             reply = SampledReply(msgspec.structs.replace(params, seed=seed))
-            reply.untrainable = None if self._call.is_trainable else MODEL_UNTRAINABLE
+            reply.source_untrainable_reason = None if self._call.is_trainable else MODEL_UNTRAINABLE
             self._replies.append(reply)
 
     def _build_params(self) -> SamplingParams:
@@ -194,7 +194,7 @@ class _EngineSamplingRun(SamplingRun):
         if session.channel is Channel.TRAIN:
             train = self._train_sampling
             overrides = {"temperature": train.temperature, "top_p": train.top_p, "top_k": None}
-        settings = request.sampling_settings(overrides | session.sampling)
+        settings = request.merge_sampling_settings(overrides | session.sampling)
         prompt_tokens = len(self.placement.prompt_ids)
         if not prompt_tokens:
             raise invalid_value("The prompt is empty.", "prompt")
@@ -224,7 +224,7 @@ class _EngineSamplingRun(SamplingRun):
                     await token_stream.send_tokens(index, chunk)
                 deltas = parser.feed(chunk.token_ids)
                 if delta_stream is not None and (deltas or request.logprobs):
-                    logprobs = source.token_logprobs(request, chunk.token_ids, chunk.logprobs)
+                    logprobs = source.build_token_logprobs(request, chunk.token_ids, chunk.logprobs)
                     await delta_stream.send_deltas(index, deltas, logprobs)
         reply.ended_at = time.time()
         if reply.finish_reason is None or reply.finish_reason == "aborted":

@@ -86,13 +86,13 @@ class FeedbackList(msgspec.Struct):
 
 def _to_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
     view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
-    view.reward = reward_value(feedback)
+    view.reward = compute_reward_value(feedback)
     view.trainable = feedback.correction_ids is not None
     view.reason = reason
     return view
 
 
-def reward_value(feedback: Feedback) -> float | None:
+def compute_reward_value(feedback: Feedback) -> float | None:
     """Return the feedback's score, 1 or 0 for its thumb, or None if the feedback has neither."""
     if feedback.score is not None:
         return feedback.score
@@ -133,7 +133,7 @@ class FeedbackService:
         session, call = await self._find_subject(caller, body)
         check_reward(caller, body.score, self._reward_range, "score")
         feedback, reason = await self._build_feedback(session, call, body, client_key, caller)
-        value = reward_value(feedback)
+        value = compute_reward_value(feedback)
         rewards = [] if value is None else [_build_reward(feedback, value, call, caller)]
         if await self._store.add_feedback(feedback, rewards):
             return _to_view(feedback, reason), True

@@ -45,7 +45,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Called when the client disconnects. Set only while a request is handled."""
 
     @property
-    def has_body(self) -> bool:
+    def has_complete_body(self) -> bool:
         """True if the complete body of the request has arrived."""
         return self._active is not None and not self._active.more_body
 

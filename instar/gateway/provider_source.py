@@ -99,7 +99,7 @@ class _ProviderSamplingRun(SamplingRun):
         request = self._call.request
         reply = SampledReply(
             SamplingParams(
-                seed=request.seed, stop=request.stop, **request.sampling_settings(self._overrides)
+                seed=request.seed, stop=request.stop, **request.merge_sampling_settings(self._overrides)
             ),
             choice.message,
             finish_reason=choice.finish_reason,
@@ -108,7 +108,7 @@ class _ProviderSamplingRun(SamplingRun):
             ended_at=time.time(),
         )
         if choice.sampled_ids is None or choice.sampled_logprobs is None:
-            reply.untrainable = "the provider returned no token ids"
+            reply.source_untrainable_reason = "the provider returned no token ids"
             return reply
         reply.ids = choice.sampled_ids.tolist()
         reply.logprobs = choice.sampled_logprobs.tolist()
@@ -117,9 +117,9 @@ class _ProviderSamplingRun(SamplingRun):
         reply.versions = [0] * len(reply.ids)
         unsupported = request.unsupported_error
         if not self._call.is_trainable:
-            reply.untrainable = MODEL_UNTRAINABLE
+            reply.source_untrainable_reason = MODEL_UNTRAINABLE
         elif unsupported is not None:
-            reply.untrainable = f"the call was sampled with unsupported settings: {unsupported.message}"
+            reply.source_untrainable_reason = f"the call was sampled with unsupported settings: {unsupported.message}"
         return reply
 
 

@@ -49,7 +49,7 @@ class SessionService:
         session = Session(
             session_id=new_id("sess"),
             run_id=self._identity.run_id,
-            agent_id=caller.agent_id or self._identity.agent_id,
+            agent_id=caller.agent_id or self._identity.default_agent_id,
             policy_id=self._identity.policy_id,
             created_at=time.time(),
             **fields,

@@ -55,7 +55,7 @@ class ModelRequest:
     parsed_body: Any = None
     """The decoded body, for dialects that repeat parts of it in the response."""
 
-    def sampling_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_sampling_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the agent's settings with ``overrides``, and leave out settings that are None."""
         names = ("temperature", "top_p", "top_k", "max_tokens")
         settings = {name: getattr(self, name) for name in names} | dict(overrides)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 import orjson
 
-from instar.gateway.base import ApiError, bad_request, from_validation, invalid_value
+from instar.gateway.base import ApiError, bad_request, convert_validation_error, invalid_value
 from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
@@ -41,7 +41,7 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise from_validation(error) from error
+        raise convert_validation_error(error) from error
     except (UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from error
 

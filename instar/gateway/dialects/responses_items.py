@@ -72,7 +72,7 @@ def parse_tools(specs: Sequence[ResponsesTool], errors: list[ApiError]) -> Reque
     return RequestTools(tuple(offered), by_name, echo)
 
 
-def model_tool_name(name: str, namespace: str | None) -> str:
+def build_model_tool_name(name: str, namespace: str | None) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -83,7 +83,7 @@ def _parse_tool(
     if spec.type not in _CALLABLE_TOOLS:
         raise _unsupported("tool", spec.type, _CALLABLE_TOOLS, f"{path}.type")
     client = ClientTool(_require(spec.name, f"{path}.name"), namespace, spec.type == "custom")
-    name = model_tool_name(client.name, namespace)
+    name = build_model_tool_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
         raise invalid_value(f"Two tools are named {name!r}.", f"{path}.name")
     parameters = _custom_parameters(spec) if client.is_custom else spec.parameters or {}
@@ -187,7 +187,7 @@ class _ItemParser:
         arguments = _require(getattr(item, field), f"{path}.{field}")
         call = ToolCall(
             id=_require(item.call_id, f"{path}.call_id"),
-            name=model_tool_name(_require(item.name, f"{path}.name"), item.namespace),
+            name=build_model_tool_name(_require(item.name, f"{path}.name"), item.namespace),
             arguments=json.dumps({"input": arguments}, ensure_ascii=False) if is_custom else arguments,
         )
         self._turn_for(item).setdefault("tool_calls", []).append(call)

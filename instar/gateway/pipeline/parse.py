@@ -82,7 +82,7 @@ class RequestReader:
             message = "Compressed request bodies are not supported; send the body without Content-Encoding."
             raise ApiError(415, message, code="unsupported_encoding")
         limit = self._config.max_body
-        if (connection := get_connection(scope)) is not None and connection.has_body:
+        if (connection := get_connection(scope)) is not None and connection.has_complete_body:
             return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
         if self._incomplete_bodies[caller] >= self._config.max_in_flight:
             count = self._config.max_in_flight
@@ -100,7 +100,7 @@ class RequestReader:
             if not self._incomplete_bodies[caller]:
                 del self._incomplete_bodies[caller]
 
-    async def read_http(self, caller: Caller, http: HttpRequest) -> bytes:
+    async def read_http_body(self, caller: Caller, http: HttpRequest) -> bytes:
         return await self.read_body(caller, http.headers, http.scope, http.receive)
 
 

@@ -38,7 +38,7 @@ class RouteMatch:
 
     dialect: Dialect
     session_id: str | None
-    counts_tokens: bool
+    is_token_count: bool
     """True if the path is the dialect's ``count_path``."""
 
 
@@ -91,7 +91,7 @@ class CallPipeline:
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
     ) -> ModelCall | Response:
         """Return the call, or the complete response if nothing has to be sampled."""
-        if route.counts_tokens:
+        if route.is_token_count:
             await self._check_named_sessions(route, caller, headers)
             request = route.dialect.parse_count_request(body)
             source, _ = self._router.select(request.model)
@@ -173,7 +173,7 @@ class CallPipeline:
             # A call must not be recorded twice, even if the commit of its complete replies fails.
             if not is_committing and (replies := sampling_run.partial_replies()):
                 await self._recorder.record(
-                    call.state, graph, call.meta, sampling_run.placement, replies, aborted=reason
+                    call.state, graph, call.meta, sampling_run.placement, replies, abort_reason=reason
                 )
 
         try:

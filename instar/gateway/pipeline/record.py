@@ -53,7 +53,7 @@ class SampledReply:
     stop: str | None = None
     first_token_at: float | None = None
     ended_at: float = 0.0
-    untrainable: str | None = None
+    source_untrainable_reason: str | None = None
     """Why the model must not be trained on the reply, if so. Missing logprobs are not reported here."""
 
     def append(self, chunk: TokenChunk) -> None:
@@ -79,8 +79,8 @@ class SampledReply:
 
     @property
     def untrainable_reason(self) -> str | None:
-        if self.untrainable is not None:
-            return self.untrainable
+        if self.source_untrainable_reason is not None:
+            return self.source_untrainable_reason
         if any(map(math.isnan, self.logprobs)):
             return "logprobs are missing"
         if self.params.modifies_distribution and any(map(math.isnan, self.behavior_logprobs)):
@@ -148,13 +148,13 @@ class Recorder:
         placement: Placement,
         replies: Sequence[SampledReply],
         *,
-        aborted: str | None = None,
+        abort_reason: str | None = None,
     ) -> list[str]:
         """Record the replies. Return their call ids once the calls are durable. A cancellation does not stop
         the commit. ``aborted`` says why the replies are incomplete, if they are."""
         rows: list[_RecordedReply] = []
         for reply in replies:
-            rows.append(self._build_row(state, meta, placement, reply, rows[0] if rows else None, aborted))
+            rows.append(self._build_row(state, meta, placement, reply, rows[0] if rows else None, abort_reason))
         task = asyncio.create_task(self._commit(state, graph, meta, placement, rows))
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)

@@ -44,11 +44,11 @@ SessionTable: TypeAlias = OrderedDict[K, tuple[str, ...]]
 class SessionHints:
     """The values in a request, besides its key and messages, that may identify its session."""
 
-    url: str | None = None
-    header: str | None = None
+    url_session_id: str | None = None
+    header_session_id: str | None = None
     external_id: str | None = None
     """The agent's own id of the session."""
-    previous: str | None = None
+    previous_session_id: str | None = None
     """The session that contains the previous response."""
     retry: RetryEvidence | None = None
     prompt: str | None = None
@@ -75,8 +75,8 @@ class SessionResolver:
         """Return the request's session. In this order: the session that the URL, key, header or previous
         response names; the session with the agent's own id; a session with matching content; a new
         session."""
-        agent_id = caller.agent_id or self._identity.agent_id
-        sources = (hints.url, caller.session_id, hints.header, hints.previous)
+        agent_id = caller.agent_id or self._identity.default_agent_id
+        sources = (hints.url_session_id, caller.session_id, hints.header_session_id, hints.previous_session_id)
         session_ids = {session_id for session_id in sources if session_id}
         if len(session_ids) > 1:
             message = "The URL, the key, the header and the previous response name different sessions."

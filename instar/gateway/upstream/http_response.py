@@ -50,7 +50,7 @@ class HttpUpstreamResponse:
         self._send = send
         self._request = request
         self._is_translated = is_translated
-        self._added_fields = added_fields or AddedFields(token_ids=False, logprobs=False)
+        self._added_fields = added_fields or AddedFields(has_token_ids=False, has_logprobs=False)
         self._reader = _create_reader(
             dialect,
             request.n,

@@ -101,7 +101,7 @@ class MessagesReader(ReplyReader):
 
     def _close_call(self, call_index: int) -> None:
         # The provider sends no arguments, or an empty string, for a call without arguments.
-        if not any(self._draft.calls[call_index].arguments):
+        if not any(self._draft.calls[call_index].argument_pieces):
             self._draft.add_arguments(call_index, "{}")
 
     @property

@@ -24,7 +24,7 @@ MAX_RESPONSE_ID_LENGTH = 512
 class ToolCallDraft:
     id: str
     name: str
-    arguments: list[str] = field(default_factory=list[str])
+    argument_pieces: list[str] = field(default_factory=list[str])
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ class ReplyDraft:
 
     index: int = 0
     deltas: IndexedDeltas | None = None
-    text: list[str] = field(default_factory=list[str])
-    reasoning: list[str] = field(default_factory=list[str])
+    text_pieces: list[str] = field(default_factory=list[str])
+    reasoning_pieces: list[str] = field(default_factory=list[str])
     calls: list[ToolCallDraft] = field(default_factory=list[ToolCallDraft])
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
@@ -42,12 +42,12 @@ class ReplyDraft:
     logprobs: list[float | None] = field(default_factory=list[float | None])
 
     def add_text(self, text: str) -> None:
-        self.text.append(text)
+        self.text_pieces.append(text)
         if self.deltas is not None and text:
             self.deltas.append((self.index, ReplyDelta(text=text)))
 
     def add_reasoning(self, text: str) -> None:
-        self.reasoning.append(text)
+        self.reasoning_pieces.append(text)
         if self.deltas is not None and text:
             self.deltas.append((self.index, ReplyDelta(reasoning=text)))
 
@@ -60,7 +60,7 @@ class ReplyDraft:
         return index
 
     def add_arguments(self, call_index: int, text: str) -> None:
-        self.calls[call_index].arguments.append(text)
+        self.calls[call_index].argument_pieces.append(text)
         if self.deltas is not None and text:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
@@ -73,15 +73,15 @@ class ReplyDraft:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.text or self.reasoning or self.calls or self.token_ids)
+        return not (self.text_pieces or self.reasoning_pieces or self.calls or self.token_ids)
 
-    def message(self) -> Message:
-        message = Message(role="assistant", content="".join(self.text))
-        if reasoning := "".join(self.reasoning):
+    def build_message(self) -> Message:
+        message = Message(role="assistant", content="".join(self.text_pieces))
+        if reasoning := "".join(self.reasoning_pieces):
             message["reasoning"] = reasoning
         if self.calls:
             message["tool_calls"] = [
-                ToolCall(id=call.id, name=call.name, arguments="".join(call.arguments)) for call in self.calls
+                ToolCall(id=call.id, name=call.name, arguments="".join(call.argument_pieces)) for call in self.calls
             ]
         return message
 
@@ -103,7 +103,7 @@ def build_choices(
     choices: list[ReplyChoice] = []
     for i, draft in enumerate(drafts):
         choice = ReplyChoice(
-            message=draft.message(),
+            message=draft.build_message(),
             finish_reason=draft.finish_reason or "stop",
             prompt_tokens=usage.prompt,
             sampled_tokens=share + (i < remainder),

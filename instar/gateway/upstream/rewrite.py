@@ -24,11 +24,11 @@ _FULL_SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "re
 class AddedFields:
     """Response fields that we requested but the agent did not. They are removed from the response."""
 
-    token_ids: bool
-    logprobs: bool
+    has_token_ids: bool
+    has_logprobs: bool
 
     def __bool__(self) -> bool:
-        return self.token_ids or self.logprobs
+        return self.has_token_ids or self.has_logprobs
 
 
 def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
@@ -55,7 +55,7 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
     agent_fields = {name for name, value in fields.items() if bytes(value) != b"null"}
     has_logprobs = "logprobs" in agent_fields and bytes(fields["logprobs"]) != b"false"
     has_token_ids = bytes(fields.get("return_token_ids", _NULL)) == b"true"
-    added = AddedFields(token_ids=not has_token_ids, logprobs=not has_logprobs)
+    added = AddedFields(has_token_ids=not has_token_ids, has_logprobs=not has_logprobs)
     additions: dict[str, Any] = {
         name: value for name, value in _FULL_SOFTMAX.items() if name not in agent_fields
     }
@@ -70,15 +70,15 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
 def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
     """Remove the fields that the agent did not request from a response, or from one of its events."""
     fields = _decode(body)
-    if added.token_ids:
+    if added.has_token_ids:
         fields.pop("prompt_token_ids", None)
     if "choices" in fields:
         choices = _decode_choices(fields["choices"])
         for choice in choices:
-            if added.token_ids:
+            if added.has_token_ids:
                 choice.pop("token_ids", None)
                 choice.pop("prompt_token_ids", None)
-            if added.logprobs and "logprobs" in choice:
+            if added.has_logprobs and "logprobs" in choice:
                 choice["logprobs"] = _NULL
         fields["choices"] = msgspec.Raw(_encode(choices))
     return _encode(fields)
