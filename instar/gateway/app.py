@@ -1,4 +1,4 @@
-"""The gateway's ASGI app, which is composed of the call pipeline and the control API."""
+"""The gateway's ASGI app, composed of the call pipeline and the control API."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ async def open_gateway(
 
     async with AsyncExitStack() as stack:
 
-        def connect(section: UpstreamEngineConfig, path: str) -> HttpUpstream:
+        def open_upstream(section: UpstreamEngineConfig, path: str) -> HttpUpstream:
             upstream = HttpUpstream(section, path)
             stack.push_async_callback(upstream.close)
             return upstream
 
         renderer = None
         if engine is not None:
-            folder = resolve_tokenizer(config.model.name)
-            renderer = await asyncio.to_thread(Renderer.load, folder, config.model)
-        provider = config.engine if isinstance(config.engine, UpstreamEngineConfig) else None
+            tokenizer_folder = resolve_tokenizer(config.model.name)
+            renderer = await asyncio.to_thread(Renderer.load, tokenizer_folder, config.model)
+        provider_config = config.engine if isinstance(config.engine, UpstreamEngineConfig) else None
         yield create_app(
             store=store,
             engine=engine,
@@ -82,8 +82,8 @@ async def open_gateway(
             admin_key=admin_key,
             hash_key=await store.secret(HASH_KEY_NAME),
             train_sampling=config.rollout.sampling if config.rollout else None,
-            upstream=connect(provider, "engine") if provider else None,
-            upstreams={name: connect(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
+            upstream=open_upstream(provider_config, "engine") if provider_config else None,
+            upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
         )
 
@@ -106,8 +106,9 @@ def create_app(
 ) -> GatewayApp:
     """Return the gateway's app.
 
-    ``train_sampling`` replaces the sampling settings of every call in the train channel. If ``upstream`` is
-    set, it replies instead of the engine. The caller closes the store, the engine and the upstreams.
+    ``train_sampling`` replaces the sampling settings of every call in the train channel. ``upstream`` replies
+    instead of the engine, and ``upstreams`` are the providers that ``models`` can select. The caller closes
+    the store, the engine and the upstreams.
     """
     context = GatewayContext(
         store,
@@ -154,7 +155,7 @@ class GatewayApp(Starlette):
         description = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
         routes = [*control.build_routes(), description]
         super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-        self.router.redirect_slashes = False  # A redirect would lead to the host of the Host header.
+        self.router.redirect_slashes = False  # A redirect would use the Host header, which clients choose.
         self._pipeline = pipeline
         dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
         self.description = describe_api(routes, dialects)
@@ -162,17 +163,17 @@ class GatewayApp(Starlette):
         self._dialects = {f"/v1{path}": d for d in dialects for path in (d.path, d.count_path) if path}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._match(scope["path"]) if scope["type"] == "http" else None
+        route = self._match_route(scope["path"]) if scope["type"] == "http" else None
         if route is None:
             await super().__call__(scope, receive, send)
         else:
             await self._pipeline.handle(route, scope, receive, send)
 
     async def _get_description(self, http: HttpRequest) -> Response:
-        """Return this description."""
+        """Return this OpenAPI description."""
         return Response(msgspec.json.encode(self.description), media_type=JSON)
 
-    def _match(self, path: str) -> RouteMatch | None:
+    def _match_route(self, path: str) -> RouteMatch | None:
         session_id = None
         if path.startswith("/s/"):
             session_id, _, rest = path[3:].partition("/")

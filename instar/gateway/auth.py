@@ -1,7 +1,7 @@
-"""The keys of the admin, of agents, of sessions and of people who give feedback, and the actions that each
-kind of key allows. Only hashes of the keys are stored.
+"""API keys and the actions that they allow. There are keys for the admin, for agents, for sessions and for
+people who give feedback. Only hashes of the keys are stored.
 
-Every route is authorized with `PERMISSIONS`. docs/security.md lists the resulting access to every route;
+Every route checks `PERMISSIONS`. docs/security.md lists the resulting access to every route;
 tests/unit/gateway/test_authorization.py compares that list with the responses of a gateway.
 """
 
@@ -23,7 +23,7 @@ from instar.store.base import KeyKind, KeyRow, Store
 from instar.types import Channel, Session
 
 KEY_CACHE_SECONDS = 3.0
-"""The time after which a key is looked up again. A revoked key works for up to this time."""
+"""How long a key from the store is cached. A revoked key is accepted for up to this time."""
 MAX_CACHED_KEYS = 20_000
 MIN_KEY_LENGTH = 16
 MIN_REMOTE_KEY_LENGTH = 32
@@ -40,8 +40,7 @@ def new_key() -> str:
 
 def extract_key(headers: Mapping[str, str]) -> str:
     """Return the caller's key. Raise ApiError (401) if the request has no key. The gateway's own header is
-    read before those of OpenAI, Anthropic and Azure, because the client may send a provider's key in the
-    latter."""
+    read before the headers of OpenAI, Anthropic and Azure, in which the client may send a provider's key."""
     if key := headers.get(KEY_HEADER):
         return key.strip()
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -63,7 +62,7 @@ class Caller:
 
 
 class Action(StrEnum):
-    """An action, as error messages describe it."""
+    """An action that a key may allow. The value completes the sentence "This key may not ..."."""
 
     LIST_MODELS = "list models"
     CALL_MODEL = "call models"
@@ -83,8 +82,8 @@ class Action(StrEnum):
 class Scope(Enum):
     NONE = 0
     OWN = 1
-    """The caller's own sessions: the session of a session's key, the live sessions of an agent's key, and all
-    sessions of the agent of a feedback key."""
+    """The caller's own sessions: the session of a session key, the live sessions of an agent key's agent, and
+    all sessions of a feedback key's agent, or of every agent if the feedback key has none."""
     ALL = 2
 
 
@@ -110,8 +109,8 @@ PERMISSIONS: Mapping[Action, Mapping[CallerKind, Scope]] = {
 
 
 def is_allowed(caller: Caller, action: Action, session: Session | None = None) -> bool:
-    """Return True if the caller may perform the action on the session or, without a session, on some
-    session."""
+    """Return True if the caller may perform the action on ``session``, or on at least one session if
+    ``session`` is None."""
     scope = PERMISSIONS[action].get(caller.kind, Scope.NONE)
     return scope is Scope.ALL or (scope is Scope.OWN and (session is None or _owns(caller, session)))
 
@@ -119,8 +118,8 @@ def is_allowed(caller: Caller, action: Action, session: Session | None = None) -
 def authorize(
     caller: Caller, action: Action, session: Session | None = None, *, param: str | None = None
 ) -> None:
-    """Raise ApiError (403) if the caller may not perform the action. ``param`` is the field that requests the
-    action."""
+    """Raise ApiError (403) if the caller may not perform the action. ``param`` is the request field that asks
+    for the action, if there is one."""
     if is_allowed(caller, action, session):
         return
     if not is_allowed(caller, action):
@@ -130,19 +129,19 @@ def authorize(
         message = f"{subject} key of kind {caller.kind} may not {action.value}; use a key of kind {allowed}."
         raise ApiError(403, message, code="not_allowed", param=param)
     if caller.kind == "session":
-        raise ApiError(403, "This key belongs to another session.", code="wrong_session")
+        raise ApiError(403, "This is the key of another session; use the right one.", code="wrong_session")
     assert session is not None
     if caller.agent_id != session.agent_id:
-        raise ApiError(403, "This key belongs to another agent.", code="wrong_agent")
+        raise ApiError(403, "This key belongs to another agent; use the session's key.", code="wrong_agent")
     message = (
-        f"The session belongs to the channel {session.channel.value!r}, and an agent's key may only use live "
+        f"The session is in the channel {session.channel.value!r}, and an agent's key may only use live "
         "sessions; use the session's own key."
     )
     raise ApiError(403, message, code="wrong_channel")
 
 
 def check_reward(caller: Caller, value: float | None, reward_range: tuple[float, float], param: str) -> None:
-    """Raise ApiError (400) if the value is outside of the range and the caller is bound by the range."""
+    """Raise ApiError (400) if the reward is outside of the range, unless the caller may exceed the range."""
     low, high = reward_range
     if value is None or low <= value <= high or is_allowed(caller, Action.EXCEED_REWARD_RANGE):
         return
@@ -155,8 +154,8 @@ def _owns(caller: Caller, session: Session) -> bool:
         return caller.session_id == session.session_id
     if caller.kind == "feedback" and caller.agent_id is None:
         return True
-    # A session of a rollout belongs to its slot: an agent that could use it by its agent's key could train
-    # on its own rewards.
+    # With its own key, an agent may not use the sessions of rollouts, because it could give them rewards on
+    # which it is then trained.
     return caller.agent_id == session.agent_id and (
         caller.kind == "feedback" or session.channel is Channel.LIVE
     )
@@ -167,7 +166,7 @@ class Authenticator:
 
     def __init__(self, store: Store, admin_key: str, run_id: str) -> None:
         if not admin_key:
-            raise ValueError("the admin key is empty")
+            raise ValueError("the admin key is empty; pass a key that clients can send")
         self._store = store
         self._admin_hash = hash_key(admin_key)
         self._run_id = run_id
@@ -175,30 +174,30 @@ class Authenticator:
 
     async def identify(self, key: str) -> Caller:
         """Return the owner of the key. Raise ApiError (401) if the key is unknown or revoked."""
-        hashed = hash_key(key)
-        if secrets.compare_digest(hashed, self._admin_hash):
+        key_hash = hash_key(key)
+        if secrets.compare_digest(key_hash, self._admin_hash):
             return Caller("admin")
-        cached = self._cache.get(hashed)
+        cached = self._cache.get(key_hash)
         if cached is not None and time.monotonic() < cached[1]:
             return cached[0]
-        caller, cache_seconds = await self._look_up(hashed)
-        self._cache[hashed] = (caller, time.monotonic() + cache_seconds)
-        self._cache.move_to_end(hashed)
+        caller, cache_seconds = await self._look_up_caller(key_hash)
+        self._cache[key_hash] = (caller, time.monotonic() + cache_seconds)
+        self._cache.move_to_end(key_hash)
         if len(self._cache) > MAX_CACHED_KEYS:
             self._cache.popitem(last=False)
         return caller
 
-    async def _look_up(self, hashed: str) -> tuple[Caller, float]:
-        """Return the caller, and the number of seconds for which the caller may be cached."""
-        session = await self._store.session_by_key(hashed)
+    async def _look_up_caller(self, key_hash: str) -> tuple[Caller, float]:
+        """Return the owner of the key, and the number of seconds for which this result may be cached."""
+        session = await self._store.session_by_key(key_hash)
         if session is not None and session.run_id == self._run_id:
             # A session's key is never revoked, because it is useless after the end of its session.
             return Caller("session", session.agent_id, session.session_id), float("inf")
-        row = await self._store.key(hashed)
+        row = await self._store.key(key_hash)
         if row is None:
-            raise ApiError(401, "This API key is unknown.", code="invalid_api_key")
+            raise ApiError(401, "This API key is unknown; use a key of this run.", code="invalid_api_key")
         if row.revoked_at is not None:
-            raise ApiError(401, "This API key was revoked.", code="invalid_api_key")
+            raise ApiError(401, "This API key was revoked; use another key.", code="invalid_api_key")
         return Caller(row.kind, row.agent_id), KEY_CACHE_SECONDS
 
 
@@ -234,4 +233,4 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # A host name may belong to any machine.
+        return False  # A host name may resolve to any address.

@@ -1,6 +1,6 @@
-"""The wire types of the gateway's control API, and the error of all its routes.
+"""The wire types of the gateway's control API, and the error type of all routes.
 
-``ControlApi.routes`` assigns the types to routes, and ``GET /openapi.json`` describes all of them."""
+``ControlApi.build_routes`` assigns the types to routes, and ``GET /openapi.json`` describes all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 """The sampling settings that a session may set for all its calls."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-"""The range of the store's integers."""
+"""An integer that the store can hold."""
 
 
 class HealthView(msgspec.Struct, omit_defaults=True):
@@ -56,12 +56,12 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     channel: Channel = Channel.LIVE
     task_id: str | None = None
     task: Json | None = None
-    """The task, which is stored in the session's metadata under ``task``."""
+    """The task's content, which is stored in the session's metadata under ``task``."""
     group_id: str | None = None
     slot: Int64 = 0
     attempt: Int64 = 0
     seed: Int64 | None = None
-    """Calls without a seed get seeds that are derived from this seed."""
+    """Calls get seeds derived from this seed, except for live and val calls that have their own seed."""
     sampling: Json = msgspec.field(default_factory=dict)
     """Sampling settings that replace the agent's settings. The keys are those in `SAMPLING_KEYS`."""
     metadata: Json = msgspec.field(default_factory=dict)
@@ -156,7 +156,7 @@ class SessionView(msgspec.Struct):
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error response."""
+    """A failed request, with the fields of its error response."""
 
     status: int
     message: str
@@ -186,8 +186,8 @@ def convert_validation_error(error: msgspec.ValidationError | msgspec.DecodeErro
         ("unknown field `", "Unknown parameter", "unknown_parameter"),
         ("missing required field `", "Missing required parameter", "missing_required_parameter"),
     ):
-        _, is_match, field = message.partition(problem)
-        if is_match:
+        _, separator, field = message.partition(problem)
+        if separator:
             name = field.rstrip("`")
             path = f"{path}.{name}" if path else name
             return bad_request(f"{label}: '{path}'.", path, code)

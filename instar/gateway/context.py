@@ -14,7 +14,7 @@ from instar.store.base import Store
 class RunIdentity:
     run_id: str
     default_agent_id: str
-    """The agent of a request whose key does not belong to an agent."""
+    """The agent to which a request is attributed if its key does not belong to an agent."""
     policy_id: str
 
 

@@ -138,11 +138,11 @@ class ControlApi:
         """Report the load of the gateway."""
         await self._authenticate(http, Action.READ_STATS)
         lag_ms = self._services.loop_lag.p99() * 1000
-        return _to_response(StatsView(lag_ms, _memory_mb(), self._reader.in_flight, len(self._states)))
+        return _to_response(StatsView(lag_ms, _get_memory_mb(), self._reader.in_flight, len(self._states)))
 
     async def open_session(self, body_type: type[OpenSession], http: HttpRequest) -> Response:
         """Open a session and return its key."""
-        caller, body = await self._read(http, body_type, Action.OPEN_SESSION)
+        caller, body = await self._read_body(http, body_type, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
         # The Host header is not used, because anyone who sends the request chooses it.
         host, port = http.scope["server"]
@@ -155,7 +155,7 @@ class ControlApi:
         self, body_type: type[CompleteSession | FailSession], http: HttpRequest
     ) -> Response:
         """End a session and record its rewards."""
-        caller, body = await self._read(http, body_type, Action.END_SESSION)
+        caller, body = await self._read_body(http, body_type, Action.END_SESSION)
         return _to_response(await self._services.sessions.end(http.path_params["session"], caller, body))
 
     async def get_session(self, http: HttpRequest) -> Response:
@@ -165,7 +165,7 @@ class ControlApi:
 
     async def submit_calls(self, body_type: type[SubmissionBody], http: HttpRequest) -> Response:
         """Record calls that a program sampled itself."""
-        caller, body = await self._read(http, body_type, Action.SUBMIT_CALLS)
+        caller, body = await self._read_body(http, body_type, Action.SUBMIT_CALLS)
         engine = self._router.require_engine().engine
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
         latest = (await self._store.latest_policy(state.session.policy_id)).version
@@ -175,11 +175,11 @@ class ControlApi:
 
     async def add_feedback(self, body_type: type[FeedbackBody], http: HttpRequest) -> Response:
         """Record feedback on a session or a reply."""
-        caller, body = await self._read(http, body_type, Action.GIVE_FEEDBACK)
+        caller, body = await self._read_body(http, body_type, Action.GIVE_FEEDBACK)
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
-                message = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}."
-                raise ApiError(403, message, code="session_conflict")
+                named = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}"
+                raise ApiError(403, f"{named}; name only one session.", code="session_conflict")
             body.session_id = session_id
         client_key = parse_retry_evidence(http.headers).client_key
         view, is_new = await self._services.feedback.add(caller, body, client_key)
@@ -202,18 +202,18 @@ class ControlApi:
         if session_id := http.path_params.get("session"):
             await self._states.get(session_id, caller, Action.LIST_MODELS)
 
-    async def _read(self, http: HttpRequest, body_class: type[T], action: Action) -> tuple[Caller, T]:
+    async def _read_body(self, http: HttpRequest, body_type: type[T], action: Action) -> tuple[Caller, T]:
         caller = await self._authenticate(http, action)
         body = await self._reader.read_http_body(caller, http)
-        return caller, decode_body(msgspec.json.Decoder(body_class), body or b"{}")
+        return caller, decode_body(msgspec.json.Decoder(body_type), body or b"{}")
 
 
 def _to_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
-def _memory_mb() -> float:
-    """Return the resident memory of this process, or its peak on systems without /proc."""
+def _get_memory_mb() -> float:
+    """Return the resident memory of this process in MiB, or its peak on systems without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize() / 2**20

@@ -100,7 +100,8 @@ class EngineSource(Source):
     def build_token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the requested logprobs. Stop tokens are left out, because they are not in the text."""
+        """Return the logprobs of the sampled tokens, or none if the request does not ask for them. Stop
+        tokens are left out, because they are not in the text."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -133,7 +134,7 @@ class EngineSource(Source):
             async with asyncio.timeout(self._timeout):
                 logprobs = await self.engine.logprobs(ids)
         except TimeoutError as error:
-            message = f"The engine did not return logprobs within {self._timeout:g} seconds."
+            message = f"The engine did not return logprobs within {self._timeout:g} seconds; retry later."
             raise ApiError(504, message, code="timeout") from error
         text = self.renderer.token_text
         return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
@@ -188,7 +189,7 @@ class _EngineSamplingRun(SamplingRun):
             self._replies.append(reply)
 
     def _build_params(self) -> SamplingParams:
-        """Return the parameters. Session settings override the channel's, which override the agent's."""
+        """Return the parameters. Settings of the session override the channel's, which override the agent's."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:
@@ -197,7 +198,7 @@ class _EngineSamplingRun(SamplingRun):
         settings = request.merge_sampling_settings(overrides | session.sampling)
         prompt_tokens = len(self.placement.prompt_ids)
         if not prompt_tokens:
-            raise invalid_value("The prompt is empty.", "prompt")
+            raise invalid_value("The prompt is empty; send at least one token.", "prompt")
         max_context = self._source.engine.info.max_context
         max_tokens = max_context - prompt_tokens
         if max_tokens < 1:
@@ -235,11 +236,11 @@ class _EngineSamplingRun(SamplingRun):
             await delta_stream.send_deltas(index, deltas, ())
 
 
-def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
-    """Derive a seed for a reply from the agent's seed, or else from the session's seed."""
+def _choose_seed(request_seed: int | None, session_seed: int | None, call: int, reply: int) -> int | None:
+    """Return a seed for a reply: from the agent's seed, or else the session's. None if neither is set."""
     if request_seed is not None:
-        return request_seed if index == 0 else _derive_seed(request_seed, index)
-    return None if session_seed is None else _derive_seed(session_seed, number, index)
+        return request_seed if reply == 0 else _derive_seed(request_seed, reply)
+    return None if session_seed is None else _derive_seed(session_seed, call, reply)
 
 
 def _derive_seed(*parts: int) -> int:
@@ -255,7 +256,7 @@ async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
-    except BaseException:  # Also after cancellation, no task may keep running.
+    except BaseException:  # No task may keep running, not even after a cancellation.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Record people's feedback on sessions and replies, together with its reward.
+"""Record feedback on sessions and replies, together with the reward that it gives.
 
 A corrected reply is recorded as the tokens that the model should have sampled.
 """
@@ -38,7 +38,7 @@ from instar.types import (
 
 SCORER = "feedback"
 AGENT_SCORER = "agent-feedback"
-"""The scorer of feedback that an agent sent, so that a combination of rewards by `feedback` ignores it."""
+"""The scorer of feedback from agents. A combination of rewards that uses `feedback` ignores it."""
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
 THUMB_REWARDS = {1: 1.0, -1: 0.0}
 
@@ -47,7 +47,7 @@ FeedbackText = Annotated[str, msgspec.Meta(max_length=100_000)]
 
 
 class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Feedback on a session, a call or a response. The key of a session identifies its session."""
+    """Feedback on a session, a call or a response. With a session's key, no id is needed."""
 
     session_id: str | None = None
     call_id: str | None = None
@@ -93,7 +93,7 @@ def _to_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
 
 
 def compute_reward_value(feedback: Feedback) -> float | None:
-    """Return the feedback's score, 1 or 0 for its thumb, or None if the feedback has neither."""
+    """Return the feedback's score, or 1 or 0 for its thumb, or None if the feedback has neither."""
     if feedback.score is not None:
         return feedback.score
     return None if feedback.thumbs is None else THUMB_REWARDS[feedback.thumbs]
@@ -112,7 +112,7 @@ class FeedbackService:
         reward_range: tuple[float, float],
     ) -> None:
         """Create a service. ``renderer`` encodes corrections. ``max_context`` returns the model's context
-        length."""
+        length in tokens, or None if it is unknown."""
         self._store = store
         self._redactor = redactor
         self._run_id = run_id
@@ -124,7 +124,7 @@ class FeedbackService:
     async def add(
         self, caller: Caller, body: FeedbackBody, client_key: str | None = None
     ) -> tuple[FeedbackView, bool]:
-        """Record feedback. Return the recorded feedback, and False if it was recorded before.
+        """Record feedback. Return the recorded feedback, and True if it was not recorded before.
 
         ``client_key`` is an idempotency key, which identifies the feedback within its session. Raise ApiError
         (409) if the id or key was used for different feedback.
@@ -139,7 +139,7 @@ class FeedbackService:
             return _to_view(feedback, reason), True
         rows = await self._store.feedback(self._run_id, session_id=feedback.session_id)
         recorded = next((row for row in rows if row.feedback_id == feedback.feedback_id), None)
-        if recorded is None or not _is_same(recorded, feedback, call):
+        if recorded is None or not _has_same_content(recorded, feedback, call):
             message = (
                 f"The id {feedback.feedback_id!r} is already used by different feedback; send another id."
             )
@@ -159,11 +159,11 @@ class FeedbackService:
                 "Send a session_id, a call_id or a response_id.", "session_id", "missing_required_parameter"
             )
         if body.session_id is not None and body.session_id != session_id:
-            message = f"The call belongs to the session {session_id!r}, not to {body.session_id!r}."
+            message = f"The call belongs to the session {session_id!r}; leave out {body.session_id!r}."
             raise ApiError(403, message, code="session_conflict")
         session = await self._get_session(session_id)
         if session is None:
-            raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
+            raise ApiError(404, f"This run has no session {session_id!r}.", code="session_not_found")
         authorize(caller, Action.GIVE_FEEDBACK, session)
         return session, call
 
@@ -189,20 +189,19 @@ class FeedbackService:
         if body.session_id is not None and len(calls) > 1:
             calls = [call for call in calls if call.session_id == body.session_id]
         if not calls:
-            name = body.call_id or body.response_id
-            raise ApiError(404, f"There is no reply {name!r}.", code="reply_not_found", param=param)
+            message = f"There is no reply {body.call_id or body.response_id!r} that this key may access."
+            raise ApiError(404, message, code="reply_not_found", param=param)
         if len(calls) > 1:
             ids = ", ".join(call.call_id for call in calls)
-            raise bad_request(
-                f"Several calls have this response_id; send one of these call_ids: {ids}.", param
-            )
+            subject = f"{len(calls)} calls have the response_id {body.response_id!r}"
+            raise bad_request(f"{subject}; send one of these call_ids instead: {ids}.", param)
         return calls[0]
 
     async def _build_feedback(
         self, session: Session, call: Call | None, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
-        """Return the feedback. The second value says why the model cannot be trained on the correction, if it
-        cannot."""
+        """Return the feedback, and the reason why the model cannot be trained on its correction, or None if
+        it can or if there is no correction."""
         redact = self._redactor.redact_text
         session_id = session.session_id
         is_from_person = is_allowed(caller, Action.SPEAK_FOR_PEOPLE, session)
@@ -221,7 +220,7 @@ class FeedbackService:
             if correction != body.correction:
                 reason = "a secret was removed from the correction"
             elif not is_from_person:
-                reason = f"the correction was sent with the key of the {caller.kind}; use a feedback key"
+                reason = f"the correction was sent with a key of kind {caller.kind}; use a feedback key"
             else:
                 # A long correction must not block the event loop.
                 ids, reason = await asyncio.to_thread(self._encode_correction, session, call, correction)
@@ -243,15 +242,15 @@ class FeedbackService:
         calls = await self._store.calls(session_id)
         complete_calls = [call for call in calls if call.status is CallStatus.OK]
         if not complete_calls:
-            raise invalid_value("The session has no complete reply that can be corrected.", "correction")
+            raise invalid_value("The session has no complete reply; leave 'correction' out.", "correction")
         return complete_calls[-1]
 
     def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
-        """Return the correction's tokens. If the model cannot be trained on them, return None and the
-        reason."""
+        """Return the correction's tokens, or None if the model cannot be trained on them. The second value is
+        the reason why it cannot."""
         route = match_model_route(self._models, call.model)
         if session.channel is Channel.VAL:
-            return None, "sessions of the val channel are not trained on"
+            return None, "sessions in the val channel are not used for training"
         if route is not None and not route.trainable:
             return None, MODEL_UNTRAINABLE
         if not len(call.prompt_ids):
@@ -296,7 +295,7 @@ def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: C
     )
 
 
-def _is_same(recorded: Feedback, feedback: Feedback, call: Call | None) -> bool:
+def _has_same_content(recorded: Feedback, feedback: Feedback, call: Call | None) -> bool:
     """Return True if both have the same content. A correction without a call id counts as the same even if
     the session now has a newer last call."""
     is_same_call = recorded.call_id == feedback.call_id or (call is None and feedback.correction is not None)

@@ -1,10 +1,10 @@
 """HTTP connections that limit the headers of a request and report when the client disconnects.
 
-Uvicorn limits neither the size nor the time of the headers. The app gets the connection from its scope
-(`get_connection`), because a callback on disconnect is faster than a task that waits for the disconnect.
+Uvicorn limits neither the size of the headers nor the time until they arrive. The app gets the connection
+from its scope (`get_connection`), because a callback on disconnect is faster than a task that waits for it.
 
-A client may send more requests before it gets a response. They are parsed as they arrive and handled one
-after the other, so ``cycle``, the request that was parsed last, may be a later one than ``_active``.
+A client may pipeline requests, that is, send more before it gets a response. They are parsed as they arrive
+and handled in order, so the last parsed request (``cycle``) may be later than the handled one (``_active``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 _REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
 _MAX_PIPELINED = 16
-"""The number of waiting requests of a connection from which on no more data is read."""
+"""While this many requests of a connection are waiting, no more data is read from it."""
 _EXTENSION = "instar.connection"
 
 
@@ -40,7 +40,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._active: RequestResponseCycle | None = None
         self._refusal: bytes | None = None
-        """The response that is sent after those of all earlier requests, before the connection closes."""
+        """The error response that is sent after all earlier responses, before the connection closes."""
         self.on_disconnect: Callable[[], None] | None = None
         """Called when the client disconnects. Set only while a request is handled."""
 
@@ -91,7 +91,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if not self._in_head or self._refusal is not None:
             return
-        if was_in_head:  # Otherwise the data starts with an earlier request.
+        if was_in_head:  # Otherwise part of the data belongs to an earlier request.
             self._head_size += len(data)
         if self._head_size > self.max_head:
             self._refuse(b"431 Request Header Fields Too Large")
@@ -101,7 +101,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
-        self.scope["extensions"] = {_EXTENSION: self}  # type: ignore[typeddict-item]  # an object
+        self.scope["extensions"] = {_EXTENSION: self}  # type: ignore[typeddict-item]  # not a dict
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -120,12 +120,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.pipeline and self.pipeline[0][0].more_body:
-            self.pipeline.popleft()  # The rest of its body is malformed.
+            self.pipeline.popleft()  # The rest of this request's body is malformed.
         self._refuse(b"400 Bad Request", msg.encode())
 
     @property
     def _is_busy(self) -> bool:
-        """True if a request is handled whose body has arrived."""
+        """True if a request with a complete body is being handled."""
         active = self._active
         return active is not None and not active.response_complete and not active.more_body
 
@@ -134,7 +134,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _on_head_timeout(self) -> None:
         if self._is_busy:
-            self._start_head_timer()  # The next request is not read while too many are waiting.
+            self._start_head_timer()  # The headers may be unread because too many requests are waiting.
         else:
             self._refuse(b"408 Request Timeout")
 

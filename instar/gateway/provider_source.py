@@ -119,7 +119,8 @@ class _ProviderSamplingRun(SamplingRun):
         if not self._call.is_trainable:
             reply.source_untrainable_reason = MODEL_UNTRAINABLE
         elif unsupported is not None:
-            reply.source_untrainable_reason = f"the call was sampled with unsupported settings: {unsupported.message}"
+            reason = f"the call was sampled with unsupported settings: {unsupported.message}"
+            reply.source_untrainable_reason = reason
         return reply
 
 

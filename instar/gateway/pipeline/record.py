@@ -154,7 +154,8 @@ class Recorder:
         the commit. ``aborted`` says why the replies are incomplete, if they are."""
         rows: list[_RecordedReply] = []
         for reply in replies:
-            rows.append(self._build_row(state, meta, placement, reply, rows[0] if rows else None, abort_reason))
+            first = rows[0] if rows else None
+            rows.append(self._build_row(state, meta, placement, reply, first, abort_reason))
         task = asyncio.create_task(self._commit(state, graph, meta, placement, rows))
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)

@@ -76,8 +76,8 @@ class SessionResolver:
         response names; the session with the agent's own id; a session with matching content; a new
         session."""
         agent_id = caller.agent_id or self._identity.default_agent_id
-        sources = (hints.url_session_id, caller.session_id, hints.header_session_id, hints.previous_session_id)
-        session_ids = {session_id for session_id in sources if session_id}
+        named_ids = (hints.url_session_id, hints.header_session_id, hints.previous_session_id)
+        session_ids = {session_id for session_id in (caller.session_id, *named_ids) if session_id}
         if len(session_ids) > 1:
             message = "The URL, the key, the header and the previous response name different sessions."
             raise ApiError(403, message, code="session_conflict")

@@ -81,7 +81,8 @@ class ReplyDraft:
             message["reasoning"] = reasoning
         if self.calls:
             message["tool_calls"] = [
-                ToolCall(id=call.id, name=call.name, arguments="".join(call.argument_pieces)) for call in self.calls
+                ToolCall(id=call.id, name=call.name, arguments="".join(call.argument_pieces))
+                for call in self.calls
             ]
         return message
 
