@@ -106,9 +106,8 @@ def create_app(
 ) -> GatewayApp:
     """Return the gateway's app.
 
-    ``train_sampling`` replaces the sampling settings of every call in the train channel. ``upstream`` replies
-    instead of the engine, and ``upstreams`` are the providers that ``models`` can select. The caller closes
-    the store, the engine and the upstreams.
+    ``train_sampling`` applies to all calls in the train channel. ``upstream`` replies instead of the engine,
+    and ``models`` may select other ``upstreams``. The caller closes the store, the engine and the upstreams.
     """
     context = GatewayContext(
         store,

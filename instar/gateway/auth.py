@@ -129,10 +129,10 @@ def authorize(
         message = f"{subject} key of kind {caller.kind} may not {action.value}; use a key of kind {allowed}."
         raise ApiError(403, message, code="not_allowed", param=param)
     if caller.kind == "session":
-        raise ApiError(403, "This is the key of another session; use the right one.", code="wrong_session")
+        raise ApiError(403, "This key is for another session; use the session's key.", code="wrong_session")
     assert session is not None
     if caller.agent_id != session.agent_id:
-        raise ApiError(403, "This key belongs to another agent; use the session's key.", code="wrong_agent")
+        raise ApiError(403, "This key is for another agent; use the session's key.", code="wrong_agent")
     message = (
         f"The session is in the channel {session.channel.value!r}, and an agent's key may only use live "
         "sessions; use the session's own key."

@@ -100,8 +100,7 @@ class EngineSource(Source):
     def build_token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the logprobs of the sampled tokens, or none if the request does not ask for them. Stop
-        tokens are left out, because they are not in the text."""
+        """Return the logprobs, if requested. Stop tokens are left out, because they are not in the text."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -189,7 +188,7 @@ class _EngineSamplingRun(SamplingRun):
             self._replies.append(reply)
 
     def _build_params(self) -> SamplingParams:
-        """Return the parameters. Settings of the session override the channel's, which override the agent's."""
+        """Return the parameters. The session's settings override the channel's, and these the agent's."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:

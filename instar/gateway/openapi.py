@@ -44,11 +44,11 @@ _ERROR: Json = {
     },
     "required": ["error"],
 }
-"""The errors of all dialects. Only those of Anthropic have a ``type`` beside ``error``."""
+"""The schema of the errors of all dialects. Only Anthropic's errors have a ``type`` beside ``error``."""
 
 
 class ApiRoute(Route):
-    """A route of the control API. The first line of the handler's docstring is its summary."""
+    """A route of the control API. The first line of the handler's docstring is the route's summary."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ApiRoute(Route):
         is_public: bool = False,
     ) -> None:
         """Create a route. A route with a body is a POST, whose handler gets ``body_type`` as its first
-        argument."""
+        argument. ``query`` lists the names of the query parameters."""
         self.response_type = response_type
         self.body_type = body_type
         self.query = query
@@ -94,7 +94,7 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
             for path in filter(None, (dialect.path, dialect.count_path)):
                 path = prefix + path
                 paths[path] = {"post": _describe_call(path, dialect, references)}
-    keys = {name: {"type": "apiKey", "in": "header", "name": name} for name in _key_headers()}
+    keys = {name: {"type": "apiKey", "in": "header", "name": name} for name in _list_key_headers()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Instar gateway", "version": __version__},
@@ -112,13 +112,13 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
     }
 
 
-def _key_headers() -> list[str]:
+def _list_key_headers() -> list[str]:
     return [KEY_HEADER, *sorted(KEY_HEADERS - {"authorization"})]
 
 
 def _describe_route(method: str, path: str, route: ApiRoute, references: Mapping[type, Json]) -> Json:
     content = {_JSON: references[route.response_type]}
-    # Starlette answers HEAD like GET, and feedback that was recorded before is answered with 200.
+    # 2XX, because some routes respond with 200, some with 201, and feedback with either.
     success = _describe_response("The request succeeded.", content)
     operation = _describe_operation(method, path, route.summary, route.query)
     operation["responses"] = {"2XX": success, **_describe_failures(("4XX", "502", "503"))}

@@ -1,4 +1,4 @@
-"""A provider as the source of replies. Its response is passed on to the client, and parsed for the record."""
+"""A provider as the source of replies. Its response is passed on to the client and parsed to be recorded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ProviderSource(Source):
     async def count_tokens(
         self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
     ) -> bytes:
-        return await self._upstream.count_tokens(body, _without_gateway_keys(headers))
+        return await self._upstream.count_tokens(body, _remove_gateway_keys(headers))
 
 
 class _ProviderSamplingRun(SamplingRun):
@@ -63,7 +63,7 @@ class _ProviderSamplingRun(SamplingRun):
         if session.channel is Channel.TRAIN:
             train = {"temperature": train_sampling.temperature, "top_p": train_sampling.top_p}
             self._overrides = train | self._overrides
-        headers = _without_gateway_keys(call.headers)
+        headers = _remove_gateway_keys(call.headers)
         self._response = upstream.send(
             call.request, call.dialect.name, call.body, headers, self._overrides or None
         )
@@ -75,7 +75,7 @@ class _ProviderSamplingRun(SamplingRun):
                 self._first_chunk_at = self._first_chunk_at or time.time()
                 if chunk.choices is not None:
                     response_id = chunk.response_id
-                    # Clients refer to the provider's id, unless the provider uses the same id repeatedly.
+                    # Clients refer to a response by the provider's id, which may occur more than once.
                     if response_id is not None and not self._graph.has_request(response_id):
                         self._call.meta.request_id = response_id
                     replies = self._build_replies(chunk.choices)
@@ -119,12 +119,11 @@ class _ProviderSamplingRun(SamplingRun):
         if not self._call.is_trainable:
             reply.source_untrainable_reason = MODEL_UNTRAINABLE
         elif unsupported is not None:
-            reason = f"the call was sampled with unsupported settings: {unsupported.message}"
-            reply.source_untrainable_reason = reason
+            reply.source_untrainable_reason = f"sampled with unsupported settings: {unsupported.message}"
         return reply
 
 
-def _without_gateway_keys(headers: Mapping[str, str]) -> dict[str, str]:
+def _remove_gateway_keys(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers without the gateway's own key, which a provider must not receive."""
     key_headers = {KEY_HEADER} if KEY_HEADER in headers else KEY_HEADERS
     return {name: value for name, value in headers.items() if name not in key_headers}

@@ -20,7 +20,7 @@ from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.record.hashing import HashChain, MessageHasher
 
 MIN_CACHED_BODY = 8 * 1024
-"""Parsing a smaller body, in bytes, is faster than using the cache."""
+"""The minimum size, in bytes, of a cached body. Parsing a smaller body is faster than using the cache."""
 _MAX_BODIES_PER_CALLER = 4
 _WHITESPACE = b" \t\r\n"
 
@@ -42,7 +42,7 @@ class _MessagesBody(msgspec.Struct):
 
 class RequestCache:
     def __init__(self, hasher: MessageHasher, max_bytes: int = 32 * 1024 * 1024) -> None:
-        """``max_bytes`` limits the total size of the cached bodies."""
+        """Create a cache. ``max_bytes`` limits the total size of the cached bodies."""
         self._hasher = hasher
         self._max_bytes = max_bytes
         self._entries: OrderedDict[Hashable, list[_ParsedBody]] = OrderedDict()
@@ -50,7 +50,7 @@ class RequestCache:
 
     def parse(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
         key = (dialect.name, caller)
-        cached, count = self._find_longest(key, body)
+        cached, count = self._find_longest_prefix(key, body)
         parsed = self._parse_rest(dialect, body, cached, count) if cached else None
         if parsed is not None:
             self._put(key, parsed, cached)
@@ -89,7 +89,7 @@ class RequestCache:
         ends = cached.ends[:count] + [end + rest_start - start for end in offsets[1]]
         return _ParsedBody(body, ends, start, request, chain)
 
-    def _find_longest(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
+    def _find_longest_prefix(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
         """Return the cached body that shares the most messages with ``body``, and the number of these
         messages. The last message of ``body`` is never shared."""
         best: _ParsedBody | None = None

@@ -28,21 +28,21 @@ class ModelRouter:
         """Create a router. If ``provider`` is set, it replies instead of the engine. ``upstreams`` are the
         providers that model routes can select."""
         self.engine = engine
-        self._default: Source | None = provider or engine
+        self._default_source: Source | None = provider or engine
         self._upstreams = upstreams
         self._models = models
 
     def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
-        """Return the source that serves the model, and True if its calls are trainable."""
+        """Return the model's source, and True if its calls are trainable. If it has none, raise ApiError."""
         if needs_engine:
             return self.require_engine(), True
         route = match_model_route(self._models, model) if self._models else None
         is_trainable = route is None or route.trainable
         if route is not None and route.upstream:
             return self._upstreams[route.upstream], is_trainable
-        if self._default is None:
+        if self._default_source is None:
             raise _no_model_error()
-        return self._default, is_trainable
+        return self._default_source, is_trainable
 
     def require_engine(self) -> EngineSource:
         if self.engine is None:
@@ -51,5 +51,5 @@ class ModelRouter:
 
 
 def _no_model_error() -> ApiError:
-    message = "This gateway has no engine of its own, and no provider is configured for this model."
+    message = "This gateway has no engine, and no provider is configured for this model (see 'models')."
     return ApiError(404, message, code="model_not_found", param="model")

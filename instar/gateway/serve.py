@@ -69,7 +69,7 @@ async def serve(
         await stop.wait()
         is_draining = server.should_exit
         server.should_exit = True
-        if is_draining:  # The drain has no deadline.
+        if is_draining:  # uvicorn has no deadline for a drain.
             await asyncio.sleep(grace)
             server.force_exit = True
 

@@ -14,12 +14,12 @@ from instar.gateway.context import GatewayContext
 from instar.record.graph import MessageGraph
 from instar.types import Channel, Session, SessionStatus, new_id
 
-_MAX_SESSIONS_PER_EVICTION = 64
+_MAX_EVICTION_CANDIDATES = 64
 
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request without a recorded reply."""
+    """A request whose reply is not recorded yet."""
 
     client_key: str | None
     done: asyncio.Future[None]
@@ -82,10 +82,10 @@ class SessionStates:
         return len(self._states)
 
     async def get(self, session_id: str, caller: Caller, action: Action) -> SessionState:
-        """Raise ApiError if the run has no such session (404), or if the caller may not perform the action on
-        the session (403)."""
+        """Return the session. Raise ApiError if it is not a session of the run (404), or if the caller may
+        not perform the action on it (403)."""
         if (state := await self.find(session_id)) is None:
-            raise ApiError(404, f"There is no session {session_id!r}.", code="session_not_found")
+            raise ApiError(404, f"This run has no session {session_id!r}.", code="session_not_found")
         authorize(caller, action, state.session)
         return state
 
@@ -93,11 +93,11 @@ class SessionStates:
         """Like `get`, but also raise ApiError (410) if the session has ended."""
         state = await self.get(session_id, caller, action)
         if state.session.status is not SessionStatus.OPEN:
-            raise ApiError(410, f"The session {session_id!r} has ended.", code="session_ended")
+            raise ApiError(410, f"The session {session_id!r} has ended; open another.", code="session_ended")
         return state
 
     async def find_open(self, session_id: str) -> SessionState | None:
-        """Return the session if it exists and is open."""
+        """Return the session, or None if it does not exist or has ended."""
         state = await self.find(session_id) if session_id else None
         return state if state and state.session.status is SessionStatus.OPEN else None
 
@@ -133,7 +133,7 @@ class SessionStates:
         self._states.pop(session_id, None)
 
     def track_call(self, state: SessionState) -> _CallTracker:
-        """Return a context manager that counts a call. It removes the session if its first call fails."""
+        """Return a context manager that counts a call. If the first call fails, it drops the new session."""
         return _CallTracker(self._states, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:
@@ -149,7 +149,7 @@ class SessionStates:
             return
         # The newest session is about to be used, and unsaved sessions cannot be loaded again.
         newest = next(reversed(self._states))
-        for session_id, state in list(islice(self._states.items(), _MAX_SESSIONS_PER_EVICTION)):
+        for session_id, state in list(islice(self._states.items(), _MAX_EVICTION_CANDIDATES)):
             if session_id != newest and not state.in_flight and state.unsaved_session is None:
                 del self._states[session_id]
                 if len(self._states) <= self._limit:

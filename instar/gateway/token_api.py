@@ -1,7 +1,7 @@
 """``POST /sessions/{id}/calls``, which records calls that a program sampled itself.
 
 A submission has the sampled token ids with their logprobs and policy versions. An unknown logprob is null,
-and a call with an unknown logprob is recorded but not trained on.
+and a call with an unknown logprob is recorded but not used for training.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class SubmissionService:
                 if parent_id is not None and not graph.has_call(parent_id):
                     message = f"This session has no call {parent_id!r}; send the id of one of its calls."
                     raise invalid_value(message, f"calls[{i}].parent_id")
-                ids += await self._submit(graph, state, call)
+                ids += await self._record_call(graph, state, call)
         return ids
 
-    async def _submit(self, graph: MessageGraph, state: SessionState, call: SubmittedCall) -> list[str]:
+    async def _record_call(self, graph: MessageGraph, state: SessionState, call: SubmittedCall) -> list[str]:
         body, reply, chain = call.body, call.reply, None
         if call.messages is None:
             placement = graph.place_prompt(body.prompt_ids, self._renderer)
@@ -139,9 +139,9 @@ def parse_submission(
 ) -> list[SubmittedCall]:
     """Return the submitted calls. Raise ApiError (400) with the path of the first invalid value."""
     if not calls:
-        raise invalid_value("'calls' is empty.", "calls")
+        raise invalid_value("'calls' is empty; send at least one call.", "calls")
     if len(calls) > max_calls:
-        message = f"The submission has {len(calls)} calls; at most {max_calls} are allowed."
+        message = f"The submission has {len(calls)} calls; at most {max_calls} are allowed per request."
         raise invalid_value(message, "calls")
     return [_parse_call(call, f"calls[{i}]", vocab_size, latest_version) for i, call in enumerate(calls)]
 
@@ -149,12 +149,12 @@ def parse_submission(
 def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int) -> SubmittedCall:
     for name in ("prompt_ids", "sampled_ids"):
         if not getattr(call, name):
-            raise invalid_value(f"'{path}.{name}' is empty.", f"{path}.{name}")
+            raise invalid_value(f"'{path}.{name}' is empty; send at least one token id.", f"{path}.{name}")
         check_token_ids(getattr(call, name), vocab_size, f"{path}.{name}")
     for name in ("logprobs", "versions", "behavior_logprobs"):
         values = getattr(call, name)
         if values is not None and len(values) != len(call.sampled_ids):
-            message = f"'{path}.{name}' has {len(values)} values for {len(call.sampled_ids)} sampled tokens."
+            message = f"'{path}.{name}' has {len(values)} values; it must have {len(call.sampled_ids)}."
             raise invalid_value(message, f"{path}.{name}")
     if max(call.versions) > latest_version:
         position = next(i for i, version in enumerate(call.versions) if version > latest_version)
@@ -165,7 +165,7 @@ def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int)
     for i, message in enumerate(call.messages or ()):
         _check_message(message, f"{path}.messages[{i}]")
     if call.messages == []:
-        raise invalid_value(f"'{path}.messages' is empty.", f"{path}.messages")
+        raise invalid_value(f"'{path}.messages' is empty; add a message or leave it out.", f"{path}.messages")
     if call.reply is not None:
         if call.reply.role != "assistant":
             message = f"The role of a reply is {call.reply.role!r}; it must be 'assistant'."
@@ -208,18 +208,19 @@ def _build_message(body: SubmittedMessage) -> Message:
 def _check_message(message: SubmittedMessage, path: str) -> None:
     if message.role != "assistant" and (message.tool_calls or message.reasoning is not None):
         name = "tool_calls" if message.tool_calls else "reasoning"
-        raise invalid_value(f"Only messages of the assistant may have '{name}'.", f"{path}.{name}")
+        text = f"Only assistant messages may have '{name}'; this message has the role {message.role!r}."
+        raise invalid_value(text, f"{path}.{name}")
     if (message.role == "tool") != (message.tool_call_id is not None):
-        problem = "lacks a 'tool_call_id'" if message.role == "tool" else "must not have a 'tool_call_id'"
-        text = f"A message with the role {message.role!r} {problem}."
-        raise invalid_value(text, f"{path}.tool_call_id")
+        problem = "must have a 'tool_call_id'" if message.role == "tool" else "must not have a 'tool_call_id'"
+        raise invalid_value(f"A {message.role} message {problem}.", f"{path}.tool_call_id")
 
 
 def _to_floats(values: Sequence[float | None], path: str) -> list[float]:
-    """Return the values with NaN instead of None. Raise ApiError (400) if a value exceeds 32 bits."""
+    """Return the values with NaN for None. Raise ApiError (400) if a value is below the range of float32."""
     floats = np.asarray([math.nan if value is None else value for value in values], np.float64)
-    is_too_small = floats < np.finfo(np.float32).min
-    if is_too_small.any():
-        path = f"{path}[{int(np.argmax(is_too_small))}]"
-        raise invalid_value(f"'{path}' is too small for a 32-bit float.", path)
+    is_below_range = floats < np.finfo(np.float32).min
+    if is_below_range.any():
+        position = int(np.argmax(is_below_range))
+        message = f"The value is {floats[position]:g}; the lowest 32-bit float is -3.4e38."
+        raise invalid_value(message, f"{path}[{position}]")
     return floats.tolist()

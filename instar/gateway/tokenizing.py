@@ -1,4 +1,4 @@
-"""Tokenize large prompts in threads, so that they do not delay the requests of others."""
+"""Tokenize large prompts in threads, so that they do not delay other requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instar.gateway.base import ApiError
 
 T = TypeVar("T")
 MIN_LARGE_PROMPT = 32 * 1024
-"""A prompt with this many characters or more is tokenized in a thread. A thread delays shorter prompts."""
+"""A prompt with this many characters or more is tokenized in a thread. A thread would slow shorter ones."""
 _MAX_THREADS = 2
 
 
@@ -31,7 +31,7 @@ class TokenizerPool:
         """Run the function in a thread. A key uses one thread at a time. Raise ApiError (504) after the
         timeout, and ApiError (429) if too many prompts of the key are waiting."""
         if self._pending[key] >= self._max_per_key:
-            message = f"{self._max_per_key} large prompts of this key wait to be tokenized; retry later."
+            message = f"{self._max_per_key} large prompts of this key are not tokenized yet; retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._pending[key] += 1
         try:
@@ -54,6 +54,6 @@ class TokenizerPool:
 
         await semaphore.acquire()
         future = self._executor.submit(function)
-        # A thread cannot be cancelled, so it counts until it ends.
+        # A thread cannot be cancelled, so the key's semaphore is held until the thread ends.
         future.add_done_callback(release)
         return await asyncio.wrap_future(future)

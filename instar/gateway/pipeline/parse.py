@@ -20,7 +20,7 @@ from instar.gateway.request_cache import MIN_CACHED_BODY, RequestCache
 from instar.record.hashing import HashChain, MessageHasher
 
 SESSION_HEADERS = {
-    "x-claude-code-session-id": "claude-session",  # Claude Code also sends it in the body, under this name.
+    "x-claude-code-session-id": "claude-session",  # An id in the body of Claude Code has this kind, too.
     "session-id": "session",  # Codex
     "session_id": "session",  # older Codex, OpenClaw
     "x-session-affinity": "session",  # OpenCode, OpenClaw
@@ -50,7 +50,7 @@ class RequestReader:
         """Raise ApiError (429) if too many requests are in flight."""
         if self.in_flight >= self._config.max_in_flight:
             limit = self._config.max_in_flight
-            message = f"More than {limit} requests are in flight (gateway.max_in_flight); retry later."
+            message = f"{limit} requests are in flight, the maximum (gateway.max_in_flight); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
 
     def admit(self) -> None:
@@ -63,8 +63,8 @@ class RequestReader:
         self.in_flight -= 1
 
     async def authenticate(self, headers: Mapping[str, str], action: Action) -> Caller:
-        """Return the caller. Raise ApiError if the key is not known (401) or does not allow the action
-        (403)."""
+        """Return the caller. Raise ApiError if the headers are too large (431), or if the key is unknown
+        (401) or does not allow the action (403)."""
         size = sum(map(len, headers)) + sum(map(len, headers.values()))
         if size > self._config.max_header:
             message = f"The headers have {size} bytes; at most {self._config.max_header} are allowed."
@@ -76,8 +76,8 @@ class RequestReader:
     async def read_body(
         self, caller: Caller, headers: Mapping[str, str], scope: Scope, receive: Receive
     ) -> bytes:
-        """Return the body. Raise ApiError (429) if the caller sends too many bodies at the same time, so that
-        a caller that never completes them does not block other callers."""
+        """Return the body. Raise ApiError if it is compressed (415), too large (413) or late (408), or if too
+        many bodies of the caller are incomplete (429), so that it cannot block others."""
         if headers.get("content-encoding", "identity") != "identity":
             message = "Compressed request bodies are not supported; send the body without Content-Encoding."
             raise ApiError(415, message, code="unsupported_encoding")
@@ -86,7 +86,7 @@ class RequestReader:
             return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
         if self._incomplete_bodies[caller] >= self._config.max_in_flight:
             count = self._config.max_in_flight
-            message = f"The bodies of {count} requests of this key are incomplete (gateway.max_in_flight)."
+            message = f"{count} bodies of this key are incomplete (gateway.max_in_flight); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._incomplete_bodies[caller] += 1
         try:
@@ -115,7 +115,7 @@ async def _receive_body(receive: Receive, limit: int) -> bytes:
         size += len(chunks[-1])
         has_more = message.get("more_body", False)
     if size > limit:
-        raise ApiError(413, f"The request body is larger than {limit} bytes.", code="too_large")
+        raise ApiError(413, f"The body has more than {limit} bytes (gateway.max_body).", code="too_large")
     return b"".join(chunks)
 
 
@@ -129,7 +129,7 @@ class RequestParser:
         """Return the request and the hash chain of its messages. Raise ApiError (400) if the request is
         invalid.
 
-        Requests with the same ``cache_key``, which is a session or an agent, usually repeat earlier messages.
+        ``cache_key`` is the id of a session or an agent, whose requests usually repeat earlier messages.
         """
         if len(body) >= MIN_CACHED_BODY and dialect.parses_messages_independently:
             request, chain = self._cache.parse(dialect, cache_key, body)
@@ -147,7 +147,7 @@ class RequestParser:
 
 
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
-    """Return the agent's own session id, from a known header or else from the body."""
+    """Return the agent's own session id from a known header, or else from the body; None if there is none."""
     if not SESSION_HEADERS.keys().isdisjoint(headers):
         for name, kind in SESSION_HEADERS.items():
             if value := headers.get(name):
@@ -164,10 +164,10 @@ def _shorten_id(external_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetryEvidence:
-    """The headers that identify a retry of an earlier request."""
+    """What the headers of a request say about whether it retries an earlier request."""
 
     client_key: str | None = None
-    """The idempotency key. A request with a different key is never a retry."""
+    """The idempotency key. If it is set, the request can only retry requests with the same key."""
     is_retry: bool = False
     """True if the client's retry count is not 0."""
 

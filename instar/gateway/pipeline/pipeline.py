@@ -116,7 +116,7 @@ class CallPipeline:
         )
         text_prompt = request.prompt if isinstance(request.prompt, str) else None
         if request.prompt is not None and (text_prompt is not None or not is_engine):
-            # A prompt of token ids that a provider tokenizes itself is recorded as the text of the list.
+            # For a provider, a prompt of token ids is recorded as a message with the text of the list.
             content = text_prompt if text_prompt is not None else str(list(request.prompt))
             message = Message(role="user", content=content)
             chain = self._context.hasher.hash_messages([message])
@@ -136,8 +136,8 @@ class CallPipeline:
     async def _check_named_sessions(
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str]
     ) -> None:
-        """Raise ApiError (403 or 404) if a request that belongs to no session names one that the caller may
-        not use."""
+        """For a request that is not recorded in a session: raise ApiError if it names a session that does not
+        exist (404) or that the caller may not use (403)."""
         for session_id in (route.session_id, headers.get(SESSION_HEADER)):
             if session_id is not None:
                 await self._states.get(session_id, caller, Action.CALL_MODEL)
@@ -184,7 +184,7 @@ class CallPipeline:
             await responder.finish(result)
         except asyncio.CancelledError:
             if is_committing:
-                # The replies are complete, and the client may retry the request.
+                # The replies are complete, so they are recorded for a retry of the request.
                 pending.is_client_gone = True
                 await self._recorder.drain()
                 graph.mark_undelivered(placement.key)

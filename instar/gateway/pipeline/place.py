@@ -30,8 +30,8 @@ async def place(call: ModelCall, graph: MessageGraph) -> Placement:
         assert meta.chain is not None, "requests without a prompt have a chain"
         meta.chain = graph.match_replies(meta.chain, request.messages)
         compute = partial(graph.place, meta.chain, request.messages, request.tools, renderer)
-        if size >= MIN_LARGE_PROMPT and (known := graph.count_known(meta.chain)):
-            size = sum(map(_count_characters, request.messages[known:]))
+        if size >= MIN_LARGE_PROMPT and (known_count := graph.count_known(meta.chain)):
+            size = sum(map(_count_characters, request.messages[known_count:]))
     is_large = renderer is not None and size >= MIN_LARGE_PROMPT
     placement = await call.source.tokenize(call.headers, compute) if is_large else compute()
     # There is no await between these lines, so that concurrent requests never share a number or a seed.
@@ -45,7 +45,7 @@ def _count_characters(message: Message) -> int:
 
 
 class ReplayLookup:
-    """Finds the recorded calls that a request repeats. Later retries of the request wait for the original."""
+    """Finds the recorded calls that a request repeats. Retries of a pending request wait for its reply."""
 
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float

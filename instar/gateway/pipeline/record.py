@@ -34,7 +34,7 @@ from instar.types import (
 
 _MAX_CACHED_TOOLS = 256
 _REDACTION_OVERLAP_TOKENS = 128
-"""A secret may start this many tokens before the new tokens of a prompt."""
+"""This many tokens before a prompt's new tokens are searched again, because a secret may start there."""
 MODEL_UNTRAINABLE = "training on this model is disabled by its route (trainable: false)"
 _NO_IDS: Ids = np.empty(0, np.int32)
 
@@ -54,7 +54,7 @@ class SampledReply:
     first_token_at: float | None = None
     ended_at: float = 0.0
     source_untrainable_reason: str | None = None
-    """Why the model must not be trained on the reply, if so. Missing logprobs are not reported here."""
+    """Why the source excludes the reply from training, or None. `untrainable_reason` also checks logprobs."""
 
     def append(self, chunk: TokenChunk) -> None:
         if chunk.token_ids and self.first_token_at is None:
@@ -95,7 +95,7 @@ class RequestMeta:
     request_id: str
     request: ModelRequest
     chain: HashChain | None
-    """None if the prompt has no messages."""
+    """The hash chain of the messages, or None if the request has a prompt instead of messages."""
     dialect: str
     client_key: str | None
     started_at: float = field(default_factory=time.time)
@@ -115,7 +115,8 @@ class _RecordedReply:
     call: Call
     chain: HashChain | None
     """The hash chain of the messages and the reply."""
-    sampled_ids: Ids | None
+    withheld_ids: Ids | None
+    """The sampled tokens, if a secret keeps them out of the store."""
     first_redacted_message: int | None
 
 
@@ -150,12 +151,11 @@ class Recorder:
         *,
         abort_reason: str | None = None,
     ) -> list[str]:
-        """Record the replies. Return their call ids once the calls are durable. A cancellation does not stop
-        the commit. ``aborted`` says why the replies are incomplete, if they are."""
+        """Record the replies. Return their call ids once the calls are stored. A cancellation does not stop
+        the commit. ``abort_reason`` says why the replies are incomplete; it is None for complete replies."""
         rows: list[_RecordedReply] = []
         for reply in replies:
-            first = rows[0] if rows else None
-            rows.append(self._build_row(state, meta, placement, reply, first, abort_reason))
+            rows.append(self._build_row(state, meta, placement, reply, next(iter(rows), None), abort_reason))
         task = asyncio.create_task(self._commit(state, graph, meta, placement, rows))
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
@@ -180,13 +180,13 @@ class Recorder:
         session = state.take_unsaved_session()
         try:
             await self._store.add_calls([row.call for row in rows], new_session=session, tail_keys=tail_keys)
-        except BaseException:  # any failure: nothing was stored, so the next call must store the session
+        except BaseException:  # Nothing was stored, so the next call must store the session.
             state.unsaved_session = session
             raise
         for row in rows:
             position = row.first_redacted_message
             graph.add(
-                row.call, placement, row.chain, sampled_ids=row.sampled_ids, first_redacted_message=position
+                row.call, placement, row.chain, sampled_ids=row.withheld_ids, first_redacted_message=position
             )
         prompt = meta.request.prompt if isinstance(meta.request.prompt, str) else None
         for row in rows:
@@ -199,20 +199,20 @@ class Recorder:
         placement: Placement,
         reply: SampledReply,
         first: _RecordedReply | None,
-        aborted: str | None,
+        abort_reason: str | None,
     ) -> _RecordedReply:
         session, params = state.session, reply.params
         base_messages = len(meta.messages) if first else placement.base_messages
         content = self._redact(meta, placement, reply, first, base_messages)
         has_tokens = content.first_redacted_message is None
-        reason = aborted or reply.untrainable_reason
+        reason = abort_reason or reply.untrainable_reason
         if reason is not None:
             reason = self._redactor.redact_text(reason)  # A provider's error may contain the rejected key.
         if content.first_redacted_message is not None:
             reason = format_redaction_reason(content.first_redacted_message, reason)
         chain = meta.chain.extend([self._hasher.hash_message(reply.message)]) if meta.chain else None
         sampled_ids = np.asarray(reply.ids, np.int32)
-        # All other replies share the stored prompt of the first reply.
+        # The prompt is stored only with the first reply; the others refer to it.
         base_tokens = len(first.call.prompt_ids) if first else placement.base_tokens
         behavior_logprobs = None
         if params.modifies_distribution:
@@ -232,13 +232,13 @@ class Recorder:
             messages=content.messages,
             tools=content.tools,
             reply=content.reply,
-            finish_reason="aborted" if aborted else reply.finish_reason or "aborted",
+            finish_reason="aborted" if abort_reason else reply.finish_reason or "aborted",
             parent_id=placement.parent_id,
             link=Link.SIBLING if first else placement.link,
             base_id=first.call.call_id if first else placement.base_id,
             base_tokens=base_tokens if has_tokens else 0,
             base_messages=base_messages,
-            status=CallStatus.ABORTED if aborted else CallStatus.OK,
+            status=CallStatus.ABORTED if abort_reason else CallStatus.OK,
             trainable=reason is None,
             reason=reason,
             dialect=meta.dialect,

@@ -37,7 +37,7 @@ _MAX_SESSIONS_PER_KEY = 8
 K = TypeVar("K")
 V = TypeVar("V")
 SessionTable: TypeAlias = OrderedDict[K, tuple[str, ...]]
-"""The ids of the newest sessions with equal content, the newest last."""
+"""Maps a content key to the ids of the newest sessions with this content, the newest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class SessionResolver:
         named_ids = (hints.url_session_id, hints.header_session_id, hints.previous_session_id)
         session_ids = {session_id for session_id in (caller.session_id, *named_ids) if session_id}
         if len(session_ids) > 1:
-            message = "The URL, the key, the header and the previous response name different sessions."
+            message = "The URL, key, header and previous response name different sessions; name only one."
             raise ApiError(403, message, code="session_conflict")
         if session_ids:
             return await self._states.get_open(session_ids.pop(), caller, Action.CALL_MODEL)
         if hints.external_id is not None:
-            return await self._find_by_external_id(agent_id, hints.external_id)
+            return await self._get_by_external_id(agent_id, hints.external_id)
         state = await self._find_by_first_request(agent_id, chain, hints.retry) if chain else None
         state = state or await self._find_by_content(agent_id, chain, messages, hints.prompt)
         state = state or self._states.create(agent_id, None)
@@ -113,7 +113,7 @@ class SessionResolver:
         if call is None:
             if allow_unknown and not is_foreign:
                 return request, chain, None
-            message = f"There is no earlier response {response_id!r}."
+            message = f"There is no earlier response {response_id!r}; send the complete conversation instead."
             param = "previous_response_id"
             raise ApiError(404, message, code="previous_response_not_found", param=param)
         count = request.instruction_count
@@ -149,7 +149,7 @@ class SessionResolver:
         if prompt is not None and state.is_matched_by_content:
             self._index.add_text(agent_id, prompt + call.reply["content"], session_id)
 
-    async def _find_by_external_id(self, agent_id: str, external_id: str) -> SessionState:
+    async def _get_by_external_id(self, agent_id: str, external_id: str) -> SessionState:
         if self._redactor.redact_text(external_id) != external_id:
             # An id with a secret is hashed, which keeps the ids of different sessions different.
             kind, _, value = external_id.partition(":")
@@ -172,7 +172,7 @@ class SessionResolver:
     async def _find_by_first_request(
         self, agent_id: str, chain: HashChain, retry: RetryEvidence | None
     ) -> SessionState | None:
-        """Return the session that began with this request, if the request is a retry."""
+        """Return the session that began with an equal request, if this request is its retry."""
         key = (agent_id, chain.key, retry.client_key if retry else None)
         state = await self._states.find_open(self._first_requests.get(key, ""))
         if state is None or retry:
@@ -188,8 +188,8 @@ class SessionResolver:
 
         The evidence is, from strongest to weakest: the request's latest tool call is one that only this
         session made; the request starts with the messages (or the prompt) and the reply of a call; the
-        messages mention a tool call, as after one agent hands over to another agent with different
-        instructions and tools; a message starts with a reply.
+        messages mention a tool call, for example after one agent handed over to another that
+        has different instructions and tools; a message starts with a reply.
         """
         index, ids = self._index, latest_tool_call_ids(messages)
         states = await self._find_open([index.find_by_call_ids(agent_id, ids)]) if ids else []
@@ -201,8 +201,8 @@ class SessionResolver:
         tails = list(reversed(chain.canonical[2:-1]))
         states = await self._find_open(index.find_by_tails(agent_id, tails))
         if tails and (ids or not states):
-            # The index does not have the sessions of before a restart. Without tool calls, they are only
-            # searched if the index has no match, because that is almost every call.
+            # Sessions from before a restart are only in the store. If the request has no tool calls, the
+            # store is only searched if the index has no match, which saves a query in almost every call.
             run_id = self._identity.run_id
             stored = await self._store.sessions_by_tail(run_id, agent_id, tails[:_MAX_STORE_LOOKUPS])
             states = await self._find_open([stored]) or states
@@ -224,7 +224,7 @@ class SessionResolver:
         self, states: Sequence[SessionState], chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState | None:
         """Return the session that the request continues best. Return None if several sessions match equally:
-        a new session loses less than one that mixes two conversations."""
+        a new session does less harm than one that mixes two conversations."""
         if len(states) < 2 or chain is None:
             return states[0] if len(states) == 1 else None
         graphs = [await self._states.load_graph(state) for state in states]
@@ -259,8 +259,8 @@ class SessionIndex:
             self._add(self._tool_calls, (agent_id, call_id), session_id)
 
     def find_by_call_ids(self, agent_id: str, ids: Iterable[str]) -> tuple[str, ...]:
-        """Return the sessions that made a tool call with the first known id. Return none if there may be more
-        of them than the table holds, because some providers number the calls of every session alike."""
+        """Return the sessions that made the tool call with the first known id. Return none if there are as
+        many as the table holds: some providers use the same call ids in every session."""
         matches = (self._tool_calls.get((agent_id, normalize_call_id(call_id))) for call_id in ids)
         session_ids = next(filter(None, matches), ())
         return session_ids if len(session_ids) < _MAX_SESSIONS_PER_KEY else ()

@@ -36,13 +36,13 @@ def to_api_error(error: Exception) -> ApiError:
         case RenderError():
             return ApiError(400, str(error), code="invalid_messages", param="messages")
         case EngineUnavailable():
-            return ApiError(503, f"The engine is not ready: {error}", code="unavailable", retry_after=1)
+            return ApiError(503, f"The model is not available: {error}", code="unavailable", retry_after=1)
         case EngineError():
             return ApiError(502, f"The engine failed: {error}", code="engine_error")
         case StoreError():
             return ApiError(503, f"The store failed: {error}", code="store_error", retry_after=1)
         case RecursionError():
-            message = "The JSON of the request is nested too deeply; nest it less."
+            message = "The JSON of the request is nested too deeply; send it with fewer levels."
             return ApiError(400, message, code="invalid_json")
         case HTTPException():
             return ApiError(error.status_code, error.detail)
@@ -159,7 +159,7 @@ class Responder:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def _send_last(self, part: bytes) -> None:
-        with suppress(TimeoutError):  # The client may stop reading, because the call is already recorded.
+        with suppress(TimeoutError):  # The client may stop reading: the call is already recorded.
             async with asyncio.timeout(self._read_timeout):
                 await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
@@ -197,7 +197,7 @@ class DisconnectWatcher:
         self._is_disconnected = False
         self._receive_task: asyncio.Task[None] | None = None
         self._connection: LimitedHttpProtocol | None = get_connection(scope)
-        if self._connection is None:  # An ASGI server other than ours runs the app.
+        if self._connection is None:  # The server does not use LimitedHttpProtocol.
             self._receive_task = asyncio.create_task(self._wait_for_disconnect(receive))
         elif self._connection.transport.is_closing():
             self._cancel()

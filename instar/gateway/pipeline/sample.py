@@ -59,13 +59,13 @@ class SamplingRun(ABC):
     """Samples the replies of one call."""
 
     placement: Placement
-    """The call's placement. If the source tokenizes prompts, it has the prompt's tokens only after the
-    run."""
+    """The call's placement. If the source tokenizes prompts itself, the placement has the prompt's tokens
+    only after the run."""
 
     @abstractmethod
     async def run(self, stream: Responder | None) -> SampledResult:
-        """Sample all replies, send their parts to ``stream``, and return the result. The parts must not tell
-        the client that a reply has ended, because the call is not recorded yet."""
+        """Sample all replies and return them. If ``stream`` is set, send their parts to it. The parts must
+        not tell the client that a reply has ended, because the call is not recorded yet."""
 
     @abstractmethod
     def partial_replies(self) -> Sequence[SampledReply]:
@@ -81,14 +81,14 @@ class Source(ABC):
         return None
 
     async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
-        """Return the result of a function that tokenizes a large prompt for the caller with the headers."""
+        """Run a function that tokenizes a large prompt. The headers contain the key of the caller."""
         return function()
 
     def check_request(self, request: ModelRequest) -> None:  # noqa: B027 - optional
         """Raise ApiError if the source cannot honour the request."""
 
     def check_prompt(self, call: ModelCall) -> None:  # noqa: B027 - optional
-        """Raise ApiError if the source cannot continue the call's prompt."""
+        """Raise ApiError if the source does not know a token id of the prompt or a stop token id."""
 
     @abstractmethod
     def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun: ...
