@@ -1,8 +1,8 @@
-"""The interface of a dialect: one API format, which is selected by its route and translated to our own types.
+"""The interface of a dialect: one API format, selected by its route and translated to the gateway's types.
 
-A dialect never changes a request silently: ``ModelRequest.unsupported_error`` names a field that our engines
-cannot honour. A field that agents send by default is accepted as a hint if nobody can guarantee its effect,
-or if it does not change the sampled tokens. The docstring of each dialect lists these fields.
+A dialect never changes a request silently: ``ModelRequest.unsupported_error`` names a field that the engine
+cannot honour. A field that agents send by default is accepted as a hint, which may have no effect, if nobody
+can guarantee its effect or if it does not change the sampled tokens. Each dialect's docstring lists them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instar.types import FinishReason, Floats, Ids, Json, Message, TokenChunk, T
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """A request in any dialect. A field that the agent left out is None."""
+    """A request in any dialect. An optional setting that the agent left out is None."""
 
     model: str
     messages: tuple[Message, ...]
@@ -51,7 +51,7 @@ class ModelRequest:
     score_prompt: bool = False
     """True if the client requests the logprobs of the prompt's own tokens. Nothing is sampled."""
     unsupported_error: ApiError | None = None
-    """The error for a request that our engines cannot honour, or None."""
+    """The error for a request that the engine cannot honour, or None."""
     parsed_body: Any = None
     """The decoded body, for dialects that repeat parts of it in the response."""
 
@@ -87,7 +87,7 @@ class ReplyChoice:
     """The number of prompt tokens that were in a cache; None if unknown."""
     prompt_ids: Ids | None = None
     sampled_ids: Ids | None = None
-    """The exact sampled tokens; None if unknown."""
+    """The sampled token ids; None if a provider did not return them."""
     sampled_logprobs: Floats | None = None
     tokens: TokenChunk | None = None
     """All sampled tokens with logprobs and versions, for token-level dialects."""
@@ -146,13 +146,13 @@ class Dialect(ABC):
     decoder: msgspec.json.Decoder[Any]
     """The decoder of request bodies."""
     ranges: Mapping[str, tuple[float, float]]
-    """The ranges of the numbers in a request body."""
+    """The minimum and maximum of the numbers in a request body, by field."""
     response_type: type[msgspec.Struct]
-    """The type of a complete response. It may lack fields that our responses have."""
+    """The type of a complete response. It may lack fields that the gateway's responses have."""
     stream_content_type: str = "text/event-stream"
     is_token_level: bool = False
-    """True if clients exchange token ids. Our engine always samples such calls, and they are not matched to
-    sessions by content."""
+    """True if clients exchange token ids. Such calls are always sampled by the run's engine, and they are not
+    matched to sessions by content."""
     count_path: str | None = None
     """The route that counts the tokens of a prompt, if the API has one."""
     parses_messages_independently: bool = False

@@ -2,13 +2,13 @@
 
 field                        reason
 tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
-  one that names a function  samples would no longer be the policy's. The tools are offered, and
+  one that names a function  would no longer be the policy's. The tools are offered, and
                              ``finish_reason`` shows whether one was called. (smolagents, pydantic-ai and
                              LangChain's structured output send this field by default.)
 parallel_tool_calls: false   The reason is the same: all calls of the sampled reply are returned.
 tools[].function.strict      The reason is the same: the form of the arguments is not forced.
-reasoning_effort, verbosity  Each provider defines their meaning; our model has no such setting.
-prediction                   It is a guess of the reply that speeds up sampling and changes no token.
+reasoning_effort, verbosity  Each provider defines their meaning; the engine has no such settings.
+prediction                   It is a guess of the reply that can speed up sampling but changes no token.
 service_tier, prompt_cache_retention, prompt_cache_options
                              They configure the provider's queues and caches.
 user, safety_identifier, metadata, prompt_cache_key
@@ -49,7 +49,6 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "moderation": (),
 }
 
-
 _RANGES = {**common.RANGES, "max_completion_tokens": common.RANGES["max_tokens"]}
 
 
@@ -59,13 +58,13 @@ def _find_unsupported(body: ChatRequestBody) -> list[ApiError]:
         message = f"Unsupported response_format {body.response_format.type!r}; supported: 'text'."
         errors.append(common.unsupported_value(message, "response_format.type"))
     if body.functions:
-        errors.append(_deprecated_field("functions", "tools"))
+        errors.append(_deprecated_field_error("functions", "tools"))
     if body.function_call is not None:
-        errors.append(_deprecated_field("function_call", "tool_choice"))
+        errors.append(_deprecated_field_error("function_call", "tool_choice"))
     return errors
 
 
-def _deprecated_field(field: str, replacement: str, path: str = "") -> ApiError:
+def _deprecated_field_error(field: str, replacement: str, path: str = "") -> ApiError:
     message = f"The deprecated field '{field}' is not supported; use '{replacement}'."
     return common.unsupported_value(message, path or field)
 
@@ -76,13 +75,14 @@ def _parse_message(wire: ChatRequestMessage, path: str, errors: list[ApiError]) 
     message = Message(role=role, content=_parse_content(wire, path, errors))
     if wire.tool_calls:
         if role != "assistant":
-            raise bad_request("Only an assistant's message may have 'tool_calls'.", f"{path}.tool_calls")
+            text = f"Only assistant messages may have 'tool_calls'; this message has the role {wire.role!r}."
+            raise bad_request(text, f"{path}.tool_calls")
         message["tool_calls"] = [
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in wire.tool_calls
         ]
     if wire.function_call is not None:
-        errors.append(_deprecated_field("function_call", "tool_calls", f"{path}.function_call"))
+        errors.append(_deprecated_field_error("function_call", "tool_calls", f"{path}.function_call"))
     if wire.audio is not None:
         errors.append(common.unsupported_value("Audio is not supported; leave it out.", f"{path}.audio"))
     if role == "assistant" and (reasoning := wire.reasoning_content or wire.reasoning):
@@ -105,7 +105,7 @@ def _parse_part(part: ChatContentPart, path: str, errors: list[ApiError]) -> str
     text = part.refusal if part.type == "refusal" else part.text if part.type == "text" else None
     if text is not None:
         return text
-    message = f"Unsupported content part {part.type!r}; supported: 'text' with a 'text'."
+    message = f"Unsupported content part {part.type!r}; send a 'text' part with the field 'text'."
     errors.append(common.unsupported_value(message, path))
     return common.format_placeholder(part, part.type)
 
@@ -116,7 +116,7 @@ def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
         properties = (function.parameters or {}).get("properties", {})
         if not isinstance(properties, dict):
             path = f"tools[{i}].function.parameters.properties"
-            raise bad_request(f"'{path}' is not an object.", path, "invalid_type")
+            raise bad_request(f"'{path}' is not an object; send a JSON schema.", path, "invalid_type")
     _check_tool_choice(body, {function.name for function in functions})
     if body.tool_choice == "none":
         return ()
@@ -128,7 +128,7 @@ def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
 
 def _check_tool_choice(body: ChatRequestBody, names: set[str]) -> None:
     if body.parallel_tool_calls is False and not names:
-        message = "'parallel_tool_calls' is set, but 'tools' is empty; leave it out."
+        message = "'parallel_tool_calls' is false, but 'tools' is empty; leave it out."
         raise invalid_value(message, "parallel_tool_calls")
     if body.tool_choice == "required" and not names:
         raise common.no_tools_error()
@@ -205,7 +205,7 @@ class ChatDialect(Dialect):
         wire = common.decode_body(self.decoder, body)
         common.check_ranges(wire, self.ranges)
         if not wire.messages:
-            raise invalid_value("'messages' is empty.", "messages")
+            raise invalid_value("'messages' is empty; send at least one message.", "messages")
         errors = _find_unsupported(wire)
         messages = tuple(
             _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(wire.messages)

@@ -71,14 +71,14 @@ def check_ranges(body: object, ranges: Mapping[str, tuple[float, float]]) -> Non
     for name, (low, high) in ranges.items():
         value = getattr(body, name)
         if value is not None and not low <= value <= high:
-            raise invalid_value(f"'{name}' is {value}; it must be in [{low}, {high}].", name)
+            raise invalid_value(f"'{name}' is {value}; it must be between {low} and {high}.", name)
     if getattr(body, "top_p") == 0:  # noqa: B009 - every body has this field
         raise invalid_value("'top_p' is 0; it must be greater than 0.", "top_p")
 
 
 def check_tool_is_listed(name: str | None, tools: set[str], path: str = "tool_choice") -> None:
     if name not in tools:
-        raise invalid_value(f"The tool {name!r} is not in 'tools'.", path)
+        raise invalid_value(f"The tool {name!r} is not in 'tools'; choose a listed tool.", path)
 
 
 def no_tools_error() -> ApiError:
@@ -90,7 +90,7 @@ def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[s
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in strings:
         path = f"{param}[{strings.index('')}]"
-        raise invalid_value(f"'{path}' is an empty stop string.", path)
+        raise invalid_value(f"'{path}' is an empty stop string; leave it out.", path)
     if len(strings) > MAX_STOP_STRINGS:
         message = f"'{param}' has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed."
         raise invalid_value(message, param)
@@ -105,7 +105,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def parse_session_hints(body: object, *metadata: Json | None) -> tuple[str, ...]:
-    # Each value is prefixed with its kind, so that a user never matches a session with the same name.
+    # Each value is prefixed with its kind, so that the id of a user never matches that of a session.
     values = [(key, fields.get(key)) for fields in metadata if fields for key in _METADATA_SESSION_KEYS]
     values += [(key, getattr(body, key)) for key in ("prompt_cache_key", "safety_identifier", "user")]
     hints = (f"{kind}:{value}" for kind, value in values if isinstance(value, str) and value)
@@ -113,13 +113,13 @@ def parse_session_hints(body: object, *metadata: Json | None) -> tuple[str, ...]
 
 
 def format_placeholder(value: msgspec.Struct, kind: str) -> str:
-    """Return a text that represents an image or other content, with a hash of the content."""
+    """Return a placeholder for content that is not text, such as an image, with a hash of the content."""
     return f"[{kind} {blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()}]"
 
 
 def format_usage(choices: ReplyChoices) -> Json:
-    """Return the ``usage`` object. The prompt is counted once for all choices. The number of reasoning tokens
-    is known, and included, only if no reply has reasoning."""
+    """Return the ``usage`` object. The prompt is counted once for all choices. Reasoning tokens are not
+    counted, so their number is included only if no reply has reasoning."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
     usage: Json = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if choices[0].cached_tokens is not None:
@@ -132,7 +132,7 @@ def format_usage(choices: ReplyChoices) -> Json:
 def format_logprob(token: TokenLogprob) -> Json:
     return {
         "token": token.text,
-        "logprob": token.logprob,  # orjson writes NaN, a missing logprob, as null.
+        "logprob": token.logprob,  # NaN is a missing logprob; orjson writes it as null.
         "bytes": list(token.text.encode()),
         "top_logprobs": [],
     }

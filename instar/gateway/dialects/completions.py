@@ -33,7 +33,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 
 def _parse_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
     if not prompt:
-        raise invalid_value("'prompt' is empty.", "prompt")
+        raise invalid_value("'prompt' is empty; send text or token ids.", "prompt")
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt[0], str | list):
@@ -54,7 +54,7 @@ def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
             message = f"'{path}[{i}]' is {token}; token ids are between 0 and {_MAX_TOKEN_ID}."
             raise invalid_value(message, f"{path}[{i}]")
     if not token_ids:
-        raise invalid_value(f"'{path}' is empty.", path)
+        raise invalid_value(f"'{path}' is empty; send at least one token id.", path)
     return tuple(token_ids)
 
 
@@ -64,15 +64,15 @@ class CompletionsStreamWriter(common.CompletionStreamWriter):
 
     def __init__(self, request_id: str, request: ModelRequest) -> None:
         super().__init__(request_id, request)
-        self._offsets = [0] * request.n
+        self._text_offsets = [0] * request.n
 
     def write_deltas(self, index: int, deltas: Sequence[ReplyDelta], logprobs: TokenLogprobs) -> bytes:
         text = "".join(delta.text for delta in deltas)
         if not text and not logprobs:
             return b""
-        formatted = _format_logprobs(logprobs, self._offsets[index]) if logprobs else None
-        self._offsets[index] += sum(len(token.text) for token in logprobs)
-        return self._format_chunk(index, {"text": text}, logprobs=formatted)
+        formatted_logprobs = _format_logprobs(logprobs, self._text_offsets[index]) if logprobs else None
+        self._text_offsets[index] += sum(len(token.text) for token in logprobs)
+        return self._format_chunk(index, {"text": text}, logprobs=formatted_logprobs)
 
 
 class CompletionsDialect(Dialect):
@@ -87,13 +87,13 @@ class CompletionsDialect(Dialect):
 
     def parse_request(self, body: bytes) -> ModelRequest:
         parsed = common.decode_body(self.decoder, body)
-        scores_prompt = (
+        is_scoring = (
             bool(parsed.echo) and parsed.max_tokens == 0 and parsed.logprobs == 0 and not parsed.stream
         )
-        checked = [name for name in self.ranges if not (scores_prompt and name == "max_tokens")]
+        checked = [name for name in self.ranges if not (is_scoring and name == "max_tokens")]
         common.check_ranges(parsed, {name: self.ranges[name] for name in checked})
         errors = common.find_unsupported_values(parsed, _SUPPORTED_VALUES)
-        if parsed.echo and not scores_prompt:
+        if parsed.echo and not is_scoring:
             message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."
             errors.append(common.unsupported_value(message, "echo"))
         if parsed.best_of not in (None, 1, parsed.n):
@@ -114,7 +114,7 @@ class CompletionsDialect(Dialect):
             stream=bool(parsed.stream),
             include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
             logprobs=parsed.logprobs is not None,
-            score_prompt=scores_prompt,
+            score_prompt=is_scoring,
             unsupported_error=errors[0] if errors else None,
         )
 
@@ -150,7 +150,7 @@ def _format_logprobs(tokens: TokenLogprobs, offset: int) -> Json:
         offset += len(token.text)
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],  # orjson writes NaN as null
+        "token_logprobs": [token.logprob for token in tokens],  # NaN is missing; orjson writes it as null
         "top_logprobs": None,
         "text_offset": offsets,
     }

@@ -49,7 +49,7 @@ def _dump_json(value: Json) -> bytes:
         return json.dumps(value).encode()
 
 
-def _thinking_display(request: ModelRequest) -> ThinkingDisplay:
+def _get_thinking_display(request: ModelRequest) -> ThinkingDisplay:
     # Thinking is returned only on request, because other clients expect the text in the first block.
     body = request.parsed_body
     thinking = body.thinking if isinstance(body, MessagesRequestBody) else None
@@ -61,7 +61,7 @@ def _thinking_display(request: ModelRequest) -> ThinkingDisplay:
 def _format_message(
     request_id: str, request: ModelRequest, content: list[Json], choice: ReplyChoice | None
 ) -> Json:
-    """Return a message. ``choice`` is None at the start of a stream, when the end is not known yet."""
+    """Return a message. ``choice`` is None at the start of a stream, when the reply is not known yet."""
     has_calls = any(block["type"] == "tool_use" for block in content)
     stop: Json = {"stop_reason": None, "stop_sequence": None}
     return {
@@ -104,7 +104,7 @@ def _parse_object(text: str) -> Json | None:
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
@@ -127,8 +127,8 @@ def _format_usage(choice: ReplyChoice | None) -> Json:
 
 def _format_error(error: ApiError) -> Json:
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    has_param = error.param is None or error.param in error.message
-    text = error.message if has_param else f"{error.param}: {error.message}"
+    needs_param = error.param is not None and error.param not in error.message
+    text = f"{error.param}: {error.message}" if needs_param else error.message
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
 
 
@@ -145,7 +145,7 @@ class MessagesStreamWriter(StreamWriter):
 
     def __init__(self, request_id: str, request: ModelRequest) -> None:
         super().__init__(request_id, request)
-        self._thinking_display = _thinking_display(request)
+        self._thinking_display = _get_thinking_display(request)
         self._block_index = -1
         self._open_block: BlockType | None = None
         self._call_index = -1
@@ -170,7 +170,7 @@ class MessagesStreamWriter(StreamWriter):
         choice = choices[0]
         events: list[bytes] = []
         if self._held_space and self._open_block == "text":
-            events.append(self._block_delta({"type": "text_delta", "text": self._held_space}))
+            events.append(self._format_delta({"type": "text_delta", "text": self._held_space}))
         has_calls = bool(choice.message.get("tool_calls"))
         if self._open_block in (None, "thinking") and not has_calls:
             events += self._start_block("text", {"text": ""})
@@ -188,7 +188,7 @@ class MessagesStreamWriter(StreamWriter):
         is_open = self._open_block == "thinking"
         events = [] if is_open else self._start_block("thinking", {"thinking": "", "signature": ""})
         if self._thinking_display == "full":
-            events.append(self._block_delta({"type": "thinking_delta", "thinking": text}))
+            events.append(self._format_delta({"type": "thinking_delta", "thinking": text}))
         return events
 
     def _write_text(self, text: str) -> list[bytes]:
@@ -199,7 +199,7 @@ class MessagesStreamWriter(StreamWriter):
             return []
         is_open = self._open_block == "text"
         events = [] if is_open else self._start_block("text", {"text": "", "citations": None})
-        return [*events, self._block_delta({"type": "text_delta", "text": visible})]
+        return [*events, self._format_delta({"type": "text_delta", "text": visible})]
 
     def _write_call(self, call: ToolCallDelta) -> list[bytes]:
         events: list[bytes] = []
@@ -207,7 +207,7 @@ class MessagesStreamWriter(StreamWriter):
             self._call_index = call.index
             events += self._start_block("tool_use", {"id": call.id, "name": call.name, "input": {}})
         if call.arguments:
-            events.append(self._block_delta({"type": "input_json_delta", "partial_json": call.arguments}))
+            events.append(self._format_delta({"type": "input_json_delta", "partial_json": call.arguments}))
         return events
 
     def _start_block(self, kind: BlockType, block: Json) -> list[bytes]:
@@ -222,11 +222,11 @@ class MessagesStreamWriter(StreamWriter):
             return []
         events = [_format_event({"type": "content_block_stop", "index": self._block_index})]
         if self._open_block == "thinking":
-            events.insert(0, self._block_delta({"type": "signature_delta", "signature": SIGNATURE}))
+            events.insert(0, self._format_delta({"type": "signature_delta", "signature": SIGNATURE}))
         self._open_block = None
         return events
 
-    def _block_delta(self, delta: Json) -> bytes:
+    def _format_delta(self, delta: Json) -> bytes:
         return _format_event({"type": "content_block_delta", "index": self._block_index, "delta": delta})
 
 
@@ -244,7 +244,7 @@ class MessagesDialect(Dialect):
         return parse_request(body)
 
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
-        content = _format_content(choices[0], _thinking_display(request))
+        content = _format_content(choices[0], _get_thinking_display(request))
         return _dump_json(_format_message(request_id, request, content, choices[0]))
 
     def format_error(self, error: ApiError) -> bytes:

@@ -10,17 +10,17 @@
     thinking                     The model decides whether it thinks; the field decides whether the thinking
                                  is returned.
     output_config.effort, .task_budget
-                                 Each provider defines their meaning; our model has no such setting.
+                                 Each provider defines their meaning; the engine has no such settings.
     context_management.edits "clear_thinking_..."
-                                 Thinking stays in the tokens that were sampled.
+                                 Thinking is kept, because prompts continue the sampled tokens.
     fallbacks, fallback_credit_token
-                                 They name models to use if this model declines, which it does not.
+                                 They name models to use if this model declines, which it never does.
     cache_control, diagnostics, inference_geo, service_tier, speed
                                  They configure the provider's queues and caches.
     metadata.user_id             It identifies the session (``ModelRequest.session_hints``).
 
-Content blocks become text. The blocks of a system prompt, of a user's text and of a tool result are joined by
-an empty line. The blocks of an assistant are concatenated, because the model sampled them as one text. A user
+Content blocks become text. The blocks of a system prompt, a user message and a tool result are joined by an
+empty line. Those of an assistant message are concatenated, because the model sampled them as one text. A user
 message with tool results becomes tool messages and user messages, in the order of its blocks.
 """
 
@@ -102,7 +102,7 @@ def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRe
 def _decode(raw: bytes) -> MessagesRequestBody:
     body = common.decode_body(DECODER, raw)
     if not body.messages:
-        raise invalid_value("'messages' is empty.", "messages")
+        raise invalid_value("'messages' is empty; send at least one message.", "messages")
     common.check_ranges(body, RANGES)
     common.parse_stop(body.stop_sequences, "stop_sequences")
     _check_tool_choice(body.tool_choice, body.tools or ())
@@ -140,7 +140,7 @@ def _find_unsupported(body: MessagesRequestBody) -> list[ApiError]:
 
 
 def _find_unanswerable(body: MessagesRequestBody) -> list[ApiError]:
-    """Return the errors that prevent a reply. They do not prevent counting the tokens."""
+    """Return the errors that prevent a reply but not the counting of tokens."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
         message = "'max_tokens' is 0; it must be at least 1, because there is no cache to fill."
@@ -154,8 +154,8 @@ def _find_unanswerable(body: MessagesRequestBody) -> list[ApiError]:
 
 def _parse_tools(body: MessagesRequestBody, errors: list[ApiError]) -> tuple[Tool, ...]:
     parsed = [_parse_tool(tool, f"tools[{i}]", errors) for i, tool in enumerate(body.tools or ())]
-    has_no_tools = body.tool_choice is not None and body.tool_choice.type == "none"
-    return () if has_no_tools else tuple(tool for tool in parsed if tool is not None)
+    is_tool_use_disabled = body.tool_choice is not None and body.tool_choice.type == "none"
+    return () if is_tool_use_disabled else tuple(tool for tool in parsed if tool is not None)
 
 
 def _parse_tool(tool: MessagesTool, path: str, errors: list[ApiError]) -> Tool | None:
@@ -171,7 +171,7 @@ def _parse_tool(tool: MessagesTool, path: str, errors: list[ApiError]) -> Tool |
         raise common.missing_parameter(schema_path)
     if not isinstance(tool.input_schema.get("properties") or {}, dict):
         path = f"{schema_path}.properties"
-        raise bad_request(f"'{path}' is not an object.", path, "invalid_type")
+        raise bad_request(f"'{path}' is not an object; send a JSON schema.", path, "invalid_type")
     return Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
 
 
@@ -295,6 +295,5 @@ def _join(texts: Iterable[str]) -> str:
 
 
 def _unsupported_block(block: MessagesContentBlock, path: str) -> ApiError:
-    return common.unsupported_value(
-        f"Content blocks of the type {block.type!r} are not supported here.", path
-    )
+    message = f"Content blocks of the type {block.type!r} are not supported here; leave the block out."
+    return common.unsupported_value(message, path)

@@ -5,9 +5,9 @@
       one that names a tool      would no longer be the policy's. The tools are offered.
     parallel_tool_calls: false   The reason is the same: all calls of the sampled reply are returned.
     tools[].strict, .format      The reason is the same: the model is shown the format, which is not forced.
-    reasoning, text.verbosity    Each provider defines their meaning; our model has no such setting.
+    reasoning, text.verbosity    Each provider defines their meaning; the engine has no such settings.
     include "reasoning.encrypted_content"
-                                 Our reasoning is returned as text, which serves the same purpose.
+                                 Reasoning is returned as text, which serves the same purpose.
     store                        Every response is recorded and can be continued by its id.
     max_tool_calls               It limits calls of hosted tools, and no hosted tools are offered.
     service_tier, prompt_cache_retention, prompt_cache_options
@@ -15,7 +15,7 @@
     user, safety_identifier, metadata, client_metadata, prompt_cache_key
                                  They identify the session (``ModelRequest.session_hints``).
 
-``responses_items.IGNORED_TOOLS`` are tools of OpenAI that agents list by default and that are not offered.
+``responses_items.IGNORED_TOOLS`` are OpenAI's tools that agents list by default. The model does not see them.
 """
 
 from __future__ import annotations

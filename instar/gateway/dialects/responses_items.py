@@ -1,7 +1,7 @@
 """Parse the input items and tools of a request of the Responses API.
 
 The items of one turn of the model (reasoning, message, calls) become one message. Items belong to the same
-turn if their ids contain the id of the same response of ours, or if they are adjacent and have no such ids.
+turn if their ids contain the id of the same gateway response, or if they are adjacent and contain none.
 Items and tools that only a provider can handle are reported in ``errors``.
 """
 
@@ -21,19 +21,19 @@ from instar.wire.openai import ResponsesContentPart, ResponsesInputItem, Respons
 T = TypeVar("T")
 
 
-_CALLABLE_TOOLS = ("function", "custom")
+_CALLABLE_TOOL_TYPES = ("function", "custom")
 IGNORED_TOOLS = {
     "web_search": "OpenAI runs it. Codex lists it by default.",
     "image_generation": "OpenAI runs it. Codex lists it if it may create images.",
     "tool_search": "It finds tools that are not in the request. Codex lists it if it has many tools.",
 }
-"""Tools that agents list by default and that we do not offer to the model. The model never calls them, so the
-agent works unchanged. Other hosted tools are rejected."""
+"""Tools that agents list by default, with the reason why they are not offered to the model. The model never
+calls them, so the agent works unchanged. Other hosted tools are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool under the client's own name."""
+    """A tool as the client names it."""
 
     name: str
     namespace: str | None = None
@@ -62,11 +62,11 @@ def parse_tools(specs: Sequence[ResponsesTool], errors: list[ApiError]) -> Reque
             namespace = _require(spec.name, f"{path}.name")
             for k, inner in enumerate(spec.tools or ()):
                 offered.append(_parse_tool(inner, namespace, f"{path}.tools[{k}]", by_name))
-        elif spec.type in _CALLABLE_TOOLS:
+        elif spec.type in _CALLABLE_TOOL_TYPES:
             offered.append(_parse_tool(spec, None, path, by_name))
         else:
-            supported = (*_CALLABLE_TOOLS, "namespace")
-            errors.append(_unsupported("tool", spec.type, supported, f"{path}.type"))
+            supported = (*_CALLABLE_TOOL_TYPES, "namespace")
+            errors.append(_unsupported_type_error("tool", spec.type, supported, f"{path}.type"))
             continue
         echo.append(_format_tool(spec))
     return RequestTools(tuple(offered), by_name, echo)
@@ -80,16 +80,16 @@ def _parse_tool(
     spec: ResponsesTool, namespace: str | None, path: str, by_name: dict[str, ClientTool]
 ) -> Tool:
     """Return the tool in the form that the model sees, and add the client's tool to ``by_name``."""
-    if spec.type not in _CALLABLE_TOOLS:
-        raise _unsupported("tool", spec.type, _CALLABLE_TOOLS, f"{path}.type")
+    if spec.type not in _CALLABLE_TOOL_TYPES:
+        raise _unsupported_type_error("tool", spec.type, _CALLABLE_TOOL_TYPES, f"{path}.type")
     client = ClientTool(_require(spec.name, f"{path}.name"), namespace, spec.type == "custom")
     name = build_model_tool_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
-        raise invalid_value(f"Two tools are named {name!r}.", f"{path}.name")
+        raise invalid_value(f"Two tools are named {name!r}; rename one of them.", f"{path}.name")
     parameters = _custom_parameters(spec) if client.is_custom else spec.parameters or {}
     if not isinstance(parameters.get("properties", {}), dict):
         path = f"{path}.parameters.properties"
-        raise bad_request(f"'{path}' is not an object.", path, "invalid_type")
+        raise bad_request(f"'{path}' is not an object; send a JSON schema.", path, "invalid_type")
     return Tool(name=name, description=spec.description or "", parameters=parameters)
 
 
@@ -109,7 +109,7 @@ def _format_tool(spec: ResponsesTool) -> Json:
     return {**head, "parameters": spec.parameters, "strict": spec.strict}
 
 
-_OUR_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(?P<response>[0-9a-f]{8,})_\d+")
+_GATEWAY_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(?P<response>[0-9a-f]{8,})_\d+")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 _SUPPORTED_ITEMS = (
@@ -141,7 +141,7 @@ class _ItemParser:
         self._turn: Message | None = None
         """The model's turn to which the next items may be added."""
         self._response_id = ""
-        """The id of our response that contained the turn; empty if the item ids do not contain it."""
+        """The id of the gateway's response with the turn; empty if the item ids do not contain it."""
         self._previous_type = ""
 
     def parse(self, item: ResponsesInputItem, path: str) -> None:
@@ -158,7 +158,7 @@ class _ItemParser:
                 content = self._parse_content(_require(item.output, f"{path}.output"), f"{path}.output")
                 self.messages.append(Message(role="tool", content=content, tool_call_id=call_id))
             case _:
-                self._errors.append(_unsupported("item", kind, _SUPPORTED_ITEMS, f"{path}.type"))
+                self._errors.append(_unsupported_type_error("item", kind, _SUPPORTED_ITEMS, f"{path}.type"))
                 # A call of a hosted tool belongs to the model's turn and is dropped.
                 if not kind.endswith("_call"):
                     self._turn = None
@@ -169,7 +169,7 @@ class _ItemParser:
         role = _require(item.role, f"{path}.role")
         text = self._parse_content(_require(item.content, f"{path}.content"), f"{path}.content")
         if role == "assistant":
-            self._turn_for(item)["content"] += text
+            self._get_turn(item)["content"] += text
             return
         self._turn = None
         self.messages.append(Message(role="user" if role == "user" else "system", content=text))
@@ -177,7 +177,7 @@ class _ItemParser:
     def _parse_reasoning(self, item: ResponsesInputItem, path: str) -> None:
         field = "content" if item.content else "summary"
         text = self._parse_content(getattr(item, field) or "", f"{path}.{field}", _REASONING_PARTS)
-        turn = self._turn_for(item)
+        turn = self._get_turn(item)
         if text:
             turn["reasoning"] = turn.get("reasoning", "") + text
 
@@ -190,10 +190,10 @@ class _ItemParser:
             name=build_model_tool_name(_require(item.name, f"{path}.name"), item.namespace),
             arguments=json.dumps({"input": arguments}, ensure_ascii=False) if is_custom else arguments,
         )
-        self._turn_for(item).setdefault("tool_calls", []).append(call)
+        self._get_turn(item).setdefault("tool_calls", []).append(call)
 
-    def _turn_for(self, item: ResponsesInputItem) -> Message:
-        match = _OUR_ITEM_ID.fullmatch(item.id or "")
+    def _get_turn(self, item: ResponsesInputItem) -> Message:
+        match = _GATEWAY_ITEM_ID.fullmatch(item.id or "")
         response_id = match["response"] if match else ""
         if self._turn is None or not self._continues_turn(item, response_id):
             self._turn = Message(role="assistant", content="")
@@ -207,7 +207,7 @@ class _ItemParser:
             return response_id == self._response_id
         if self._previous_type.endswith("_output"):
             return False
-        # Our responses never have two adjacent messages, so adjacent messages belong to two turns.
+        # The gateway's responses never have two adjacent messages, so adjacent messages belong to two turns.
         return not (self._previous_type == "message" and item.type in (None, "message"))
 
     def _parse_content(
@@ -221,11 +221,11 @@ class _ItemParser:
         text = part.refusal if part.type == "refusal" else part.text if part.type in kinds else None
         if text is not None:
             return text
-        self._errors.append(_unsupported("content part", part.type, kinds, path))
+        self._errors.append(_unsupported_type_error("content part", part.type, kinds, path))
         return format_placeholder(part, part.type)
 
 
-def _unsupported(kind: str, value: str, supported: Sequence[str], path: str) -> ApiError:
+def _unsupported_type_error(kind: str, value: str, supported: Sequence[str], path: str) -> ApiError:
     allowed = ", ".join(map(repr, supported))
     return unsupported_value(f"Unsupported {kind} {value!r}; supported: {allowed}.", path)
 

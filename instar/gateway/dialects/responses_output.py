@@ -56,7 +56,7 @@ class ResponseOutput:
         return events + self._end(status)
 
     def _add_text(self, text: str) -> Events:
-        # A message does not begin with white space alone, which is sent with the text that follows.
+        # White space alone does not begin a message; it is sent with the text that follows.
         text, self._held_space = self._held_space + text, ""
         if not self._is_open("message") and not text.strip():
             self._held_space = text

@@ -63,7 +63,7 @@ def check_token_params(params: TokenParams, prefix: str = "") -> None:
     except ApiError as error:
         raise bad_request(error.message, f"{prefix}{error.param}", error.code) from error
     if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
-        message = f"There are {count} stop tokens; at most {MAX_STOP_TOKENS} are allowed."
+        message = f"'stop_token_ids' has {count} ids; at most {MAX_STOP_TOKENS} are allowed."
         raise invalid_value(message, f"{prefix}stop_token_ids")
 
 
@@ -101,7 +101,7 @@ class TokensDialect(Dialect):
     def parse_request(self, body: bytes) -> ModelRequest:
         parsed = decode_body(self.decoder, body)
         if not parsed.prompt_ids:
-            raise invalid_value("'prompt_ids' is empty.", "prompt_ids")
+            raise invalid_value("'prompt_ids' is empty; send at least one token id.", "prompt_ids")
         check_token_params(parsed)
         check_ranges(parsed, {"n": self.ranges["n"]})
         return ModelRequest(
