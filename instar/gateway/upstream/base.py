@@ -30,7 +30,7 @@ class UpstreamChunk:
 
 @dataclass(eq=False)
 class UpstreamError(ApiError):
-    """An error of a provider, possibly in the middle of a stream."""
+    """An error that a provider reported, possibly in the middle of a stream."""
 
     raw: bytes = b""
     """The body of the error, usually JSON; empty if the provider does not speak the agent's dialect."""

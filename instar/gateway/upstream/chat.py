@@ -1,4 +1,4 @@
-"""Providers that speak OpenAI's chat completions or completions: responses, and translated requests."""
+"""Read the responses of providers that speak OpenAI's chat or text completions, and translate requests."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class ChatReader(ReplyReader):
     def __init__(self, n: int = 1, *, emit_deltas: bool = False, has_token_ids: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)
         self._decode = _decode_with_tokens if has_token_ids else _decode
-        self._by_index: dict[int, ReplyDraft] = {}
-        self._open_choices = n
+        self._drafts_by_index: dict[int, ReplyDraft] = {}
+        self._open_choice_count = n
         self._prompt_ids: list[int] | None = None
 
     def read(self, body: bytes) -> None:
         self.feed(body)
-        if not self._by_index:
+        if not self._drafts_by_index:
             raise parse_error(body)
 
     def feed(self, data: bytes) -> None:
@@ -91,9 +91,9 @@ class ChatReader(ReplyReader):
             self._add_choice(choice)
 
     def _add_choice(self, choice: ChatResponseChoice) -> None:
-        draft = self._by_index.get(choice.index)
+        draft = self._drafts_by_index.get(choice.index)
         if draft is None:
-            draft = self._by_index[choice.index] = ReplyDraft(choice.index, self.deltas)
+            draft = self._drafts_by_index[choice.index] = ReplyDraft(choice.index, self.deltas)
         if message := choice.delta or choice.message:
             _add_message(draft, message)
         if choice.text:
@@ -107,17 +107,17 @@ class ChatReader(ReplyReader):
                 draft.add_tokens(choice.token_ids, _parse_logprobs(choice.logprobs))
         if choice.finish_reason is not None and draft.finish_reason is None:
             draft.finish_reason = "length" if choice.finish_reason in _LENGTH_REASONS else "stop"
-            self._open_choices -= 1
-            self.has_seen_end = self.has_seen_end or self._open_choices <= 0
+            self._open_choice_count -= 1
+            self.has_seen_end = self.has_seen_end or self._open_choice_count <= 0
 
     @property
     def can_end(self) -> bool:
-        drafts = self._by_index.values()
+        drafts = self._drafts_by_index.values()
         return bool(drafts) and (self.has_seen_end or all(draft.finish_reason for draft in drafts))
 
     @property
     def drafts(self) -> list[ReplyDraft]:
-        return [self._by_index[index] for index in sorted(self._by_index)]
+        return [self._drafts_by_index[index] for index in sorted(self._drafts_by_index)]
 
     def choices(self) -> list[ReplyChoice]:
         return build_choices(self.drafts, self.usage, self._prompt_ids)

@@ -1,8 +1,8 @@
-"""Send calls to a provider: a model that someone else serves behind their own API.
+"""Send calls to a provider, which serves models behind its own API.
 
 Requests and responses in the provider's own dialect are passed on unchanged; others are translated. Calls to
-a provider are recorded like all other calls. They are trainable if the provider returns the sampled token ids
-and their logprobs, because text is never tokenized again.
+a provider are recorded like all other calls. They are trainable only if the provider returns the sampled
+token ids and their logprobs, because text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class HttpUpstream:
         headers: Mapping[str, str],
         sampling_overrides: Mapping[str, Any] | None = None,
     ) -> HttpUpstreamResponse:
-        """Send one call and return its response.
+        """Return the response to one call. The request is sent when the response's chunks are read.
 
         ``body`` and ``headers`` come from the agent; header names are in lower case, and the gateway's keys
-        are removed. The messages of ``request`` already include the previous response. ``sampling_overrides``
+        are removed. The messages of ``request`` include those of a previous response. ``sampling_overrides``
         replace the agent's settings; the keys are those in `SAMPLING_KEYS`.
         """
         target = self._choose_dialect(dialect)
@@ -110,7 +110,8 @@ class HttpUpstream:
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
         """Forward a request to the provider's token counter. Raise ApiError (404) if it has none."""
         if "messages" not in self._dialects:
-            raise ApiError(404, "This model's provider does not count tokens.", code="not_found")
+            message = "This model's provider does not count tokens; only Anthropic's Messages API does."
+            raise ApiError(404, message, code="not_found")
         if self._config.model is not None:
             body = rewrite.set_fields(body, {"model": self._config.model})
         url = self._urls["messages"] / "count_tokens"
@@ -167,9 +168,8 @@ class HttpUpstream:
         if request.unsupported_error is not None:
             raise request.unsupported_error
         if request.logprobs:
-            raise bad_request(
-                "Logprobs are not supported for this model.", "logprobs", "unsupported_parameter"
-            )
+            message = f"Logprobs cannot be translated to this model's API ({target}); leave 'logprobs' out."
+            raise bad_request(message, "logprobs", "unsupported_parameter")
         model = self._config.model or request.model
         if target == "messages":
             return msgspec.json.encode(messages.build_messages_request(request, model))
@@ -206,7 +206,7 @@ def _load_api_key(config: UpstreamEngineConfig, path: str) -> str | None:
     key = os.environ.get(config.api_key_env, "").strip()
     if not key:
         raise ConfigError(
-            f"{path}.api_key_env: the environment variable {config.api_key_env!r} is not set or empty; set it"
+            f"{path}.api_key_env: the environment variable {config.api_key_env!r} is not set or is empty"
         )
     return key
 
@@ -217,12 +217,12 @@ def _parse_base_url(config: UpstreamEngineConfig, path: str) -> URL:
     except ValueError:
         url = URL()
     if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"{path}.base_url: {config.base_url!r} is not an http:// or https:// address")
+        raise ConfigError(f"{path}.base_url: {config.base_url!r} does not begin with http(s):// and a host")
     return url
 
 
 def _build_url(base: URL, dialect: str, base_dialect: str) -> URL:
-    # The SDKs do the same: OpenAI's expects an address with the version, and Anthropic's adds the version.
+    # As in the SDKs: OpenAI's expects an address with the version, and Anthropic's adds the version.
     root = base.path.rstrip("/")
     if dialect == "messages":
         root = root.removesuffix("/v1") + "/v1"

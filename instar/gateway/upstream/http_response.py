@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HttpResponse: TypeAlias = "aiohttp.ClientResponse | PlainResponse"
 SendRequest = Callable[[], Awaitable["HttpResponse"]]
 
-# A connection can be reused only after its stream was read to the end.
+# The wait for the end of a stream after its last event, so that its connection can be reused.
 _STREAM_END_TIMEOUT_SECONDS = 1.0
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
@@ -110,8 +110,8 @@ class HttpUpstreamResponse:
         return UpstreamChunk(raw, (), reader.choices(), content_type, reader.response_id)
 
     def _read_events(self, events: Iterable[ServerSentEvent]) -> bytes:
-        """Read the events and return the bytes that may be sent on. The first event that announces the end of
-        the response and all later events are held back until the call is recorded."""
+        """Read the events and return the bytes that may be passed on. The first event that announces the end
+        of the response and all later events are held back until the call is recorded."""
         forwarded: list[bytes] = []
         try:
             for event in events:

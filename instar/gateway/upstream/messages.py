@@ -1,4 +1,4 @@
-"""Providers that speak Anthropic's Messages API: responses, and translated requests."""
+"""Read the responses of providers that speak Anthropic's Messages API, and translate requests for them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _decode = msgspec.json.Decoder(MessagesResponse).decode
 _decode_event = msgspec.json.Decoder(MessagesEvent).decode
 
 
-def _add_usage(usage: TokenUsage, wire: MessagesUsage | None) -> None:
-    # A stream may send the counts several times, and the last counts are valid.
+def _update_usage(usage: TokenUsage, wire: MessagesUsage | None) -> None:
+    # A stream may send the counts several times. The last counts are final.
     if wire is None:
         return
     if wire.input_tokens is not None:
@@ -55,7 +55,7 @@ class MessagesReader(ReplyReader):
             self._begin_block(index, block)
             if index in self._calls:
                 self._draft.add_arguments(self._calls[index], bytes(block.input).decode())
-        _add_usage(self.usage, response.usage)
+        _update_usage(self.usage, response.usage)
         self._end(response.stop_reason, response.stop_sequence)
 
     def feed(self, data: bytes) -> None:
@@ -64,7 +64,7 @@ class MessagesReader(ReplyReader):
             raise parse_error(data)
         if event.type == "message_start" and event.message:
             self.set_response_id(event.message.id)
-            _add_usage(self.usage, event.message.usage)
+            _update_usage(self.usage, event.message.usage)
         elif event.type == "content_block_start" and event.content_block:
             self._begin_block(event.index, event.content_block)
         elif event.type == "content_block_delta" and event.delta:
@@ -74,7 +74,7 @@ class MessagesReader(ReplyReader):
         elif event.type == "message_stop":
             self.is_exhausted = True
         elif event.type == "message_delta":
-            _add_usage(self.usage, event.usage)
+            _update_usage(self.usage, event.usage)
             if event.delta and event.delta.stop_reason:
                 self._end(event.delta.stop_reason, event.delta.stop_sequence)
 

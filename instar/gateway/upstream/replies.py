@@ -1,4 +1,4 @@
-"""The replies and errors that are read from a provider's response, in any dialect."""
+"""Build replies and errors from a provider's response, in any dialect."""
 
 from __future__ import annotations
 
@@ -79,11 +79,10 @@ class ReplyDraft:
         message = Message(role="assistant", content="".join(self.text_pieces))
         if reasoning := "".join(self.reasoning_pieces):
             message["reasoning"] = reasoning
-        if self.calls:
-            message["tool_calls"] = [
-                ToolCall(id=call.id, name=call.name, arguments="".join(call.argument_pieces))
-                for call in self.calls
-            ]
+        for call in self.calls:
+            arguments = "".join(call.argument_pieces)
+            tool_call = ToolCall(id=call.id, name=call.name, arguments=arguments)
+            message.setdefault("tool_calls", []).append(tool_call)
         return message
 
 
@@ -98,7 +97,7 @@ class TokenUsage:
 def build_choices(
     drafts: Sequence[ReplyDraft], usage: TokenUsage, prompt_ids: Sequence[int] | None = None
 ) -> list[ReplyChoice]:
-    """Return the replies. The provider's count of sampled tokens is divided equally among the replies."""
+    """Return the replies. Without token ids, the provider's token count is divided among them equally."""
     prompt = None if prompt_ids is None else np.asarray(prompt_ids, np.int32)
     share, remainder = divmod(usage.sampled, max(1, len(drafts)))
     choices: list[ReplyChoice] = []
@@ -142,7 +141,7 @@ class ReplyReader(ABC):
         self.response_id: str | None = None
 
     def set_response_id(self, response_id: Any) -> None:
-        """Store the provider's response id if it is a string of acceptable length."""
+        """Store the provider's response id if it is a string of 1 to `MAX_RESPONSE_ID_LENGTH` characters."""
         if isinstance(response_id, str) and 0 < len(response_id) <= MAX_RESPONSE_ID_LENGTH:
             self.response_id = response_id
 

@@ -1,4 +1,4 @@
-"""Responses of providers that speak OpenAI's Responses API."""
+"""Read the responses of providers that speak OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ARGUMENT_EVENTS = frozenset(
 
 
 def _format_arguments(item: ResponsesOutputItem) -> str:
-    # A custom tool takes text instead of JSON, which is recorded as the string ``input``.
+    # A custom tool takes text instead of JSON. The text is recorded as the JSON argument ``input``.
     if item.type == "custom_tool_call":
         return msgspec.json.encode({"input": item.input}).decode()
     return str(item.arguments)
@@ -63,10 +63,10 @@ class ResponsesReader(ReplyReader):
 
     def __init__(self, *, emit_deltas: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)
-        self._partial = ReplyDraft(0, self.deltas)
+        self._partial_draft = ReplyDraft(0, self.deltas)
         self._calls: dict[int, int] = {}  # output index → tool call index
         self._finished_items: list[ResponsesOutputItem] = []
-        self._final: ReplyDraft | None = None
+        self._final_draft: ReplyDraft | None = None
 
     def read(self, body: bytes) -> None:
         response = _decode(body)
@@ -80,13 +80,13 @@ class ResponsesReader(ReplyReader):
         event = _decode_event(data)
         kind = event.type
         if kind in _TEXT_EVENTS:
-            self._partial.add_text(str(event.delta))
+            self._partial_draft.add_text(str(event.delta))
         elif kind in _REASONING_EVENTS:
-            self._partial.add_reasoning(str(event.delta))
+            self._partial_draft.add_reasoning(str(event.delta))
         elif kind in _ARGUMENT_EVENTS and event.output_index in self._calls:
-            self._partial.add_arguments(self._calls[event.output_index], str(event.delta))
+            self._partial_draft.add_arguments(self._calls[event.output_index], str(event.delta))
         elif kind == "response.output_item.added" and event.item and event.item.type in _CALL_TYPES:
-            call_index = self._partial.open_call(event.item.call_id or "", event.item.name or "")
+            call_index = self._partial_draft.open_call(event.item.call_id or "", event.item.name or "")
             self._calls[event.output_index] = call_index
         elif kind == "response.output_item.done" and event.item:
             self._finished_items.append(event.item)
@@ -101,8 +101,8 @@ class ResponsesReader(ReplyReader):
         self.has_seen_end = self.is_exhausted = True
         self.set_response_id(response.id)
         self.usage = _parse_usage(response.usage)
-        self._final = _build_draft(response, response.output or self._finished_items)
+        self._final_draft = _build_draft(response, response.output or self._finished_items)
 
     @property
     def drafts(self) -> list[ReplyDraft]:
-        return [self._final or self._partial]
+        return [self._final_draft or self._partial_draft]

@@ -1,4 +1,4 @@
-"""Changes to the bodies that are passed on. Only the top level of the JSON is parsed and encoded again."""
+"""Change the bodies that are passed on. Only the top level of their JSON is parsed and encoded again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FULL_SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "re
 
 @dataclass(frozen=True, slots=True)
 class AddedFields:
-    """Response fields that we requested but the agent did not. They are removed from the response."""
+    """Response fields that the gateway requested but the agent did not. They are removed again."""
 
     has_token_ids: bool
     has_logprobs: bool
@@ -53,14 +53,14 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
     """Add a request for vLLM's token ids and logprobs to the body. Return the body and the added fields."""
     fields = _decode(body)
     agent_fields = {name for name, value in fields.items() if bytes(value) != b"null"}
-    has_logprobs = "logprobs" in agent_fields and bytes(fields["logprobs"]) != b"false"
-    has_token_ids = bytes(fields.get("return_token_ids", _NULL)) == b"true"
-    added = AddedFields(has_token_ids=not has_token_ids, has_logprobs=not has_logprobs)
+    wants_logprobs = "logprobs" in agent_fields and bytes(fields["logprobs"]) != b"false"
+    wants_token_ids = bytes(fields.get("return_token_ids", _NULL)) == b"true"
+    added = AddedFields(has_token_ids=not wants_token_ids, has_logprobs=not wants_logprobs)
     additions: dict[str, Any] = {
         name: value for name, value in _FULL_SOFTMAX.items() if name not in agent_fields
     }
     additions["return_token_ids"] = True
-    if not has_logprobs:
+    if not wants_logprobs:
         additions["logprobs"] = True if dialect == "chat" else 0
     for name, value in additions.items():
         fields[name] = msgspec.Raw(_encode(value))
