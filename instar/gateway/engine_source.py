@@ -235,11 +235,11 @@ class _EngineSamplingRun(SamplingRun):
             await delta_stream.send_deltas(index, deltas, ())
 
 
-def _choose_seed(request_seed: int | None, session_seed: int | None, call: int, reply: int) -> int | None:
-    """Return a seed for a reply: from the agent's seed, or else the session's. None if neither is set."""
+def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
+    """Return the seed of reply ``index`` of call ``number``, or None if neither seed is set."""
     if request_seed is not None:
-        return request_seed if reply == 0 else _derive_seed(request_seed, reply)
-    return None if session_seed is None else _derive_seed(session_seed, call, reply)
+        return request_seed if index == 0 else _derive_seed(request_seed, index)
+    return None if session_seed is None else _derive_seed(session_seed, number, index)
 
 
 def _derive_seed(*parts: int) -> int:

@@ -159,7 +159,7 @@ class FeedbackService:
                 "Send a session_id, a call_id or a response_id.", "session_id", "missing_required_parameter"
             )
         if body.session_id is not None and body.session_id != session_id:
-            message = f"The call belongs to the session {session_id!r}, but session_id is {body.session_id!r}."
+            message = f"The call belongs to the session {session_id!r}, not to {body.session_id!r}."
             raise ApiError(403, message, code="session_conflict")
         session = await self._get_session(session_id)
         if session is None:
