@@ -74,10 +74,6 @@ class SessionService:
         rewards = list(body.rewards)
         if body.reward is not None:
             rewards.insert(0, RewardBody(value=body.reward, source=RewardSource.AGENT))
-        for i, reward in enumerate(rewards):
-            if not math.isfinite(reward.value):
-                path = f"rewards[{i}].value"
-                raise base.invalid_value(f"'{path}' is {reward.value}; it must be a finite number.", path)
         redactor = self._redactor
         status, reason = SessionStatus.COMPLETED, None
         if isinstance(body, FailSession):
