@@ -1,4 +1,4 @@
-"""Read the responses of providers that speak OpenAI's chat or text completions, and translate requests."""
+"""Read responses in OpenAI's formats for chat and text completions, and translate requests to the former."""
 
 from __future__ import annotations
 

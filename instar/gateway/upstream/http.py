@@ -1,8 +1,8 @@
 """Send calls to a provider, which serves models behind its own API.
 
-Requests and responses in the provider's own dialect are passed on unchanged; others are translated. Calls to
-a provider are recorded like all other calls. They are trainable only if the provider returns the sampled
-token ids and their logprobs, because text is never tokenized again.
+Requests and responses in a dialect of the provider are passed on with few changes (`rewrite`); others are
+translated. Calls to a provider are recorded like all other calls. They are trainable only if the provider
+returns the sampled token ids and their logprobs, because text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PATHS = {
 _TRANSLATION_TARGETS = ("chat", "messages")
 _DIALECTS_WITH_TOKEN_IDS = ("chat", "completions")
 
-# All other headers of the agent are dropped.
+# All other headers of the agent are dropped, except its key.
 _FORWARDED_HEADERS = frozenset(
     {"user-agent", "x-app", "originator", "session_id", "conversation_id", "idempotency-key"}
     | {"chatgpt-account-id", "http-referer", "x-title"}
@@ -108,7 +108,7 @@ class HttpUpstream:
         )
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Forward a request to the provider's token counter. Raise ApiError (404) if it has none."""
+        """Return the response of the provider's token counter. Raise ApiError (404) if it has none."""
         if "messages" not in self._dialects:
             message = "This model's provider does not count tokens; only Anthropic's Messages API does."
             raise ApiError(404, message, code="not_found")
@@ -206,7 +206,7 @@ def _load_api_key(config: UpstreamEngineConfig, path: str) -> str | None:
     key = os.environ.get(config.api_key_env, "").strip()
     if not key:
         raise ConfigError(
-            f"{path}.api_key_env: the environment variable {config.api_key_env!r} is not set or is empty"
+            f"{path}.api_key_env: {config.api_key_env!r} is not set or is empty; set it to the provider's key"
         )
     return key
 

@@ -33,8 +33,8 @@ _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 class HttpUpstreamResponse:
     """One response of a provider.
 
-    ``chunks`` raises UpstreamError if the provider responds with an error, and EngineUnavailable if the
-    provider cannot be reached or closes the connection before the end of the response.
+    ``chunks`` raises UpstreamError if the provider responds with an error or in an unreadable format, and
+    EngineUnavailable if it cannot be reached or closes the connection before the end of the response.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HttpUpstreamResponse:
         is_translated: bool,
         added_fields: AddedFields | None,
     ) -> None:
-        """``dialect`` is the provider's dialect. ``added_fields`` is None if no token ids were requested."""
+        """Create a response in the given dialect. ``added_fields`` is None if no token ids were requested."""
         self._send = send
         self._request = request
         self._is_translated = is_translated
@@ -151,7 +151,7 @@ def _create_reader(dialect: str, n: int, *, emit_deltas: bool, has_token_ids: bo
 
 
 async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
-    """Return the bytes that have arrived, or no bytes at the end of the stream. After the last event, wait
+    """Return the bytes that arrive next, or no bytes at the end of the stream. After the last event, wait
     only briefly, because some providers keep the connection open."""
     try:
         if not reader.is_exhausted:
@@ -168,7 +168,7 @@ async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
 async def read_error(response: HttpResponse) -> UpstreamError:
     if 300 <= response.status < 400:
         location = response.headers.get("Location", "another address")
-        return UpstreamError(502, f"The provider redirects to {location}; set this address as its base_url.")
+        return UpstreamError(502, f"The provider redirects to {location}; change its base_url accordingly.")
     try:
         raw = await response.read()
     except (aiohttp.ClientError, OSError):

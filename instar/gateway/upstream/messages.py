@@ -110,7 +110,7 @@ class MessagesReader(ReplyReader):
 
 
 def build_messages_request(request: ModelRequest, model: str) -> Json:
-    """Translate a request from another dialect to a Messages API body."""
+    """Translate a request to a Messages API body. Raise ApiError (400) if it has a seed or ``n`` above 1."""
     for name, is_set in {"n": request.n > 1, "seed": request.seed is not None}.items():
         if is_set:
             message = f"Anthropic's Messages API, which serves this model, has no '{name}'; leave it out."
@@ -145,7 +145,7 @@ def build_messages_request(request: ModelRequest, model: str) -> Json:
 
 
 def _build_turns(messages: Sequence[Message]) -> list[Json]:
-    """Return the messages as turns. Adjacent tool results and user messages become one user turn."""
+    """Return the messages as turns. Adjacent messages of the assistant, or of all others, become one turn."""
     turns: list[Json] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"

@@ -65,7 +65,7 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. Unless each token has a logprob, all their logprobs count as missing."""
+        """Add sampled tokens. If there is not one logprob per token, all of them count as missing."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids
@@ -127,8 +127,8 @@ def build_choices(
 class ReplyReader(ABC):
     """Reads one response: ``read`` reads a complete response, and ``feed`` reads one event of a stream.
 
-    Both methods raise UpstreamError if the provider reports an error, and msgspec.DecodeError for invalid
-    JSON.
+    Both methods raise UpstreamError if the provider reports an error, and msgspec.DecodeError or
+    UnicodeDecodeError if the data cannot be decoded.
     """
 
     def __init__(self, *, emit_deltas: bool) -> None:
@@ -193,8 +193,8 @@ _STATUS_BY_TYPE = {
 def parse_error(
     raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
 ) -> UpstreamError:
-    """Parse the error in a provider's response body. ``status`` is None if the response began with a success
-    status."""
+    """Return the error in a provider's response body or event. ``status`` is None if the response has a
+    success status, so that the error itself determines the status."""
     try:
         body: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -58,8 +58,8 @@ def _parse_usage(usage: ResponsesUsage | None) -> TokenUsage:
 
 
 class ResponsesReader(ReplyReader):
-    """Reads a response of the Responses API. The reply is built from the deltas until the last event repeats
-    the complete output."""
+    """Reads a response of the Responses API. A stream's reply is built from its deltas, until the last event
+    repeats the complete output."""
 
     def __init__(self, *, emit_deltas: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)

@@ -1,4 +1,4 @@
-"""Change the bodies that are passed on. Only the top level of their JSON is parsed and encoded again."""
+"""Change the bodies that are passed on. Values that do not change are copied without being parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FULL_SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "re
 
 @dataclass(frozen=True, slots=True)
 class AddedFields:
-    """Response fields that the gateway requested but the agent did not. They are removed again."""
+    """The response fields that only the gateway requested, and removes before the agent gets the response."""
 
     has_token_ids: bool
     has_logprobs: bool
@@ -50,7 +50,8 @@ def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) ->
 
 
 def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
-    """Add a request for vLLM's token ids and logprobs to the body. Return the body and the added fields."""
+    """Request vLLM's token ids and logprobs, and set sampling settings that the agent left out to those of
+    the full softmax. Return the changed body, and the response fields that the agent did not request."""
     fields = _decode(body)
     agent_fields = {name for name, value in fields.items() if bytes(value) != b"null"}
     wants_logprobs = "logprobs" in agent_fields and bytes(fields["logprobs"]) != b"false"
@@ -68,7 +69,7 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
 
 
 def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
-    """Remove the fields that the agent did not request from a response, or from one of its events."""
+    """Remove the added fields from a response, or from one of its events. Logprobs are set to null."""
     fields = _decode(body)
     if added.has_token_ids:
         fields.pop("prompt_token_ids", None)
