@@ -1,9 +1,10 @@
-"""The wire types of the gateway's control API, and the error type of all routes.
+"""The wire types of the routes for models, health and sessions, and the error type of all routes.
 
 ``ControlApi.build_routes`` assigns the types to routes, and ``GET /openapi.json`` describes all of them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Literal
 
@@ -23,16 +24,17 @@ class HealthView(msgspec.Struct, omit_defaults=True):
     status: str
     engine: Literal["none", "down", "up"]
     reason: str | None = None
-    """Why the engine is down."""
+    """Why the engine is down; None if it is not."""
     version: int | None = None
-    """The policy version that the engine samples with."""
+    """The policy version that the engine samples with; None if the engine is not up."""
 
 
 class StatsView(msgspec.Struct):
     loop_lag_p99_ms: float
     rss_mb: float
+    """The resident memory of the gateway's process, in MiB."""
     in_flight: int
-    """The number of model calls that are being handled."""
+    """The number of model calls and token counts that are being handled."""
     sessions_in_memory: int
 
 
@@ -61,7 +63,8 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     slot: Int64 = 0
     attempt: Int64 = 0
     seed: Int64 | None = None
-    """Calls get seeds derived from this seed, except for live and val calls that have their own seed."""
+    """The engine samples each call with a seed derived from this one. On channels other than `train`, the
+    call's own seed is used instead, if it has one."""
     sampling: Json = msgspec.field(default_factory=dict)
     """Sampling settings that replace the agent's settings. The keys are those in `SAMPLING_KEYS`."""
     metadata: Json = msgspec.field(default_factory=dict)
@@ -100,7 +103,7 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     reward: float | None = None
-    """The agent's own reward."""
+    """The agent's own reward, or None if it gives none."""
     metadata: Json = msgspec.field(default_factory=dict)
     rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
     """Rewards from other sources; accepted only with the admin key."""
@@ -163,8 +166,9 @@ class ApiError(Exception):
     _: KW_ONLY
     code: str | None = None
     param: str | None = None
-    """The path of the invalid value in the request."""
+    """The path of the invalid value in the request, for example ``messages[0].role``."""
     retry_after: int | None = None
+    """The number of seconds to wait before a retry, for the header ``Retry-After``."""
 
     def __str__(self) -> str:
         return self.message
@@ -176,6 +180,10 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def invalid_value(message: str, param: str | None = None) -> ApiError:
     return bad_request(message, param, "invalid_value")
+
+
+def format_range(low: float, high: float) -> str:
+    return f"at least {low}" if high == math.inf else f"between {low} and {high}"
 
 
 def convert_validation_error(error: msgspec.ValidationError | msgspec.DecodeError) -> ApiError:

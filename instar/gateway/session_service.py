@@ -23,6 +23,7 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "top_p": (1e-6, 1),
     "max_tokens": (1, math.inf),
 }
+"""The allowed minimum and maximum of each sampling setting. Settings without an entry must be at least 0."""
 
 _DEFAULTS = base.OpenSession()
 
@@ -64,7 +65,7 @@ class SessionService:
     async def end(
         self, session_id: str, caller: Caller, body: base.CompleteSession | FailSession
     ) -> EndedSession:
-        """End a session and store its rewards. A session that has already ended is not changed."""
+        """End a session and store its rewards. If the session has already ended, nothing is stored."""
         state = await self._states.get(session_id, caller, Action.END_SESSION)
         scores = [] if isinstance(body, FailSession) else body.scores
         for name, values in (("rewards", body.rewards), ("scores", scores)):
@@ -136,12 +137,12 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
             allowed = ", ".join(sorted(base.SAMPLING_KEYS))
             raise base.bad_request(f"'{path}' is not a supported setting; supported: {allowed}.", path)
         number_type = int if name in ("top_k", "max_tokens") else int | float
-        if isinstance(value, bool) or not isinstance(value, number_type) or value < 0:
-            expected = "a non-negative integer" if number_type is int else "a non-negative number"
+        if isinstance(value, bool) or not isinstance(value, number_type):
+            expected = "an integer" if number_type is int else "a number"
             raise base.bad_request(f"'{path}' is {value!r}; it must be {expected}.", path)
         low, high = SAMPLING_RANGES.get(name, (0, math.inf))
         if not low <= value <= high:
-            raise base.bad_request(f"'{path}' is {value}; it must be between {low:g} and {high:g}.", path)
+            raise base.bad_request(f"'{path}' is {value}; it must be {base.format_range(low, high)}.", path)
 
 
 def _to_call_view(call: Call) -> CallView:

@@ -1,8 +1,8 @@
 """The interface of a dialect: one API format, selected by its route and translated to the gateway's types.
 
-A dialect never changes a request silently: ``ModelRequest.unsupported_error`` names a field that the engine
-cannot honour. A field that agents send by default is accepted as a hint, which may have no effect, if nobody
-can guarantee its effect or if it does not change the sampled tokens. Each dialect's docstring lists them.
+A dialect does not ignore a field silently: ``ModelRequest.unsupported_error`` names a field that the engine
+cannot honour. The exceptions are hints, which agents send by default and which may have no effect. The
+docstring of each dialect's module lists its hints, with the reason why each of them can be ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instar.types import FinishReason, Floats, Ids, Json, Message, TokenChunk, T
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """A request in any dialect. An optional setting that the agent left out is None."""
+    """A request in any dialect. A setting that the agent left out is None or the dialect's default."""
 
     model: str
     messages: tuple[Message, ...]
@@ -35,7 +35,7 @@ class ModelRequest:
     """The number of leading messages that are instructions for this request only. They come before the
     messages from ``previous_response_id``, and later requests do not inherit them."""
     session_hints: tuple[str, ...] = ()
-    """Ids in the body that may identify the agent's session, the most specific first."""
+    """Ids in the body that may identify the agent's session, such as ``user:7``, the most specific first."""
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,7 +74,7 @@ TokenLogprobs = Sequence[TokenLogprob]
 
 @dataclass(frozen=True, slots=True)
 class ReplyChoice:
-    """One finished reply."""
+    """One reply. It is complete unless its finish reason is ``aborted``."""
 
     message: Message
     finish_reason: FinishReason
@@ -82,15 +82,15 @@ class ReplyChoice:
     sampled_tokens: int
     logprobs: TokenLogprobs = ()
     stop_string: str | None = None
-    """The stop string that ended the reply."""
+    """The stop string that ended the reply, or None if none did."""
     cached_tokens: int | None = None
     """The number of prompt tokens that were in a cache; None if unknown."""
     prompt_ids: Ids | None = None
     sampled_ids: Ids | None = None
-    """The sampled token ids; None if a provider did not return them."""
+    """The sampled token ids that a provider returned; None if it returned none or the engine replied."""
     sampled_logprobs: Floats | None = None
     tokens: TokenChunk | None = None
-    """All sampled tokens with logprobs and versions, for token-level dialects."""
+    """All sampled tokens with logprobs and versions; None unless the dialect is token-level."""
 
 
 ReplyChoices = Sequence[ReplyChoice]
@@ -146,7 +146,7 @@ class Dialect(ABC):
     decoder: msgspec.json.Decoder[Any]
     """The decoder of request bodies."""
     ranges: Mapping[str, tuple[float, float]]
-    """The minimum and maximum of the numbers in a request body, by field."""
+    """The allowed minimum and maximum of each numeric field of a request body."""
     response_type: type[msgspec.Struct]
     """The type of a complete response. It may lack fields that the gateway's responses have."""
     stream_content_type: str = "text/event-stream"
@@ -154,13 +154,13 @@ class Dialect(ABC):
     """True if clients exchange token ids. Such calls are always sampled by the run's engine, and they are not
     matched to sessions by content."""
     count_path: str | None = None
-    """The route that counts the tokens of a prompt, if the API has one."""
+    """The route below ``/v1`` that counts the tokens of a prompt, or None if the API has none."""
     parses_messages_independently: bool = False
     """True if each item in the body's ``messages`` becomes one message, independently of the other items."""
 
     @abstractmethod
     def parse_request(self, body: bytes) -> ModelRequest:
-        """Return the parsed request. Raise ApiError (4xx) with the path of the first invalid field."""
+        """Return the parsed request. Raise ApiError (400) with the path of the first invalid field."""
 
     @abstractmethod
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes: ...

@@ -128,7 +128,7 @@ def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
 
 def _check_tool_choice(body: ChatRequestBody, names: set[str]) -> None:
     if body.parallel_tool_calls is False and not names:
-        message = "'parallel_tool_calls' is false, but 'tools' is empty; leave it out."
+        message = "'parallel_tool_calls' is false, but 'tools' is empty; leave 'parallel_tool_calls' out."
         raise invalid_value(message, "parallel_tool_calls")
     if body.tool_choice == "required" and not names:
         raise common.no_tools_error()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 import orjson
 
-from instar.gateway.base import ApiError, bad_request, convert_validation_error, invalid_value
+from instar.gateway.base import ApiError, bad_request, convert_validation_error, format_range, invalid_value
 from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
@@ -71,7 +71,7 @@ def check_ranges(body: object, ranges: Mapping[str, tuple[float, float]]) -> Non
     for name, (low, high) in ranges.items():
         value = getattr(body, name)
         if value is not None and not low <= value <= high:
-            raise invalid_value(f"'{name}' is {value}; it must be between {low} and {high}.", name)
+            raise invalid_value(f"'{name}' is {value}; it must be {format_range(low, high)}.", name)
     if getattr(body, "top_p") == 0:  # noqa: B009 - every body has this field
         raise invalid_value("'top_p' is 0; it must be greater than 0.", "top_p")
 
@@ -82,7 +82,7 @@ def check_tool_is_listed(name: str | None, tools: set[str], path: str = "tool_ch
 
 
 def no_tools_error() -> ApiError:
-    message = "'tool_choice' requires a tool, but 'tools' is empty; add a tool or leave 'tool_choice' out."
+    message = "'tool_choice' requires a tool, but 'tools' offers none; add a tool or leave 'tool_choice' out."
     return invalid_value(message, "tool_choice")
 
 
@@ -119,7 +119,7 @@ def format_placeholder(value: msgspec.Struct, kind: str) -> str:
 
 def format_usage(choices: ReplyChoices) -> Json:
     """Return the ``usage`` object. The prompt is counted once for all choices. Reasoning tokens are not
-    counted, so their number is included only if no reply has reasoning."""
+    counted separately, so their number is included only if it is 0 because no reply has reasoning."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
     usage: Json = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if choices[0].cached_tokens is not None:
@@ -155,7 +155,7 @@ def format_named_event(value: Json, data: bytes) -> bytes:
 
 
 def format_response_head(kind: str, request_id: str, request: ModelRequest) -> Json:
-    """Return the fields that every chunk of a response has. ``kind`` is the value of the field ``object``."""
+    """Return the first fields of a response or of a chunk. ``kind`` is the value of the field ``object``."""
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
@@ -166,7 +166,7 @@ def format_finish_reason(choice: ReplyChoice) -> str:
 
 
 class CompletionStreamWriter(StreamWriter):
-    """Formats the streams of chat completions and completions. Every chunk has one choice."""
+    """Formats the streams of chat completions and completions. Each chunk has one choice or the usage."""
 
     object_name: str
     empty_content: ClassVar[Json]

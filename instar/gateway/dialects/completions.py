@@ -1,7 +1,7 @@
 """OpenAI's completions, which continue a prompt of text or token ids.
 
 The reply is plain text without tool calls and reasoning. A request with ``echo: true``, ``logprobs: 0`` and
-``max_tokens: 0`` returns the logprobs of its prompt instead of a reply.
+``max_tokens: 0``, without ``stream``, returns the logprobs of its prompt instead of a reply.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CompletionsDialect(Dialect):
             message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."
             errors.append(common.unsupported_value(message, "echo"))
         if parsed.best_of not in (None, 1, parsed.n):
-            message = f"'best_of' is {parsed.best_of}; it must equal 'n' ({parsed.n or 1})."
+            message = f"'best_of' is {parsed.best_of}; it must be 1 or equal to 'n' ({parsed.n or 1})."
             errors.append(common.unsupported_value(message, "best_of"))
         return ModelRequest(
             model=parsed.model,

@@ -115,7 +115,7 @@ def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
 
 
 def _format_usage(choice: ReplyChoice | None) -> Json:
-    """Return the ``usage`` object. ``input_tokens`` excludes cached tokens."""
+    """Return the ``usage`` object. ``input_tokens`` excludes cached tokens. Without a choice, all are 0."""
     cached = choice.cached_tokens or 0 if choice else 0
     return {
         "input_tokens": choice.prompt_tokens - cached if choice else 0,

@@ -19,9 +19,9 @@
                                  They configure the provider's queues and caches.
     metadata.user_id             It identifies the session (``ModelRequest.session_hints``).
 
-Content blocks become text. The blocks of a system prompt, a user message and a tool result are joined by an
-empty line. Those of an assistant message are concatenated, because the model sampled them as one text. A user
-message with tool results becomes tool messages and user messages, in the order of its blocks.
+The text blocks of a system prompt, a user message and a tool result are joined by an empty line. Those of an
+assistant message are concatenated, because the model sampled them as one text. A user message with tool
+results becomes tool messages and user messages, in the order of its blocks.
 """
 
 from __future__ import annotations

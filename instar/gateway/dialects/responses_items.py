@@ -1,8 +1,8 @@
 """Parse the input items and tools of a request of the Responses API.
 
 The items of one turn of the model (reasoning, message, calls) become one message. Items belong to the same
-turn if their ids contain the id of the same gateway response, or if they are adjacent and contain none.
-Items and tools that only a provider can handle are reported in ``errors``.
+turn if their ids contain the id of the same gateway response or, if an id contains none, if they are adjacent
+and not both messages. Items and tools that only a provider can handle are reported in ``errors``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ calls them, so the agent works unchanged. Other hosted tools are rejected."""
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool as the client names it."""
+    """A tool by the name that the client uses, which may differ from the name that the model sees."""
 
     name: str
     namespace: str | None = None

@@ -22,7 +22,7 @@ Events = list[Json]
 
 
 class ResponseOutput:
-    """The output items of one reply. Every method returns the events to send."""
+    """The output items of one reply. The methods return the events to send."""
 
     def __init__(self, request_id: str, tools: dict[str, ClientTool]) -> None:
         self.items: list[Json] = []
@@ -107,8 +107,6 @@ class ResponseOutput:
 
 
 class _OutputItem:
-    """An output item while it is streamed."""
-
     def __init__(self, index: int, item: Json) -> None:
         self.item = item
         self._index = index

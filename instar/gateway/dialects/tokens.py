@@ -1,6 +1,6 @@
 """``POST /v1/generate``, which continues a prompt of token ids.
 
-The response is a GenerateResponse. A streamed response has one GeneratedChunk per line.
+The response is a GenerateResponse. A streamed response has one GeneratedChunk, or an error, per line.
 """
 
 from __future__ import annotations

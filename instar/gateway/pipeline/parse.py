@@ -34,11 +34,11 @@ SESSION_HEADERS = {
 """The headers in which known agents send their session id, and the kind of each id. If a request has several,
 the first in this table is used."""
 MAX_EXTERNAL_ID_LENGTH = 512
-"""A longer session id from an agent is replaced with a prefix and a digest."""
+"""A session id from an agent that has more characters is shortened to its beginning and a digest."""
 
 
 class RequestReader:
-    """Admits requests, authenticates their callers and reads their bodies."""
+    """Authenticates callers, reads request bodies, and limits the number of requests in flight."""
 
     def __init__(self, authenticator: Authenticator, config: GatewayConfig) -> None:
         self._authenticator = authenticator
@@ -63,12 +63,12 @@ class RequestReader:
         self.in_flight -= 1
 
     async def authenticate(self, headers: Mapping[str, str], action: Action) -> Caller:
-        """Return the caller. Raise ApiError if the headers are too large (431), or if the key is unknown
-        (401) or does not allow the action (403)."""
+        """Return the caller. Raise ApiError if the headers are too large (431), or if the key is missing,
+        unknown or revoked (401) or does not allow the action (403)."""
         size = sum(map(len, headers)) + sum(map(len, headers.values()))
         if size > self._config.max_header:
-            message = f"The headers have {size} bytes; at most {self._config.max_header} are allowed."
-            raise ApiError(431, message)
+            limit = f"{self._config.max_header} (gateway.max_header)"
+            raise ApiError(431, f"The headers have {size} bytes; the maximum is {limit}.")
         caller = await self._authenticator.identify(extract_key(headers))
         authorize(caller, action)
         return caller
@@ -76,8 +76,8 @@ class RequestReader:
     async def read_body(
         self, caller: Caller, headers: Mapping[str, str], scope: Scope, receive: Receive
     ) -> bytes:
-        """Return the body. Raise ApiError if it is compressed (415), too large (413) or late (408), or if too
-        many bodies of the caller are incomplete (429), so that it cannot block others."""
+        """Return the body. Raise ApiError if it is compressed (415), too large (413), cut off (400) or late
+        (408), or if the caller, which must not block others, has too many incomplete bodies (429)."""
         if headers.get("content-encoding", "identity") != "identity":
             message = "Compressed request bodies are not supported; send the body without Content-Encoding."
             raise ApiError(415, message, code="unsupported_encoding")
@@ -86,14 +86,15 @@ class RequestReader:
             return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
         if self._incomplete_bodies[caller] >= self._config.max_in_flight:
             count = self._config.max_in_flight
-            message = f"{count} bodies of this key are incomplete (gateway.max_in_flight); retry later."
+            message = f"{count} bodies of this caller are incomplete (gateway.max_in_flight); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._incomplete_bodies[caller] += 1
         try:
             async with asyncio.timeout(self._config.read_timeout):
                 return await _receive_body(receive, limit)
         except TimeoutError as error:
-            message = f"The request body did not arrive within {self._config.read_timeout:g} seconds."
+            seconds = self._config.read_timeout
+            message = f"The body did not arrive within {seconds:g} seconds (gateway.read_timeout)."
             raise ApiError(408, message, code="timeout") from error
         finally:
             self._incomplete_bodies[caller] -= 1
@@ -127,10 +128,8 @@ class RequestParser:
 
     def parse(self, dialect: Dialect, cache_key: str | None, body: bytes) -> tuple[ModelRequest, HashChain]:
         """Return the request and the hash chain of its messages. Raise ApiError (400) if the request is
-        invalid.
-
-        ``cache_key`` is the id of a session or an agent, whose requests usually repeat earlier messages.
-        """
+        invalid. ``cache_key`` is the id of a session or an agent, whose requests usually repeat earlier
+        messages, or None if both are unknown."""
         if len(body) >= MIN_CACHED_BODY and dialect.parses_messages_independently:
             request, chain = self._cache.parse(dialect, cache_key, body)
         else:
@@ -141,13 +140,13 @@ class RequestParser:
             ("tools", request.tools, self._config.max_tools),
         ):
             if len(values) > limit:
-                message = f"The request has {len(values)} {name}; at most {limit} are allowed."
+                message = f"The request has {len(values)} {name}; allowed: {limit} (gateway.max_{name})."
                 raise bad_request(message, name, "too_many")
         return request, chain
 
 
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
-    """Return the agent's own session id from a known header, or else from the body; None if there is none."""
+    """Return the agent's session id (``session:7``) from a known header or else from the body, or None."""
     if not SESSION_HEADERS.keys().isdisjoint(headers):
         for name, kind in SESSION_HEADERS.items():
             if value := headers.get(name):

@@ -34,7 +34,7 @@ from instar.types import Message, new_id
 
 @dataclass(frozen=True, slots=True)
 class RouteMatch:
-    """The dialect and the session that a URL path selects."""
+    """The dialect and the session that a URL path selects. ``session_id`` is None if the path names none."""
 
     dialect: Dialect
     session_id: str | None
@@ -90,7 +90,7 @@ class CallPipeline:
     async def _prepare(
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
     ) -> ModelCall | Response:
-        """Return the call, or the complete response if nothing has to be sampled."""
+        """Return the call to execute, or a response with a token count or with the logprobs of a prompt."""
         if route.is_token_count:
             await self._check_named_sessions(route, caller, headers)
             request = route.dialect.parse_count_request(body)
@@ -165,7 +165,7 @@ class CallPipeline:
         pending: PendingRequest,
         responder: Responder,
     ) -> None:
-        """Sample, record and send the replies. If the call fails, record the tokens sampled so far."""
+        """Sample, record and send the replies. If sampling fails, record the tokens sampled so far."""
         sampling_run = call.source.start(call, graph, placement)
         is_committing = False
 
@@ -193,7 +193,7 @@ class CallPipeline:
             raise
         except TimeoutError as error:
             await record_aborted("the deadline was exceeded")
-            message = f"The model did not reply within {self._timeout:g} seconds."
+            message = f"The model did not reply within {self._timeout:g} seconds (gateway.request_timeout)."
             raise ApiError(504, message, code="timeout") from error
         except Exception as error:  # The sampled tokens are recorded after every error of a source.
             await record_aborted(f"the {call.source.name} failed: {error}")

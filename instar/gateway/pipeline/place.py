@@ -17,8 +17,8 @@ from instar.types import Call, Message
 
 
 async def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Return the call's placement with the prompt's tokens, and set the call's number. The caller must
-    release the placement."""
+    """Return the call's placement, which the caller must release. Set the call's number and hash chain. The
+    placement has no tokens if a provider tokenizes the prompt."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
     size = len(call.body)
     if (prompt := request.prompt) is not None and renderer is not None:
@@ -50,7 +50,7 @@ class ReplayLookup:
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
     ) -> None:
-        """Create a lookup for a placement's key. ``timeout`` limits the wait for the original request."""
+        """Create a lookup for a placement's key. ``timeout`` limits each wait for a request, in seconds."""
         self._store = store
         self._pending = call.state.pending
         self._retry = call.retry
@@ -59,7 +59,8 @@ class ReplayLookup:
         self._timeout = timeout
 
     async def find_calls(self, n: int) -> list[Call]:
-        """Return the ``n`` recorded calls to replay, or an empty list if the replies must be sampled."""
+        """Wait for pending requests that this request retries. Return the ``n`` recorded calls to replay, or
+        an empty list if the replies must be sampled."""
         while (original := self._find_pending()) is not None:
             await asyncio.wait([original.done], timeout=self._timeout)
             if not original.done.done():

@@ -95,7 +95,7 @@ class RequestMeta:
     request_id: str
     request: ModelRequest
     chain: HashChain | None
-    """The hash chain of the messages, or None if the request has a prompt instead of messages."""
+    """The hash chain of the messages. It is None if the call is placed by its prompt instead."""
     dialect: str
     client_key: str | None
     started_at: float = field(default_factory=time.time)
@@ -114,9 +114,9 @@ class _RecordedReply:
 
     call: Call
     chain: HashChain | None
-    """The hash chain of the messages and the reply."""
+    """The hash chain of the messages and the reply, or None as in `RequestMeta`."""
     withheld_ids: Ids | None
-    """The sampled tokens, if a secret keeps them out of the store."""
+    """The sampled tokens if a secret keeps them out of the store, or else None."""
     first_redacted_message: int | None
 
 
@@ -126,6 +126,7 @@ class _RedactedContent:
     tools: tuple[Tool, ...]
     reply: Message
     first_redacted_message: int | None
+    """The index of the first redacted message or reply; 0 for tools and token ids; None if all are intact."""
 
 
 class Recorder:
@@ -297,8 +298,8 @@ class Recorder:
         return self._redactor.redact_text(text) != text
 
     def redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
-        """Return the tools without secrets. The result is cached, because agents repeat their tools. Raise
-        RecursionError if a tool is nested too deeply."""
+        """Return the tools without secrets, or unchanged if the request has no hash chain. The result is
+        cached, because agents repeat their tools. Raise RecursionError if a tool is nested too deeply."""
         tools = meta.request.tools
         if not tools or meta.chain is None:
             return tools

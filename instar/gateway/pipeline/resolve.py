@@ -24,9 +24,9 @@ from instar.record.hashing import (
 from instar.types import Call, Channel, Message
 
 _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
-"""The format of the tool call ids that `new_id` returns."""
+"""The format of the tool call ids that `new_id` returns, with or without the hyphen."""
 _MAX_SEARCHED_CHARACTERS = 4096
-"""The number of characters of a message that are searched for tool call ids."""
+"""Only this many characters at the start of a message are searched for tool call ids."""
 _MAX_TEXT_LENGTHS = 64
 """A prompt is compared with an agent's recorded texts of at most this many different lengths."""
 _MAX_STORE_LOOKUPS = 64
@@ -49,7 +49,7 @@ class SessionHints:
     external_id: str | None = None
     """The agent's own id of the session."""
     previous_session_id: str | None = None
-    """The session that contains the previous response."""
+    """The session of the request's `previous_response_id`."""
     retry: RetryEvidence | None = None
     prompt: str | None = None
     """The text prompt of a request without messages."""
@@ -72,9 +72,9 @@ class SessionResolver:
     async def resolve(
         self, caller: Caller, hints: SessionHints, chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState:
-        """Return the request's session. In this order: the session that the URL, key, header or previous
-        response names; the session with the agent's own id; a session with matching content; a new
-        session."""
+        """Return the session that the URL, key, header or previous response names. Otherwise, return the open
+        session with the agent's own id or, without such an id, with matching content, or create a session.
+        Raise ApiError if the named session is unknown (404), forbidden or ambiguous (403) or ended (410)."""
         agent_id = caller.agent_id or self._identity.default_agent_id
         named_ids = (hints.url_session_id, hints.header_session_id, hints.previous_session_id)
         session_ids = {session_id for session_id in (caller.session_id, *named_ids) if session_id}
@@ -100,11 +100,11 @@ class SessionResolver:
     async def expand_previous(
         self, caller: Caller, request: ModelRequest, chain: HashChain, *, allow_unknown: bool
     ) -> tuple[ModelRequest, HashChain, str | None]:
-        """Put the previous response's messages before the request's own messages.
+        """Insert the messages and the reply of the previous response after the request's instructions.
 
-        Return the request, the hash chain of all its messages, and the previous response's session id. If
-        ``allow_unknown`` is True, a request with an unrecorded previous response is returned unchanged,
-        because the provider may know the response.
+        Return the request, the hash chain of all its messages, and the session id of the previous response.
+        If that response is not recorded, raise ApiError (404) or, if ``allow_unknown`` is True, return the
+        request unchanged, because the provider may know the response.
         """
         response_id = request.previous_response_id
         if response_id is None:
@@ -125,8 +125,8 @@ class SessionResolver:
         return request, self._hasher.hash_messages(messages, request.tools), call.session_id
 
     async def _find_response(self, caller: Caller, request_id: str) -> tuple[Call | None, bool]:
-        """Return the first call with this id that the caller may use. The second value is True if only
-        sessions that the caller may not use have such a call; a provider must not continue it either."""
+        """Return the run's first call with this response id that the caller may use, or None. The second
+        value is True if only forbidden sessions have such a call; a provider must not continue it either."""
         is_foreign = False
         for call in await self._store.calls_by_request(request_id):
             state = await self._states.find(call.session_id)
@@ -172,7 +172,7 @@ class SessionResolver:
     async def _find_by_first_request(
         self, agent_id: str, chain: HashChain, retry: RetryEvidence | None
     ) -> SessionState | None:
-        """Return the session that began with an equal request, if this request is its retry."""
+        """Return the open session that began with an equal request if this is a retry of it, or else None."""
         key = (agent_id, chain.key, retry.client_key if retry else None)
         state = await self._states.find_open(self._first_requests.get(key, ""))
         if state is None or retry:
@@ -259,8 +259,8 @@ class SessionIndex:
             self._add(self._tool_calls, (agent_id, call_id), session_id)
 
     def find_by_call_ids(self, agent_id: str, ids: Iterable[str]) -> tuple[str, ...]:
-        """Return the sessions that made the tool call with the first known id. Return none if there are as
-        many as the table holds: some providers use the same call ids in every session."""
+        """Return the sessions that made the tool call with the first known id. If there are as many as the
+        table can hold, return none, because some providers use the same call ids in every session."""
         matches = (self._tool_calls.get((agent_id, normalize_call_id(call_id))) for call_id in ids)
         session_ids = next(filter(None, matches), ())
         return session_ids if len(session_ids) < _MAX_SESSIONS_PER_KEY else ()
@@ -285,8 +285,8 @@ class SessionIndex:
     def find_by_replies(
         self, agent_id: str, chain: HashChain, messages: Sequence[Message]
     ) -> Iterator[tuple[str, ...]]:
-        """Yield sessions that have a reply to the same messages, if one of the messages starts with that
-        reply. Some agents append text to a reply before they send it back."""
+        """Yield the sessions that recorded a reply to the first messages, if the message after these starts
+        with that reply. Some agents append text to a reply before they send it back."""
         for count in range(len(messages) - 1, 0, -1):
             key = chain.canonical[count]
             length = self._reply_lengths.get((agent_id, key))

@@ -80,7 +80,7 @@ class Responder:
         self._has_started = False
 
     async def run(self, execute: Callable[[ModelCall, Responder], Awaitable[None]]) -> None:
-        """Execute the call. Send an error response if it fails."""
+        """Execute the call. Cancel it if the client disconnects, and send an error if it fails."""
         watcher = DisconnectWatcher(self._scope, self._receive)
         try:
             await execute(self._call, self)
@@ -205,7 +205,7 @@ class DisconnectWatcher:
             self._connection.on_disconnect = self._cancel
 
     def consume_cancellation(self) -> bool:
-        """Undo the watcher's cancellation. Return False if something else also cancelled the task."""
+        """Undo the watcher's cancellation, if any. Return True if only the watcher cancelled the task."""
         return self._is_disconnected and self._task.uncancel() == 0
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Sample the replies of a call from a source: the run's engine, or a provider."""
+"""The interface of the sources that sample the replies of a call: the run's engine and providers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ModelCall:
-    """A model call that the pipeline executes."""
-
     meta: RequestMeta
     dialect: Dialect
     source: Source
@@ -53,6 +51,7 @@ class SampledResult:
     raw: bytes = b""
     """The part of a provider's response that was not streamed."""
     content_type: str | None = None
+    """The content type of ``raw``; None if it is not known or was already sent."""
 
 
 class SamplingRun(ABC):
@@ -69,7 +68,7 @@ class SamplingRun(ABC):
 
     @abstractmethod
     def partial_replies(self) -> Sequence[SampledReply]:
-        """Return the sampled parts of the replies after `run` failed or was cancelled."""
+        """Return the replies of which a part was sampled before `run` failed or was cancelled."""
 
 
 class Source(ABC):
@@ -97,7 +96,7 @@ class Source(ABC):
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
     ) -> list[ReplyChoice]:
-        """Convert recorded calls to replies, which are then sent again."""
+        """Return the replies of recorded calls, to send them again."""
 
     @abstractmethod
     async def count_tokens(
