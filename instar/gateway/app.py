@@ -56,7 +56,7 @@ HASH_KEY_NAME = "message-hashes"
 async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
 ) -> AsyncGenerator[GatewayApp]:
-    """Yield the app for a run. The caller closes the store and the engine."""
+    """Yield the app for a run, and then close its upstreams. The caller closes the store and the engine."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
@@ -104,10 +104,10 @@ def create_app(
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
 ) -> GatewayApp:
-    """Return the gateway's app.
+    """Return the gateway's app. The caller closes the store, the engine and the upstreams.
 
-    ``train_sampling`` applies to all calls in the train channel. ``upstream`` replies instead of the engine,
-    and ``models`` may select other ``upstreams``. The caller closes the store, the engine and the upstreams.
+    ``train_sampling`` has the sampling settings of the `train` channel. If ``upstream`` is set, it replies
+    instead of the engine. ``models`` maps patterns of model names to routes, which may select ``upstreams``.
     """
     context = GatewayContext(
         store,

@@ -1,7 +1,7 @@
 """API keys and the actions that they allow. There are keys for the admin, for agents, for sessions and for
 people who give feedback. Only hashes of the keys are stored.
 
-Every route checks `PERMISSIONS`. docs/security.md lists the resulting access to every route;
+All routes except the public ones check `PERMISSIONS`. docs/security.md lists the access to every route;
 tests/unit/gateway/test_authorization.py compares that list with the responses of a gateway.
 """
 
@@ -23,7 +23,7 @@ from instar.store.base import KeyKind, KeyRow, Store
 from instar.types import Channel, Session
 
 KEY_CACHE_SECONDS = 3.0
-"""How long a key from the store is cached. A revoked key is accepted for up to this time."""
+"""How long a key that can be revoked is cached. After it is revoked, it is accepted for up to this time."""
 MAX_CACHED_KEYS = 20_000
 MIN_KEY_LENGTH = 16
 MIN_REMOTE_KEY_LENGTH = 32
@@ -54,7 +54,8 @@ def extract_key(headers: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request."""
+    """The sender of a request. ``agent_id`` is None if the key is not limited to one agent, and
+    ``session_id`` is set only for the key of a session."""
 
     kind: CallerKind
     agent_id: str | None = None
@@ -62,7 +63,7 @@ class Caller:
 
 
 class Action(StrEnum):
-    """An action that a key may allow. The value completes the sentence "This key may not ..."."""
+    """An action that a key may allow. The value completes the sentence "A key of kind agent may not ..."."""
 
     LIST_MODELS = "list models"
     CALL_MODEL = "call models"
@@ -118,8 +119,8 @@ def is_allowed(caller: Caller, action: Action, session: Session | None = None) -
 def authorize(
     caller: Caller, action: Action, session: Session | None = None, *, param: str | None = None
 ) -> None:
-    """Raise ApiError (403) if the caller may not perform the action. ``param`` is the request field that asks
-    for the action, if there is one."""
+    """Raise ApiError (403) if the caller may not perform the action (see `is_allowed`). ``param`` names the
+    request field that requires the action, or is None if the route itself requires it."""
     if is_allowed(caller, action, session):
         return
     if not is_allowed(caller, action):
@@ -191,7 +192,7 @@ class Authenticator:
         """Return the owner of the key, and the number of seconds for which this result may be cached."""
         session = await self._store.session_by_key(key_hash)
         if session is not None and session.run_id == self._run_id:
-            # A session's key is never revoked, because it is useless after the end of its session.
+            # A session's key cannot be revoked, and its session never changes.
             return Caller("session", session.agent_id, session.session_id), float("inf")
         row = await self._store.key(key_hash)
         if row is None:
@@ -202,7 +203,7 @@ class Authenticator:
 
 
 async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: str = "") -> str:
-    """Store the hash of a new key and return the key. Raise ConflictError if the name is already used."""
+    """Store the hash of a new key and return the key. Raise ConflictError if a valid key has this name."""
     key = new_key()
     await store.put_key(KeyRow(hash_key(key), kind, agent_id, name))
     return key
@@ -211,7 +212,7 @@ async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: st
 def resolve_admin_key(environment: Mapping[str, str], variable: str, host: str) -> str:
     """Return the admin key from the environment, or a new key if the variable is not set.
 
-    Raise ConfigError if the key is too short for a gateway on ``host`` or cannot be sent in a header.
+    Raise ConfigError if the key is too short for a gateway on ``host``, or has invalid characters.
     """
     key = environment.get(variable)
     if key is None:
@@ -223,7 +224,7 @@ def resolve_admin_key(environment: Mapping[str, str], variable: str, host: str) 
             f"{variable} has {len(key)} characters, which is too short for gateway.host {host!r}. {advice}"
         )
     if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"{variable} has characters that an HTTP header cannot contain. {advice}")
+        raise ConfigError(f"{variable} has a space or a character that is not printable ASCII. {advice}")
     return key
 
 

@@ -26,4 +26,4 @@ class GatewayContext:
     hasher: MessageHasher
     redactor: Redactor
     train_sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """The sampling settings for every call in the train channel."""
+    """The sampling settings of every call on the `train` channel. A session's own settings override them."""

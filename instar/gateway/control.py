@@ -1,4 +1,4 @@
-"""All routes except model calls: models, health, sessions, submitted calls and feedback."""
+"""The control API: the routes for models, health, statistics, sessions, submitted calls and feedback."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LoopLagMonitor:
             self._lags.append(max(0.0, loop.time() - expected))
 
     def p99(self) -> float:
-        """Return the 99th percentile of the lag in seconds."""
+        """Return the 99th percentile of the lag in the last five minutes, in seconds."""
         lags = sorted(self._lags)
         return lags[int(0.99 * (len(lags) - 1))] if lags else 0.0
 
@@ -112,7 +112,7 @@ class ControlApi:
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
-        """List the models."""
+        """List the run's own model. Models of providers are not listed."""
         await self._authorize_models(http)
         if "anthropic-version" in http.headers:
             return Response(format_models([self._policy_id]), media_type=JSON)
@@ -138,7 +138,7 @@ class ControlApi:
         """Report the load of the gateway."""
         await self._authenticate(http, Action.READ_STATS)
         lag_ms = self._services.loop_lag.p99() * 1000
-        return _to_response(StatsView(lag_ms, _get_memory_mb(), self._reader.in_flight, len(self._states)))
+        return _to_response(StatsView(lag_ms, _get_memory_mib(), self._reader.in_flight, len(self._states)))
 
     async def open_session(self, body_type: type[OpenSession], http: HttpRequest) -> Response:
         """Open a session and return its key."""
@@ -164,7 +164,7 @@ class ControlApi:
         return _to_response(await self._services.sessions.view(http.path_params["session"], caller))
 
     async def submit_calls(self, body_type: type[SubmissionBody], http: HttpRequest) -> Response:
-        """Record calls that a program sampled itself."""
+        """Record calls that were sampled outside of the gateway."""
         caller, body = await self._read_body(http, body_type, Action.SUBMIT_CALLS)
         engine = self._router.require_engine().engine
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
@@ -179,14 +179,14 @@ class ControlApi:
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
                 named = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}"
-                raise ApiError(403, f"{named}; name only one session.", code="session_conflict")
+                raise ApiError(403, f"{named}; leave 'session_id' out.", code="session_conflict")
             body.session_id = session_id
         client_key = parse_retry_evidence(http.headers).client_key
         view, is_new = await self._services.feedback.add(caller, body, client_key)
         return _to_response(view, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
-        """List the feedback on a session, or on all sessions."""
+        """List the feedback on a session, or on all sessions of the run."""
         await self._authenticate(http, Action.LIST_FEEDBACK)
         session_id = http.query_params.get("session")
         return _to_response(FeedbackList(await self._services.feedback.list_feedback(session_id)))
@@ -212,8 +212,8 @@ def _to_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=JSON)
 
 
-def _get_memory_mb() -> float:
-    """Return the resident memory of this process in MiB, or its peak on systems without /proc."""
+def _get_memory_mib() -> float:
+    """Return the resident memory of this process in MiB. On systems without /proc, return its maximum."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize() / 2**20

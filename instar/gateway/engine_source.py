@@ -100,7 +100,8 @@ class EngineSource(Source):
     def build_token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the logprobs, if requested. Stop tokens are left out, because they are not in the text."""
+        """Return the tokens' texts and logprobs, or an empty list if the request does not ask for logprobs.
+        The model's stop tokens are left out, because they are not in the text."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -116,7 +117,7 @@ class EngineSource(Source):
         return dialect.format_count(len(ids))
 
     async def score_prompt(self, request: ModelRequest, headers: Mapping[str, str]) -> list[TokenLogprob]:
-        """Return the logprobs of the prompt's tokens. Nothing is sampled or recorded."""
+        """Return the texts and logprobs of the prompt's tokens. Nothing is sampled or recorded."""
         self.check_request(request)
         if not self.engine.info.can_score:
             message = "The engine cannot return the logprobs of a prompt; send the request without 'echo'."
@@ -172,7 +173,7 @@ class _EngineSamplingRun(SamplingRun):
         request, renderer = self._call.request, self._source.renderer
         params = self._build_params()
         session = self._call.state.session
-        # The train channel ignores the agent's seed, because the sessions of a group must differ.
+        # On the train channel, the session's seed replaces the agent's: the sessions of a group must differ.
         has_forced_seed = session.channel is Channel.TRAIN and session.seed is not None
         request_seed = None if has_forced_seed else request.seed
         prompt_end = self.placement.prompt_ids[-_PARSER_PROMPT_TOKENS:].tolist()
@@ -188,7 +189,8 @@ class _EngineSamplingRun(SamplingRun):
             self._replies.append(reply)
 
     def _build_params(self) -> SamplingParams:
-        """Return the parameters. The session's settings override the channel's, and these the agent's."""
+        """Return the sampling parameters. The session's settings override those of the train channel, which
+        override the agent's. Raise PromptTooLong if the prompt leaves no room for a reply."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:
@@ -201,7 +203,7 @@ class _EngineSamplingRun(SamplingRun):
         max_context = self._source.engine.info.max_context
         max_tokens = max_context - prompt_tokens
         if max_tokens < 1:
-            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; the context is {max_context} tokens")
+            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; the maximum is {max_context - 1}")
         settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
         return SamplingParams(
             seed=request.seed,
@@ -236,7 +238,7 @@ class _EngineSamplingRun(SamplingRun):
 
 
 def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
-    """Return the seed of reply ``index`` of call ``number``, or None if neither seed is set."""
+    """Return a reply's seed, from the request's seed or else from the session's; None if both are None."""
     if request_seed is not None:
         return request_seed if index == 0 else _derive_seed(request_seed, index)
     return None if session_seed is None else _derive_seed(session_seed, number, index)

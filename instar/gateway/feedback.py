@@ -1,6 +1,6 @@
 """Record feedback on sessions and replies, together with the reward that it gives.
 
-A corrected reply is recorded as the tokens that the model should have sampled.
+A corrected reply is recorded as text and, if possible, as the tokens that the model should have sampled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from instar.types import (
 
 SCORER = "feedback"
 AGENT_SCORER = "agent-feedback"
-"""The scorer of feedback from agents. A combination of rewards that uses `feedback` ignores it."""
+"""The scorer of agents' feedback. Settings in `scoring.combine` for `feedback` do not apply to it."""
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
 THUMB_REWARDS = {1: 1.0, -1: 0.0}
 
@@ -58,7 +58,7 @@ class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     score: float | None = None
     text: FeedbackText = ""
     correction: Annotated[str, msgspec.Meta(min_length=1, max_length=100_000)] | None = None
-    """The corrected reply for the call, or for the session's last call."""
+    """The corrected reply of the call or, if no call is named, of the session's last complete call."""
     author: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
@@ -77,7 +77,7 @@ class FeedbackView(msgspec.Struct):
     trainable: bool = False
     """True if the model can be trained on the correction."""
     reason: str | None = None
-    """Why the model cannot be trained on the correction, if it cannot."""
+    """Why the model cannot be trained on the correction, if it cannot. A list of feedback has no reasons."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -111,8 +111,8 @@ class FeedbackService:
         models: Mapping[str, ModelRoute],
         reward_range: tuple[float, float],
     ) -> None:
-        """Create a service. ``renderer`` encodes corrections. ``max_context`` returns the model's context
-        length in tokens, or None if it is unknown."""
+        """Create a service. ``renderer`` encodes corrections; it is None if the run has no engine.
+        ``max_context`` returns the model's context length in tokens, or None if it is unknown."""
         self._store = store
         self._redactor = redactor
         self._run_id = run_id
@@ -126,8 +126,8 @@ class FeedbackService:
     ) -> tuple[FeedbackView, bool]:
         """Record feedback. Return the recorded feedback, and True if it was not recorded before.
 
-        ``client_key`` is an idempotency key, which identifies the feedback within its session. Raise ApiError
-        (409) if the id or key was used for different feedback.
+        ``client_key`` is the request's idempotency key. If the body has no ``feedback_id``, it identifies the
+        feedback within its session. Raise ApiError (409) if the id was used for different feedback.
         """
         _check_body(body)
         session, call = await self._find_subject(caller, body)
@@ -159,8 +159,8 @@ class FeedbackService:
                 "Send a session_id, a call_id or a response_id.", "session_id", "missing_required_parameter"
             )
         if body.session_id is not None and body.session_id != session_id:
-            message = f"The call belongs to the session {session_id!r}, not to {body.session_id!r}."
-            raise ApiError(403, message, code="session_conflict")
+            message = f"The call belongs to the session {session_id!r}, not to {body.session_id!r}"
+            raise ApiError(403, f"{message}; leave 'session_id' out.", code="session_conflict")
         session = await self._get_session(session_id)
         if session is None:
             raise ApiError(404, f"This run has no session {session_id!r}.", code="session_not_found")
@@ -290,7 +290,7 @@ def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: C
         call_id=call.call_id if call else None,
         detail=detail,
         created_at=feedback.created_at,
-        # The key has a prefix, so that a client's id cannot replace the reward of a scorer.
+        # The reward's id has a prefix, so that a client's id cannot replace the reward of a scorer.
         reward_id=make_feedback_key(feedback.feedback_id),
     )
 

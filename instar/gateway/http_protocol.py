@@ -42,15 +42,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refusal: bytes | None = None
         """The error response that is sent after all earlier responses, before the connection closes."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects. Set only while a request is handled."""
+        """Called when the connection is lost. Set only while a model call is handled."""
 
     @property
     def has_complete_body(self) -> bool:
-        """True if the complete body of the request has arrived."""
+        """True if the complete body of the handled request has arrived."""
         return self._active is not None and not self._active.more_body
 
     def send_response(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Write a complete response with status 200 in one system call."""
+        """Write a complete response with status 200 in one system call, if the client is still connected."""
         cycle = self._active
         if cycle is None or cycle.disconnected or cycle.response_started:
             return

@@ -60,8 +60,8 @@ class ApiRoute(Route):
         query: Sequence[str] = (),
         is_public: bool = False,
     ) -> None:
-        """Create a route. A route with a body is a POST, whose handler gets ``body_type`` as its first
-        argument. ``query`` lists the names of the query parameters."""
+        """Create a GET route, or a POST route if ``body_type`` is set; its handler gets the type as its first
+        argument. ``query`` lists the query parameters. A public route needs no key."""
         self.response_type = response_type
         self.body_type = body_type
         self.query = query
@@ -73,7 +73,6 @@ class ApiRoute(Route):
 
 
 def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Json:
-    """Return the OpenAPI description of the routes and of the dialects' routes."""
     control = [route for route in routes if isinstance(route, ApiRoute)]
     types = {TokenCount, *(route.response_type for route in control)}
     types |= {route.body_type for route in control if route.body_type is not None}
@@ -132,14 +131,14 @@ def _describe_route(method: str, path: str, route: ApiRoute, references: Mapping
 def _describe_call(path: str, dialect: Dialect, references: Mapping[type, Json]) -> Json:
     if dialect.count_path and path.endswith(dialect.count_path):
         summary = f"Count the tokens of a request of the {dialect.name} API."
-        content: dict[str, Json] = {_JSON: references[TokenCount]}
+        success = _describe_response("The number of tokens.", {_JSON: references[TokenCount]})
     else:
         summary = f"Call a model with the {dialect.name} API."
         content = {_JSON: references[dialect.response_type], dialect.stream_content_type: {}}
+        success = _describe_response("The reply, which is streamed on request.", content)
     operation = _describe_operation("POST", path, summary)
     operation["parameters"] += [{"$ref": f"#/components/parameters/{name}"} for name in _CALL_HEADERS]
     operation["requestBody"] = _describe_body(references[dialect.decoder.type])
-    success = _describe_response("The reply, which is streamed on request.", content)
     operation["responses"] = {"200": success, **_describe_failures(_FAILURES)}
     return operation
 

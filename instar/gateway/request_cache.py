@@ -91,7 +91,7 @@ class RequestCache:
 
     def _find_longest_prefix(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
         """Return the cached body that shares the most messages with ``body``, and the number of these
-        messages. The last message of ``body`` is never shared."""
+        messages, or None and 0. The last message of ``body`` never counts as shared."""
         best: _ParsedBody | None = None
         best_count = 0
         for cached in self._entries.get(key, ()):
@@ -127,7 +127,7 @@ def _common_prefix_length(a: bytes, b: bytes) -> int:
 
 
 def _find_next_message(body: bytes, end: int) -> int:
-    """Return the offset of the next message after the one that ends at ``end``, or 0 if there is none."""
+    """Return the offset after the comma that follows the message ending at ``end``, or 0 if none follows."""
     while body[end : end + 1] and body[end] in _WHITESPACE:
         end += 1
     return end + 1 if body[end : end + 1] == b"," else 0

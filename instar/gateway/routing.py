@@ -1,4 +1,4 @@
-"""Select the source that serves a model name."""
+"""Select the source that replies to requests for a model name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.gateway.provider_source import ProviderSource
 
 
 def match_model_route(models: Mapping[str, ModelRoute], name: str) -> ModelRoute | None:
-    """Return the first route whose pattern matches the model name, or None."""
+    """Return the first route whose pattern (`fnmatch`) matches the model name, or None if there is none."""
     return next((route for pattern, route in models.items() if fnmatchcase(name, pattern)), None)
 
 
@@ -25,15 +25,16 @@ class ModelRouter:
         upstreams: Mapping[str, ProviderSource],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        """Create a router. If ``provider`` is set, it replies instead of the engine. ``upstreams`` are the
-        providers that model routes can select."""
+        """Create a router. If ``provider`` is set, it replies instead of the engine. ``models`` maps patterns
+        of model names to routes, which can select one of ``upstreams``."""
         self.engine = engine
         self._default_source: Source | None = provider or engine
         self._upstreams = upstreams
         self._models = models
 
     def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
-        """Return the model's source, and True if its calls are trainable. If it has none, raise ApiError."""
+        """Return the model's source, and True if its calls may be trained on. If ``needs_engine`` is True,
+        the source is always the engine. Raise ApiError (404) if there is no source."""
         if needs_engine:
             return self.require_engine(), True
         route = match_model_route(self._models, model) if self._models else None
@@ -41,15 +42,12 @@ class ModelRouter:
         if route is not None and route.upstream:
             return self._upstreams[route.upstream], is_trainable
         if self._default_source is None:
-            raise _no_model_error()
+            message = f"No engine or provider serves {model!r}; configure one in 'engine' or 'models'."
+            raise ApiError(404, message, code="model_not_found", param="model")
         return self._default_source, is_trainable
 
     def require_engine(self) -> EngineSource:
         if self.engine is None:
-            raise _no_model_error()
+            message = "This route requires an engine, but the gateway has none; use a gateway with an engine."
+            raise ApiError(404, message, code="model_not_found", param="model")
         return self.engine
-
-
-def _no_model_error() -> ApiError:
-    message = "This gateway has no engine, and no provider is configured for this model (see 'models')."
-    return ApiError(404, message, code="model_not_found", param="model")

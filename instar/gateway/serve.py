@@ -1,4 +1,4 @@
-"""Run an ASGI app with uvicorn on a bound socket."""
+"""Run an ASGI app with uvicorn on a listening socket."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ async def serve(
 ) -> None:
     """Serve until ``stop`` or ``drain`` is set.
 
-    Requests in flight have ``grace`` seconds to finish after ``stop``, and no limit after ``drain``. Later
-    connections wait until another process accepts them from the same socket. A connection is closed if the
-    headers of a request have more than ``max_head`` bytes or do not arrive within ``head_timeout`` seconds.
+    Requests in flight have ``grace`` seconds to finish after ``stop``, and no limit after ``drain`` alone.
+    Later connections wait until another process accepts them from the same socket. A connection is closed if
+    the headers of a request exceed ``max_head`` bytes or do not arrive within ``head_timeout`` seconds.
     """
     config = uvicorn.Config(
         app,

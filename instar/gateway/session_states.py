@@ -24,7 +24,7 @@ class PendingRequest:
     client_key: str | None
     done: asyncio.Future[None]
     is_client_gone: bool = False
-    """True if the client disconnected while the complete reply was being recorded."""
+    """True if the client disconnected while the complete reply was being recorded or sent."""
 
 
 @dataclass(slots=True)
@@ -33,16 +33,16 @@ class SessionState:
 
     session: Session
     unsaved_session: Session | None = None
-    """The session before it is stored together with its first call; None afterwards."""
+    """The session until it is stored together with its first call; None once it is stored."""
     is_matched_by_content: bool = False
     """True if calls are matched to the session by content. This is False if requests name the session,
     because calls of other sessions may start with the same messages."""
     graph: MessageGraph | None = None
     in_flight: int = 0
     used_at: float = 0.0
-    """The time when the session's last call in this process ended."""
+    """The Unix time at which the session's last call in this process ended; 0 if there was none."""
     pending: dict[bytes, list[PendingRequest]] = field(default_factory=dict[bytes, list[PendingRequest]])
-    """The pending requests by placement key."""
+    """The pending requests by `Placement.key`, which is the same for equal requests."""
     graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def take_unsaved_session(self) -> Session | None:
@@ -51,7 +51,7 @@ class SessionState:
 
 
 class _CallTracker:
-    """A context manager that counts a session's calls. It is a class because a generator is slower."""
+    """Counts the calls of a session that are in flight. It is a class, because a generator is slower."""
 
     __slots__ = ("_state", "_states")
 
@@ -133,7 +133,7 @@ class SessionStates:
         self._states.pop(session_id, None)
 
     def track_call(self, state: SessionState) -> _CallTracker:
-        """Return a context manager that counts a call. If the first call fails, it drops the new session."""
+        """Return a context manager that counts a call, and forgets a new session that no call has stored."""
         return _CallTracker(self._states, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:

@@ -1,4 +1,4 @@
-"""``POST /sessions/{id}/calls``, which records calls that a program sampled itself.
+"""``POST /sessions/{id}/calls``, which records calls that were sampled outside of the gateway.
 
 A submission has the sampled token ids with their logprobs and policy versions. An unknown logprob is null,
 and a call with an unknown logprob is recorded but not used for training.
@@ -97,7 +97,8 @@ class SubmissionService:
         self._renderer = renderer
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
-        """Record the calls and return their ids. A call with a known ``client_key`` is not recorded again."""
+        """Record the calls and return their ids. A call with the prompt and ``client_key`` of a recorded call
+        is not recorded again. At an unknown ``parent_id``, raise ApiError (400); earlier calls are kept."""
         ids: list[str] = []
         with self._states.track_call(state):
             graph = await self._states.load_graph(state)
@@ -154,7 +155,7 @@ def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int)
     for name in ("logprobs", "versions", "behavior_logprobs"):
         values = getattr(call, name)
         if values is not None and len(values) != len(call.sampled_ids):
-            message = f"'{path}.{name}' has {len(values)} values; it must have {len(call.sampled_ids)}."
+            message = f"'{path}.{name}' has {len(values)} values; send {len(call.sampled_ids)}, one per id."
             raise invalid_value(message, f"{path}.{name}")
     if max(call.versions) > latest_version:
         position = next(i for i, version in enumerate(call.versions) if version > latest_version)
@@ -168,7 +169,7 @@ def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int)
         raise invalid_value(f"'{path}.messages' is empty; add a message or leave it out.", f"{path}.messages")
     if call.reply is not None:
         if call.reply.role != "assistant":
-            message = f"The role of a reply is {call.reply.role!r}; it must be 'assistant'."
+            message = f"The role of the reply is {call.reply.role!r}; it must be 'assistant'."
             raise invalid_value(message, f"{path}.reply.role")
         _check_message(call.reply, f"{path}.reply")
     return SubmittedCall(
@@ -221,6 +222,6 @@ def _to_floats(values: Sequence[float | None], path: str) -> list[float]:
     is_below_range = floats < np.finfo(np.float32).min
     if is_below_range.any():
         position = int(np.argmax(is_below_range))
-        message = f"The value is {floats[position]:g}; the lowest 32-bit float is -3.4e38."
+        message = f"The logprob is {floats[position]:g}; it must be a 32-bit float, at least -3.4e38."
         raise invalid_value(message, f"{path}[{position}]")
     return floats.tolist()

@@ -15,7 +15,8 @@ from instar.gateway.base import ApiError
 
 T = TypeVar("T")
 MIN_LARGE_PROMPT = 32 * 1024
-"""A prompt with this many characters or more is tokenized in a thread. A thread would slow shorter ones."""
+"""A prompt of this size or more is tokenized in a thread; for shorter prompts, a thread would be slower. The
+size is the number of new characters or, if they are not counted, the number of bytes in the request body."""
 _MAX_THREADS = 2
 
 
@@ -28,8 +29,8 @@ class TokenizerPool:
         self._pending: Counter[str] = Counter()
 
     async def run(self, key: str, function: Callable[[], T]) -> T:
-        """Run the function in a thread. A key uses one thread at a time. Raise ApiError (504) after the
-        timeout, and ApiError (429) if too many prompts of the key are waiting."""
+        """Run the function in a thread. ``key`` is the caller's API key, which uses one thread at a time.
+        Raise ApiError (504) after the timeout, and ApiError (429) if too many prompts of the key wait."""
         if self._pending[key] >= self._max_per_key:
             message = f"{self._max_per_key} large prompts of this key are not tokenized yet; retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
