@@ -134,7 +134,7 @@ def _describe_call(path: str, dialect: Dialect, references: Mapping[type, Json])
         success = _describe_response("The number of tokens.", {_JSON: references[TokenCount]})
     else:
         summary = f"Call a model with the {dialect.name} API."
-        content = {_JSON: references[dialect.response_type], dialect.stream_content_type: {}}
+        content: dict[str, Json] = {_JSON: references[dialect.response_type], dialect.stream_content_type: {}}
         success = _describe_response("The reply, which is streamed on request.", content)
     operation = _describe_operation("POST", path, summary)
     operation["parameters"] += [{"$ref": f"#/components/parameters/{name}"} for name in _CALL_HEADERS]

@@ -1,7 +1,8 @@
 """``POST /sessions/{id}/calls``, which records calls that were sampled outside of the gateway.
 
-A submission has the sampled token ids with their logprobs and policy versions. An unknown logprob is null,
-and a call with an unknown logprob is recorded but not used for training.
+A submission has the sampled token ids with their policy versions and ``logprobs``, which refer to the full
+softmax at temperature 1. If the tokens were sampled from another distribution, ``behavior_logprobs`` refer to
+that. An unknown logprob is null; such a call is recorded but not used for training.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ class RouteMatch:
     dialect: Dialect
     session_id: str | None
     is_token_count: bool
-    """True if the path is the dialect's ``count_path``."""
 
 
 class CallPipeline:
