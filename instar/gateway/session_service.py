@@ -67,6 +67,9 @@ class SessionService:
     ) -> EndedSession:
         """End a session and store its rewards. If the session has already ended, nothing is stored."""
         state = await self._states.get(session_id, caller, Action.END_SESSION)
+        if state.unsaved_session is not None:
+            message = "The session's first call is still in progress; end the session after it."
+            raise ApiError(409, message, code="conflict")
         scores = [] if isinstance(body, FailSession) else body.scores
         for name, values in (("rewards", body.rewards), ("scores", scores)):
             if values:
@@ -112,9 +115,9 @@ class SessionService:
         return closed
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
-        await self._states.get(session_id, caller, Action.READ_SESSION)
-        session = await self._store.session(session_id)
-        assert session is not None, "sessions are never deleted"
+        state = await self._states.get(session_id, caller, Action.READ_SESSION)
+        # A live session is stored together with its first call.
+        session = await self._store.session(session_id) or state.session
         view = msgspec.convert(session, SessionView, from_attributes=True)
         view.calls = [_to_call_view(call) for call in await self._store.calls(session_id)]
         view.rewards = [base.to_reward_body(reward) for reward in await self._store.rewards(session_id)]

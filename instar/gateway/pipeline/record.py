@@ -298,11 +298,13 @@ class Recorder:
         return self._redactor.redact_text(text) != text
 
     def redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
-        """Return the tools without secrets, or unchanged if the request has no hash chain. The result is
-        cached, because agents repeat their tools. Raise RecursionError if a tool is nested too deeply."""
+        """Return the tools without secrets. The result is cached for requests with a hash chain, because
+        agents repeat their tools. Raise RecursionError if a tool is nested too deeply."""
         tools = meta.request.tools
-        if not tools or meta.chain is None:
+        if not tools:
             return tools
+        if meta.chain is None:
+            return self._redactor.redact_tools(tools)
         key = meta.chain.tools_digest
         if key not in self._redacted_tools:
             redacted = self._redactor.redact_tools(tools)

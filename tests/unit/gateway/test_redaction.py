@@ -142,6 +142,23 @@ async def test_secret_in_tools_is_redacted(gateway: RunningGateway) -> None:
     assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
 
 
+async def test_secret_in_tools_of_a_submission_without_messages_is_redacted(gateway: RunningGateway) -> None:
+    session = await gateway.open()
+    ids = encode_text("hi")
+    call = {
+        "prompt_ids": ids,
+        "sampled_ids": ids,
+        "logprobs": [-0.5] * len(ids),
+        "versions": [0] * len(ids),
+        "finish_reason": "stop",
+        "tools": [{"name": "f", "description": SECRET, "parameters": {}}],
+    }
+    response = await gateway.control(f"/sessions/{session.session_id}/calls", {"calls": [call]})
+    assert response.status_code == 201, response.text
+    assert_redacted((await gateway.calls(session))[0])
+    assert not contains_secret(gateway.path, SECRET)
+
+
 async def test_secret_in_session_fields_is_redacted(gateway: RunningGateway) -> None:
     opened = await gateway.open(metadata={"env": {"KEY": SECRET}}, task={"prompt": f"use {SECRET}"})
     path = f"/sessions/{opened.session_id}"

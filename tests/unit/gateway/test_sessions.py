@@ -8,10 +8,12 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from instar.config import GatewayConfig
+from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
 from instar.http.auth import hash_key
 from instar.types import Channel, Link, RewardSource, SessionStatus
 from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.wire import build_request
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -168,6 +170,21 @@ async def test_sessions_in_flight_are_not_evicted(start_gateway: StartGateway) -
     sessions = [await gateway.open() for _ in range(6)]
     responses = await asyncio.gather(*(chat(gateway, session.api_key) for session in sessions))
     assert [response.status_code for response in responses] == [200] * 6
+
+
+async def test_session_is_read_but_not_ended_during_its_first_call(
+    start_gateway: StartGateway, model: ModelConfig
+) -> None:
+    config = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=0.05)
+    gateway = await start_gateway(engine=ScriptedEngine(model, config))
+    admin = {"Authorization": f"Bearer {ADMIN}"}
+    body = build_request("chat", "long", stream=True)
+    async with gateway.http.stream("POST", "/v1/chat/completions", json=body, headers=admin) as stream:
+        path = f"/sessions/{stream.headers['x-instar-session']}"
+        view = (await gateway.http.get(path, headers=admin)).json()
+        assert (view["status"], view["calls"]) == ("open", [])
+        response = await gateway.control(f"{path}/complete", {})
+        assert (response.status_code, "first call" in response.text) == (409, True)
 
 
 @pytest.mark.parametrize(
