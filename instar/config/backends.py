@@ -1,4 +1,4 @@
-"""The training backend, the loss and the optimizer."""
+"""Config sections of the training backend, the loss and the optimizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class LoraConfig(Section):
     """A low-rank adapter on the base model."""
 
     rank: Positive = 16
-    """Rank of the update."""
+    """Rank of the adapter."""
     alpha: float = 32.0
-    """Scale of the update, which is multiplied by alpha / rank."""
+    """Scale of the adapter: its output is multiplied by `alpha` / `rank`."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the modules to adapt, or all linear layers."""
+    """Names of the modules to adapt, or `all-linear` for all linear layers."""
 
 
 class LocalBackendConfig(Section):
@@ -27,12 +27,12 @@ class LocalBackendConfig(Section):
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
     micro_batch_tokens: Positive = 8192
-    """Maximum number of distinct tokens in one forward and backward pass. A prefix that several samples share
-    counts once."""
+    """Maximum number of tokens in one forward and backward pass. A prefix that several samples share counts
+    once. A longer sample gets a pass of its own."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, but needs less memory."""
     threads: Positive | None = None
-    """Number of CPU threads that torch uses. Default: all cores, shared with a local engine."""
+    """Number of CPU threads of torch. Default: all cores, or half of them while a local engine is busy."""
     python: str | None = None
     """Python interpreter of the trainer's process. Default: the running interpreter."""
 
@@ -41,11 +41,12 @@ class CloudSection(Section):
     """Settings that all training services share."""
 
     base_url: str | None = None
-    """URL of the service. Default: the URL in the environment, or else the service's own URL."""
+    """URL of the service. Default: the value of `TINKER_BASE_URL`, `MINT_BASE_URL` or `WEAVER_BASE_URL`,
+    depending on the service, or else the service's public URL."""
     api_key: SecretStr | None = None
-    """API key. By default, the key is read from the service's own environment variable."""
+    """API key. Default: the value of the variable in `api_key_env`."""
     api_key_env: str | None = None
-    """Environment variable with the API key, if it is not the service's own variable."""
+    """Environment variable with the key. Default: `TINKER_API_KEY`, `MINT_API_KEY` or `WEAVER_API_KEY`."""
     base_model: str | None = None
     """Name of the model on the service. Default: `model.name`."""
     rank: Positive = 16
@@ -59,7 +60,7 @@ class CloudSection(Section):
     deadline: Seconds = 600.0
     """Timeout of one call to the service, including retries, in seconds."""
     sampler_ttl: Seconds = 7 * 86400.0
-    """Time for which the service stores a published sampler, in seconds. A sampler in use is exported again
+    """Time for which the service stores a published sampler, in seconds. A sampler in use is published again
     before it expires."""
     python: str | None = None
     """Python interpreter of the trainer and the sampler, if the SDK is installed in a separate environment.
@@ -86,8 +87,8 @@ class WeaverBackendConfig(CloudSection):
 
 
 class AutoBackendConfig(CloudSection):
-    """Chooses the backend at the start: the service that the key, the URL or the environment selects, or else
-    `local`."""
+    """Chooses the backend at the start: the service that `base_url`, `api_key` or `api_key_env` points to, or
+    else the service whose environment variables are set. If none of these is set, the backend is `local`."""
 
     type: Literal["auto"] = "auto"
 
@@ -100,9 +101,9 @@ class VerlBackendConfig(Section):
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
     ranks: Positive = 2
-    """Number of processes that the model is sharded over: one per GPU, or this many on the CPU."""
+    """Number of processes that the model is sharded over. On GPUs, each process has its own GPU."""
     micro_batch_tokens: Positive = 8192
-    """Maximum number of tokens in a forward and backward pass of a rank. A longer sample has its own pass."""
+    """Maximum number of tokens in one pass of a rank, or the length of the longest sample if it is higher."""
     deadline: Seconds = 3600.0
     """Timeout of one call to the workers, in seconds. After a timeout, new workers are started and load the
     last saved state."""
@@ -129,7 +130,7 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamConfig(Section):
-    """The Adam optimizer. Every field is passed explicitly to every backend."""
+    """The Adam optimizer. Every field is passed to the backend, whose own defaults never apply."""
 
     lr: Annotated[float, Field(gt=0, le=10)] = 2e-4
     """Learning rate after warm-up, at most 10."""
@@ -149,13 +150,14 @@ LossName = Literal["importance_sampling", "ppo", "cispo", "cross_entropy", "dro"
 
 
 class LossConfig(Section):
-    """The loss, which is a plain sum over trained tokens."""
+    """The loss, which is a sum over trained tokens. `trainer.advantage.normalize` sets its divisor."""
 
     name: LossName = "importance_sampling"
-    """Name of the loss."""
+    """Loss function. `importance_sampling`: ratio · advantage; `ppo` and `cispo` clip the ratio.
+    `cross_entropy` (logprob · advantage) and `dro` (the same with a quadratic penalty) use no ratio."""
     clip_low: float | None = None
-    """Lower bound of the importance ratio. Default: ppo 0.8, cispo 0."""
+    """Lower bound of the importance ratio, for `ppo` and `cispo`. Default: `ppo` 0.8, `cispo` 0."""
     clip_high: float | None = None
-    """Upper bound of the importance ratio. Default: ppo 1.2, cispo 4."""
+    """Upper bound of the importance ratio, for `ppo` and `cispo`. Default: `ppo` 1.2, `cispo` 4."""
     beta: Annotated[float, Field(ge=0)] | None = None
-    """Strength of the regularization of `dro` towards the old logprobs. Default: 0.05."""
+    """Strength of the penalty of `dro`. Default: 0.05."""

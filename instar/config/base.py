@@ -15,7 +15,7 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the config. It is immutable and rejects unknown keys. Docstrings document its fields."""
+    """A part of the config. It is immutable, and rejects unknown keys, infinity and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -40,6 +40,6 @@ class PluginConfig(Section):
     name: str
     """Name of the entry point in the group `instar.<kind>`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Settings of the plugin, which receives this section."""
+    """Settings for the plugin, which receives this complete section."""
     python: str | None = None
     """Python interpreter of the plugin's process, if any. Default: the running interpreter."""

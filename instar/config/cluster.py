@@ -1,4 +1,4 @@
-"""The placement of a run's roles, and the transfer of weights to the engines."""
+"""Config sections of the placement of a run's roles, and of the transfer of weights to the engines."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class RayClusterConfig(Section):
     """Address of the cluster as seen from one of its nodes: `host:6379` or `auto`. Default: `RAY_ADDRESS`, or
     a new cluster on this machine."""
     placement: dict[RoleName, PlacementConfig] = {}
-    """Resources of a process, by role. Default: one core, or less if the cluster has few, and a GPU for each
-    engine and the trainer, shared if there are too few GPUs."""
+    """Resources of a process, by role. Default: one core, and the GPUs that an engine, a teacher or the
+    trainer can use. If the cluster has too few, each process gets a fraction."""
     env: list[str] = []
     """Names of additional environment variables to pass to the roles. `PYTHONPATH`, `CUDA_HOME` and the
     variables in settings such as `api_key_env` are always passed."""

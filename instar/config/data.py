@@ -1,4 +1,4 @@
-"""The data that a run trains on."""
+"""Config section of the data that a run trains on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _live_has_no_export_settings(self) -> Self:
         if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content: live data has no such settings; leave them out")
+            raise ValueError("epochs and content: only exported data has these settings; leave them out")
         return self
 
     @property
@@ -64,7 +64,7 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """The label of the source's groups: name and version, or the first digits of the content hash."""
+        """The label of the source's groups: the dataset's name and version, or the start of its hash."""
         if self.dataset is not None:
             return self.source.removeprefix(DATASET_PREFIX)
         return (self.content or "").removeprefix("sha256:")[:12]
@@ -91,12 +91,13 @@ def check_data_sources(sections: Sequence[DataConfig]) -> None:
         shares = " + ".join(f"{section.share:g}" for section in sections)
         raise ValueError(f"data: the shares are {shares}; they must add up to 1")
     if len({section.source for section in sections}) < len(sections):
-        raise ValueError("data: a source is listed twice; list it once with the sum of the shares")
+        sources = ", ".join(section.source for section in sections)
+        raise ValueError(f"data: given {sources}; list each source once, with the sum of its shares")
 
 
 def count_groups(shares: Sequence[float], groups: int) -> list[int]:
-    """Return how many of the first ``groups`` groups belong to each source. The next group is always taken
-    from the source that is furthest behind its share, so the result depends only on the arguments."""
+    """Return how many of the first ``groups`` groups of a run belong to each source. The next group is always
+    taken from the source that is furthest behind its share, so the result depends only on the arguments."""
     order = _source_order(tuple(shares))
     rounds, remainder = divmod(groups, len(order))
     per_round, in_last_round = Counter(order), Counter(order[:remainder])
@@ -105,8 +106,8 @@ def count_groups(shares: Sequence[float], groups: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _source_order(shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the index of the source of each group in a round, the shortest sequence of groups in which every
-    source has exactly its share."""
+    """Return the source of each group in a round, as indices of ``shares``. A round is the shortest sequence
+    of groups in which every source has exactly its share."""
     exact_shares = [_exact_share(share) for share in shares]
     length = 1
     while any((share * length).denominator != 1 for share in exact_shares):
@@ -122,5 +123,5 @@ def _source_order(shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _exact_share(share: float) -> Fraction:
-    """Return the share exactly as the decimal number is written in the config."""
+    """Return the share as an exact fraction of the decimal number in the config."""
     return Fraction(repr(share))

@@ -1,4 +1,4 @@
-"""The engines that sample tokens."""
+"""Config sections of the engines that sample tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class EngineProcessConfig(Section):
     count: Positive = 1
     """Number of engine processes or vLLM servers to start. The gateway distributes sessions among them."""
     python: str | None = None
-    """Python interpreter of the engine's process. Default: the running interpreter, or the interpreter of the
-    backend if a cloud service samples."""
+    """Python interpreter of the engine's process. Default: the running interpreter; `backend.python` if the
+    engine is `cloud`."""
 
 
 class LocalEngineConfig(EngineProcessConfig):
@@ -28,9 +28,9 @@ class LocalEngineConfig(EngineProcessConfig):
     prefill_tokens: Positive = 512
     """Maximum number of prompt tokens that are computed in one step in addition to the decoded tokens."""
     kv_tokens: Positive | None = None
-    """Size of the KV cache in tokens, including tokens kept for reuse. Default: depends on free memory."""
+    """Number of tokens in the KV cache. Default: a third of the free memory, at most two full batches."""
     threads: Positive | None = None
-    """Number of CPU threads that torch uses. Default: all cores, shared with a local trainer."""
+    """Number of CPU threads of torch. Default: an equal share of the cores, halved while a trainer runs."""
 
 
 class ScriptedEngineConfig(EngineProcessConfig):
@@ -53,12 +53,13 @@ class UpstreamEngineConfig(Section):
     base_url: str
     """Base URL of the provider, for example `https://api.openai.com/v1` or `https://api.anthropic.com`."""
     dialect: Literal["chat", "responses", "messages", "completions"] = "chat"
-    """API format of the provider. Requests in this format are forwarded unchanged; others are translated to
-    and from `chat` and `messages`."""
+    """API format of the provider. Requests in this format or in `also` are forwarded; others are translated
+    to `chat` or `messages`, if the provider supports one of them. `completions` is never translated."""
     also: list[Literal["chat", "responses", "messages", "completions"]] = []
-    """Other API formats that the provider offers at the same URL."""
+    """Other API formats that the provider supports at the same URL."""
     api_key_env: str | None = None
-    """Environment variable with the API key. Default: the key of the agent, unless Instar issued that key."""
+    """Environment variable with the provider's API key. Default: the key that the agent sends is forwarded,
+    unless Instar issued it; then the request is sent without a key."""
     model: str | None = None
     """Model name sent to the provider. Default: the name that the agent requests."""
     token_ids: bool = False
@@ -70,7 +71,7 @@ class UpstreamEngineConfig(Section):
 
 
 class CloudEngineConfig(EngineProcessConfig):
-    """Samples from the training service in `backend`. This is the default engine for such backends."""
+    """Samples from the service that trains (`backend`). This is the default engine if a service trains."""
 
     type: Literal["cloud"] = "cloud"
     max_in_flight: Positive = 64
@@ -85,8 +86,9 @@ class VllmEngineConfig(EngineProcessConfig):
     policy: Literal["auto", "adapter", "merged"] = "auto"
     """Method of serving a policy. `adapter`: each version is a separate LoRA adapter, and a request keeps the
     version that it began with. `merged`: the adapter is merged into the served weights, and requests in
-    flight continue with the new weights. `auto`: `merged` on a CPU (adapters more than halve the
-    speed there) or if all weights are trained, otherwise `adapter`."""
+    flight continue with the new weights. `auto`: `merged` if all weights are trained, if `sync.route` is
+    neither `auto` nor `files`, or on a CPU (adapters more than halve the speed there), otherwise `adapter`;
+    with `servers`, the method that they support."""
     servers: list[str] = []
     """URLs of running servers, without `/v1`. If URLs are set, Instar starts no server, and `count` is the
     number of URLs."""
@@ -95,15 +97,15 @@ class VllmEngineConfig(EngineProcessConfig):
     max_batch: Positive = 256
     """Maximum number of replies generated at once by one server."""
     gpu_memory: Unit | None = None
-    """Share of the GPU's memory for each server. Default: 0.9, or 0.4 if the trainer shares the GPU."""
+    """Share of the GPU's memory for each server. Default: 0.9, or 0.4 if a trainer runs on this machine."""
     kv_gib: Annotated[float, Field(gt=0)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
     lora_rank: Positive | None = None
-    """Maximum rank of an adapter. Default: the backend's rank."""
+    """Maximum rank of an adapter. Default: the backend's `lora.rank`, or 16 if it has none."""
     tensor_parallel: Positive = 1
     """Number of GPUs that one server uses."""
     eager: bool | None = None
-    """Skip compilation, for a faster start but slower sampling. Default: only on a CPU."""
+    """Skip compilation, for a faster start but slower sampling. Default: true on a CPU, otherwise false."""
     args: list[str] = []
     """Additional arguments of `vllm serve`."""
     env: dict[str, str] = {}

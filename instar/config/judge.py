@@ -1,4 +1,4 @@
-"""Rewards from a model that judges sessions."""
+"""Config section of rewards from a model that judges sessions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from instar.config.base import NonNegativeFloat, Positive, Seconds, Section
 
 
 class BudgetConfig(Section):
-    """The budget of a run for all its judges. When the budget is spent, sessions are no longer judged, and
-    their scores say why."""
+    """The budget of a run for all its judges. If an answer could exceed the budget, it is not requested, and
+    the score of the session says why."""
 
     dollars: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost in US dollars. Needs `input_price` or `output_price`."""
     calls: Positive | None = None
-    """Maximum number of answers, including unparseable answers, because they cost money too."""
+    """Maximum number of answers, including unparseable answers, which cost money too."""
 
 
 class SignalsConfig(Section):
-    """The rewards of a call, by the kind of event that follows the call; `null` gives no reward."""
+    """The rewards of a call, by what happens after the call; `null` gives no reward."""
 
     accepted: float | None = 1.0
     """Reward if the user continues from the reply or says thanks."""
@@ -46,14 +46,14 @@ class JudgeRewardConfig(Section):
     criteria: str | None = None
     """Criteria to judge by, as free text. Default: the criteria of the rubric."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")] | None = None
-    """Name of the judge; its rewards are recorded under `judge:NAME`. Default: the rubric."""
+    """Name of the judge; its rewards are recorded under `judge:NAME`. Default: the name of the rubric."""
     endpoint: str
-    """Base URL of the judge's API: `https://api.openai.com/v1`, `https://api.anthropic.com`. `self` uses the
-    run's own model; its answers are not used for training."""
+    """Base URL of the judge's API, for example `https://api.openai.com/v1` or `https://api.anthropic.com`.
+    `self` uses the run's own model; its answers are not used for training."""
     dialect: Literal["chat", "messages"] = "chat"
     """API format of the endpoint: OpenAI's chat completions or Anthropic's messages."""
     model: str | None = None
-    """Name of the model that judges. Omit this with `endpoint: self`."""
+    """Name of the model that judges. Required, except with `endpoint: self`, which does not allow it."""
     api_key_env: str | None = None
     """Environment variable with the endpoint's API key."""
     headers: dict[str, str] = {}
@@ -67,7 +67,8 @@ class JudgeRewardConfig(Section):
     Anthropic. `text`: in the prompt only. `auto`: with a schema, or in the prompt if the endpoint rejects the
     schema."""
     votes: Positive = 1
-    """Number of answers to each question. The reward is the mean of the answers."""
+    """Number of answers to each question. The reward is their mean. `followup` takes the most frequent
+    signal, and gives no reward on a tie; `pairwise` counts each answer as a comparison."""
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score that `outcome` and `process` ask for; rewards are scaled to 0..1."""
     pairs: Positive = 16
@@ -79,9 +80,9 @@ class JudgeRewardConfig(Section):
     """Maximum length of a question without the rubric, in characters. Longer questions are shortened in the
     middle or split."""
     timeout: Seconds = 30.0
-    """Timeout of one answer, in seconds."""
+    """Timeout of one answer, in seconds, at most `scoring.deadline`."""
     concurrency: Positive = 32
-    """Maximum number of concurrent questions."""
+    """Maximum number of answers that are requested at the same time."""
     input_price: NonNegativeFloat = 0.0
     """Price of a million input tokens, in US dollars."""
     output_price: NonNegativeFloat = 0.0
@@ -97,7 +98,7 @@ class JudgeRewardConfig(Section):
                         f"{field}: given {value!r}, but `endpoint: self` does not use it; leave it out"
                     )
             if self.dialect != "chat":
-                raise ValueError(f"dialect: given {self.dialect!r}, but `endpoint: self` uses chat; set chat")
+                raise ValueError(f"dialect: given {self.dialect!r}, but `endpoint: self` needs chat; omit it")
         elif self.model is None:
             raise ValueError("model: missing; set the name of the model that judges")
         if self.votes > 1 and self.temperature == 0:
@@ -105,9 +106,9 @@ class JudgeRewardConfig(Section):
                 f"temperature: given 0 with {self.votes} votes, which would all be equal; use more than 0"
             )
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(f"scale: given {list(self.scale)}; the lowest score must come first")
+            raise ValueError(f"scale: given {list(self.scale)}; the first score must be the lower one")
         if self.budget.dollars is not None and not (self.input_price or self.output_price):
-            raise ValueError("budget.dollars: needs a price; set input_price or output_price")
+            raise ValueError("budget.dollars: the cost is unknown; set input_price or output_price")
         rubrics_by_field = {"pairs": ("pairwise",), "signals": ("followup",), "scale": ("outcome", "process")}
         for field, rubrics in rubrics_by_field.items():
             is_set = getattr(self, field) != type(self).model_fields[field].default

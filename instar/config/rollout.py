@@ -1,4 +1,4 @@
-"""Agents, rewards, scoring and evaluation."""
+"""Config sections of agents, rewards, scoring and evaluation."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class CommandAgentConfig(Section):
     env: dict[str, str] = {}
     """Additional environment variables."""
     cwd: Path | None = None
-    """Working folder. Default: the folder that contains the YAML file."""
+    """Working folder of the program. Default: the folder that contains the YAML file."""
 
 
 AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig | PluginConfig, Field(discriminator="type")]
 
 
 class SamplingConfig(Section):
-    """Sampling parameters of every call of a channel. They override the agent's own parameters."""
+    """Sampling parameters that override the agent's own parameters in every call."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature; 0 is greedy."""
@@ -55,20 +55,20 @@ class RolloutConfig(Section):
     agent: AgentConfig
     """Agent that solves the tasks."""
     group_size: Positive = 8
-    """Number of sessions per task."""
+    """Number of sessions in a group. They all attempt the same task."""
     concurrency: Positive = 32
     """Maximum number of concurrent sessions."""
     timeout: Seconds = 300.0
     """Timeout of one session, in seconds."""
     retries: NonNegative = 2
-    """Number of retries after a transient error, with exponential backoff and jitter."""
+    """Maximum number of retries of a session after transient errors, with exponential backoff and jitter."""
     group_policy: Literal["keep", "refill", "drop"] = "keep"
-    """Treatment of a group with a failed session. `keep`: train on the other sessions. `refill`: run the
-    session again. `drop`: drop the group."""
+    """Treatment of a group with a failed session. `keep`: train on the other sessions. `refill`: run another
+    session in its place. `drop`: drop the group."""
     refills: NonNegative = 2
     """Maximum number of additional sessions for each failed session under `refill`."""
     failed_reward: float | None = None
-    """Reward of a failed session; `null` excludes the session from the mean of its group."""
+    """Reward of a failed session; `null` excludes the session from training and from its group's mean."""
     shuffle: bool = True
     """Shuffle the tasks with the run's seed."""
     sampling: SamplingConfig = SamplingConfig()
@@ -76,13 +76,13 @@ class RolloutConfig(Section):
 
 
 class AgentRewardConfig(Section):
-    """Uses the reward that the agent returns or sends when it completes its session."""
+    """Uses the rewards that the agent returns or sends to the gateway."""
 
     type: Literal["agent"] = "agent"
 
 
 class RuleRewardConfig(Section):
-    """Scores sessions with a Python rule: `rule(task, transcript) -> float`."""
+    """Scores sessions with a function `rule(task, transcript) -> float` or the task set's own scorer."""
 
     type: Literal["rule"]
     function: str | None = None
@@ -90,7 +90,7 @@ class RuleRewardConfig(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
     name: str | None = None
-    """Name under which the rewards of the rule are recorded. Default: `function`."""
+    """Name under which the rewards are recorded. Default: `function`, or `task set` without a function."""
     thread: bool = True
     """Run a function that is not async in a thread, so that it does not block other work and
     `scoring.deadline` applies. `false`: run the function in the main thread. This is needed for packages that
@@ -104,19 +104,19 @@ RewardConfig = Annotated[
 
 
 class CombineConfig(Section):
-    """Combines the rewards of a session or a call into one. A reward is identified by its scorer (`math`,
-    `judge:outcome`) or by its source: `human`, `judge`, `rule`, `agent`, `fallback`."""
+    """Combines the rewards of a session or a call into one. A reward has two names: its scorer (`math`,
+    `judge:outcome`) and its source (`human`, `judge`, `rule`, `agent` or `fallback`)."""
 
     how: Literal["prefer", "sum"] = "prefer"
     """`prefer`: the latest reward of the first name in `prefer` that has one. `sum`: the weighted sum."""
     prefer: list[str] = ["human", "judge", "rule", "agent", "fallback"]
     """Names of scorers or sources, in order of precedence."""
     weights: dict[str, float] = {}
-    """Weights under `sum`, by name; a reward without a weight is ignored."""
+    """Weights under `sum`, by name, of each scorer's latest reward. Rewards without a weight are ignored."""
     veto: dict[str, float] = {}
-    """Minimum rewards by name. If a reward is below its minimum, the combined reward is `veto_value`."""
+    """Minimum of the latest reward, by name. Below a minimum, the combined reward is `veto_value`."""
     veto_value: float = 0.0
-    """Reward of a vetoed session."""
+    """Combined reward of a vetoed session or call."""
 
     @model_validator(mode="after")
     def _sum_needs_weights(self) -> Self:
@@ -126,17 +126,17 @@ class CombineConfig(Section):
 
 
 class ScoringConfig(Section):
-    """Settings of the background scoring of ended sessions."""
+    """Settings for scoring ended sessions."""
 
     concurrency: Positive = 16
-    """Maximum number of concurrent scoring attempts per scorer."""
+    """Maximum number of concurrent attempts of each background scorer, such as a judge."""
     deadline: Seconds = 60.0
     """Timeout of one scoring attempt, in seconds."""
     retries: NonNegative = 3
-    """Number of retries after a failure, with exponential backoff and jitter."""
+    """Maximum number of retries after a transient failure, with exponential backoff and jitter."""
     fallback: float | None = None
-    """Reward of a session whose scorer failed on every attempt, recorded with source `fallback`. `null`
-    excludes the session from training."""
+    """Reward of a session that a scorer could not score, recorded with the source `fallback`. `null` excludes
+    the session from training."""
     combine: CombineConfig = CombineConfig()
 
 
@@ -144,17 +144,17 @@ class EvalMode(SamplingConfig):
     """The agent's arguments and the sampling parameters of one evaluation mode."""
 
     agent_args: dict[str, Any] = {}
-    """Keyword arguments of the agent's function in this mode. They override the arguments in
-    `rollout.agent`."""
+    """Keyword arguments of the agent's function in this mode. They override the arguments in `rollout.agent`,
+    whose `type` must be `function`."""
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out tasks, on the `val` channel."""
+    """Evaluation on held-out tasks, on the `val` channel. Each task is attempted once per mode."""
 
     tasks: TasksConfig
     """Tasks to evaluate on."""
     modes: dict[str, EvalMode] = {"greedy": EvalMode(temperature=0.0), "sampled": EvalMode()}
-    """Evaluation modes by name."""
+    """Evaluation modes, by names of your choice."""
     every: Positive | None = None
     """Number of versions between two evaluations during training. Default: no evaluations during training."""
     at_start: bool = True

@@ -1,4 +1,5 @@
-"""Rules that score a final answer, and the sandbox for code that a model wrote."""
+"""Config sections of rules that score a final answer, and of the sandbox for code that a model wrote. A
+session without a task gets no reward from a rule that needs a field of the task."""
 
 from __future__ import annotations
 
@@ -13,38 +14,38 @@ ScorerName = Annotated[str, Field(description="Name under which the scorer's rew
 AnswerMarker = Annotated[
     str | None,
     Field(
-        description="Use only the text after the last occurrence of this marker in the final text. An answer "
-        "without the marker is wrong."
+        description="Use only the text after the last occurrence of this marker in the final text. Without "
+        "the marker, the reward is 0."
     ),
 ]
 
 
 class SandboxConfig(Section):
-    """The sandbox for code that a model wrote. If the machine supports none, the run does not start."""
+    """The sandbox for code that a model wrote. If the machine cannot provide it, the run does not start."""
 
     kind: Literal["auto", "bubblewrap", "landlock"] = "auto"
     """Kind of sandbox. `auto`: bubblewrap if it works, else Landlock with seccomp."""
     seconds: Seconds = 10.0
     """Timeout of one job, in seconds."""
     memory_mb: Positive = 1024
-    """Memory limit of all processes of a job together, and of the address space of each process, in MB."""
+    """Memory limit of all processes of a job together, and of the address space of each process, in MiB."""
     processes: Positive = 64
-    """Maximum number of processes and threads."""
+    """Maximum number of processes and threads at the same time."""
     output_kb: Positive = 1024
-    """Maximum size of the output, in kB."""
+    """Maximum size of the output, in KiB."""
     files_mb: Positive = 64
-    """Maximum size of written files, in MB."""
+    """Maximum size of all written files together, in MiB."""
     network: bool = False
     """Allow access to the network."""
     read: list[Path] = []
     """Files and folders that a job may read, in addition to system programs and the current Python
     installation."""
     concurrency: Positive | None = None
-    """Maximum number of concurrent jobs. Default: one per core."""
+    """Maximum number of sessions that are scored at the same time. Default: the number of cores."""
 
 
 class ExactRewardConfig(Section):
-    """Rewards 1 if the answer is the expected text, else 0."""
+    """Rewards 1 if the answer is one of the expected texts, else 0."""
 
     type: Literal["exact"]
     name: ScorerName = "exact"
@@ -54,7 +55,7 @@ class ExactRewardConfig(Section):
     """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_number", "last_block"] = "whole"
-    """Part of the final text that is the answer. `last_block`: the last fenced code block."""
+    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
     strip: bool = True
     """Ignore whitespace at both ends."""
     ignore_case: bool = False
@@ -64,7 +65,7 @@ class ExactRewardConfig(Section):
 
 
 class NumericRewardConfig(Section):
-    """Rewards 1 if the last number in the final text is the expected number, else 0. `1,234.5`, `$3`, `2/3`
+    """Rewards 1 if the last number in the final text is an expected number, else 0. `1,234.5`, `$3`, `2/3`
     and `1e-3` are numbers."""
 
     type: Literal["numeric"]
@@ -92,7 +93,7 @@ class MathRewardConfig(Section):
     """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
     after: AnswerMarker = None
     seconds: Seconds = 5.0
-    """Timeout for parsing an answer, in seconds. An answer that takes longer is wrong."""
+    """Timeout for checking an answer, in seconds. An answer that takes longer is wrong."""
 
 
 class JsonSchemaRewardConfig(Section):
@@ -106,8 +107,7 @@ class JsonSchemaRewardConfig(Section):
     """Field of the task with the schema."""
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "last_block"
-    """Part of the final text that is the answer. `last_block`: the last fenced code block, or the whole text
-    if there is none."""
+    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
     seconds: Seconds = 2.0
     """Timeout for checking an answer, in seconds. An answer that takes longer is wrong."""
 
@@ -127,7 +127,7 @@ class RegexRewardConfig(Section):
     """Ignore the case of letters."""
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "whole"
-    """Part of the final text that is the answer."""
+    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
     seconds: Seconds = 1.0
     """Timeout for matching an answer, in seconds. An answer that takes longer is wrong."""
 
@@ -139,31 +139,31 @@ class CommandRewardConfig(Section):
     type: Literal["command"]
     name: ScorerName = "command"
     command: Annotated[list[str], Field(min_length=1)]
-    """Program and arguments. INSTAR_ANSWER is the path of a file with the answer, and INSTAR_TASK is the path
-    of a file with the task as JSON."""
+    """Program and arguments. The program may be a script in `files`. The environment variable INSTAR_ANSWER
+    has the path of a file with the answer, and INSTAR_TASK the path of a file with the task as JSON."""
     files: list[Path] = []
     """Text files, such as scripts, that are copied to the command's working folder."""
     file: str = "answer.txt"
     """Name of the file with the answer in the command's working folder."""
     part: Literal["whole", "last_line", "last_block"] = "whole"
-    """Part of the final text that is the answer. `last_block`: the last fenced code block."""
+    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
     sandbox: SandboxConfig = SandboxConfig()
 
 
 class TestsRewardConfig(Section):
-    """Rewards code in the answer that passes unit tests. The answer and its tests run in two sandboxes."""
+    """Rewards code in the answer that passes unit tests. The code and the tests run in sandboxes."""
 
     type: Literal["tests"]
     name: ScorerName = "tests"
     tests: str = "tests"
     """Field of the task with the tests: one text, or a list with one text per test."""
     part: Literal["whole", "last_block"] = "last_block"
-    """Part of the final text that is the code: the last fenced code block, or the whole text."""
+    """Code within the final text. `last_block`: the last fenced code block, or else the whole text."""
     runner: Literal["python", "pytest"] | list[str] = "python"
     """Runner of the tests. `python`: runs the tests in the namespace of the answer; each text is a test, or
-    defines tests as functions `test_*`. `pytest`: runs a file next to `answer.py` whose tests import
-    `answer`. A list is a custom command, run in the folder of `answer.py` and `test_answer.py`; exit code 0
-    means that all tests passed; it needs `isolate: false`."""
+    defines tests as functions `test_*`. `pytest`: runs `tests_file`, whose tests import `answer`. A list is a
+    custom command, run in the folder that contains `file` and `tests_file`; exit code 0 means that all tests
+    passed; it needs `isolate: false`."""
     isolate: bool = True
     """Run the answer alone in a sandbox. The tests run in another sandbox, call the answer, and get its
     results as data, so that the answer cannot read or change the tests. `false`: the tests run in the process
@@ -171,7 +171,7 @@ class TestsRewardConfig(Section):
     reward: Literal["share", "all"] = "all"
     """`share`: the share of the tests that passed. `all`: 1 if all passed, else 0."""
     file: str = "answer.py"
-    """Name of the file with the answer's code."""
+    """Name of the file with the code."""
     tests_file: str = "test_answer.py"
     """Name of the file with the tests, for `pytest` and custom commands."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -26,32 +26,32 @@ class RunConfig(Section):
     """All settings of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    """Name of the run, its folder and its policy."""
+    """Name of the run and of its policy."""
     seed: int = 0
     """Seed for the order of tasks, for sampling and for the adapter."""
     dir: Path | None = None
     """Folder of the run. Default: `runs/<name>` in the working folder."""
     agent_id: str = "default"
-    """Agent that the recorded sessions belong to."""
+    """Id of the agent that the recorded sessions belong to, unless their API key belongs to another agent."""
     model: ModelConfig = ModelConfig()
     store: StoreConfig = SqliteStoreConfig()
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = LocalEngineConfig()
     upstreams: dict[str, UpstreamEngineConfig] = {}
-    """Providers in addition to the engine, under names of your choice."""
+    """Providers in addition to the engine, under names of your choice. `models` refers to these names."""
     models: dict[str, ModelRoute] = {}
-    """Routes by the model name that agents request (`*` matches anything). The first match is used. Default:
-    the run's engine answers all requests."""
+    """Routes by the model name that agents request; a name may contain `*`, which matches anything. The first
+    matching route is used. The run's engine answers requests that match no route."""
     backend: BackendConfig = LocalBackendConfig()
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     cluster: ClusterConfig = LocalClusterConfig()
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. Required by `instar train`, unless it trains only on exported data."""
+    """Agents to run on tasks. Required by `eval` and for training on `live` data."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """Data to train on: live sessions of this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
-    """One reward, or a list of rewards."""
+    """One reward, or a list of rewards, which `scoring.combine` combines."""
     scoring: ScoringConfig = ScoringConfig()
     eval: EvalConfig | None = None
     simulate: SimulateConfig | None = None
@@ -72,8 +72,8 @@ class RunConfig(Section):
             if route.upstream is not None and route.upstream not in self.upstreams:
                 defined = ", ".join(self.upstreams) or "none"
                 raise ValueError(
-                    f"models.{name}.upstream: there is no upstream {route.upstream!r}; defined upstreams: "
-                    f"{defined}"
+                    f"models.{name}.upstream: given {route.upstream!r}, which is not in `upstreams`; defined "
+                    f"there: {defined}"
                 )
         check_data_sources(self.data)
         deadline = self.scoring.deadline

@@ -1,4 +1,4 @@
-"""The workload and timings that `instar simulate` assumes."""
+"""Config section of the workload and timings that `instar simulate` assumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RENAMED_SETTINGS = {
 
 
 class SimulateSection(Section):
-    """A section that rejects settings with an outdated name."""
+    """A section that rejects the old names of renamed settings, and names the new ones."""
 
     @model_validator(mode="before")
     @classmethod
@@ -33,7 +33,7 @@ class SimulateSection(Section):
 
 
 class DistributionConfig(SimulateSection):
-    """The distribution of a quantity: a constant (a bare number), lognormal, or drawn from a list."""
+    """A distribution: constant (a bare number), lognormal, or drawn from values (a bare list)."""
 
     value: NonNegativeFloat | None = None
     """Constant value."""
@@ -65,9 +65,9 @@ Distribution = Annotated[DistributionConfig, BeforeValidator(_expand_shorthand)]
 
 
 class SimulateConfig(SimulateSection):
-    """The assumptions of `instar simulate`. With `--from RUN_DIR`, values measured in that run replace these
-    assumptions where available. A workload file replaces the sessions. The defaults describe a small model,
-    with one GPU for the engine and one for the trainer."""
+    """The assumptions of `instar simulate`. With `--from RUN_DIR`, values measured in that run replace them,
+    except `pause`, `crashes_per_hour` and `restart_seconds`. A workload file replaces the sessions. The
+    defaults describe a small model, with one GPU for the engine and one for the trainer."""
 
     workload: Path | None = None
     """File of sessions to replay, one JSON object per line: `{"turns": [[prompt tokens, generated tokens,
@@ -110,6 +110,6 @@ class SimulateConfig(SimulateSection):
     restart_seconds: NonNegativeFloat = 60.0
     """Seconds until a crashed engine answers again."""
     max_engines: Positive = 64
-    """Maximum number of engines that the search tries."""
+    """Maximum number of engines that the search tries, unless the run has more."""
     max_staleness: NonNegative = 8
-    """Maximum `trainer.max_staleness` that the search tries."""
+    """Maximum `trainer.max_staleness` that the search tries, unless the run's own is higher."""

@@ -1,4 +1,4 @@
-"""Task sets: the tasks of a file or a function, and built-in sets from public formats or packages."""
+"""Config sections of task sets: from a file, from a function, or from public formats and packages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class JsonlTasksConfig(Section):
 
     type: Literal["jsonl"]
     path: Path
-    """Path of the file."""
+    """Path of the file. A file whose name ends in `.gz` is decompressed."""
     id_field: str | None = None
-    """Field with the id of a task. Default: the line number."""
+    """Field with the id of a task. Default: the id is `line-` and the line number."""
     limit: Positive | None = None
     """Maximum number of tasks; the first tasks are used."""
 
 
 class PythonTasksConfig(Section):
-    """Tasks from a Python callable that returns an iterable of dicts."""
+    """Tasks from a function that returns an iterable of dicts. The id is `task_id`, or else the index."""
 
     type: Literal["python"]
     function: str
-    """Function that returns the tasks, as `package.module:function`."""
+    """Function to call, as `package.module:function`."""
     args: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
@@ -45,11 +45,11 @@ class SyntheticConfig(Section):
 
 class Gsm8kTasksConfig(Section):
     """Problems in GSM8K's public format: a line is `{"question": ..., "answer": "... #### 72"}`. The reward
-    `{type: rule}` scores the number at the end of an answer."""
+    `{type: rule}` compares the number after the last `####` in the final text, or else its last number."""
 
     type: Literal["gsm8k"]
     path: Path | None = None
-    """Path of the file, `.jsonl` or `.jsonl.gz`."""
+    """Path of the file, `.jsonl` or `.jsonl.gz`. Either this or `synthetic` is required."""
     synthetic: SyntheticConfig | None = None
     """Generate problems instead of reading a file."""
     limit: Positive | None = None
@@ -71,7 +71,7 @@ class ReasoningGymPart(Section):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the tasks relative to the weights of the other parts."""
     args: dict[str, Any] = {}
-    """Additional settings of the dataset."""
+    """Additional keyword arguments for creating the dataset."""
 
 
 class ReasoningGymTasksConfig(Section):
@@ -82,7 +82,7 @@ class ReasoningGymTasksConfig(Section):
     dataset: str | None = None
     """Name of the dataset, for example `basic_arithmetic`."""
     args: dict[str, Any] = {}
-    """Additional settings of the dataset."""
+    """Additional keyword arguments for creating the dataset."""
     parts: list[ReasoningGymPart] = []
     """Several datasets instead of one, mixed by their weights."""
     size: Positive = 500
@@ -114,7 +114,7 @@ class TextArenaTasksConfig(Section):
     seed: NonNegative = 0
     """Seed of the first game. The seed increases by one with each game."""
     args: dict[str, Any] = {}
-    """Additional settings of the games."""
+    """Additional keyword arguments for creating the games."""
 
 
 class VerifiersTasksConfig(Section):
@@ -125,7 +125,7 @@ class VerifiersTasksConfig(Section):
     environment: str
     """Name of an installed environment, or `package.module:function` for a function that returns one."""
     args: dict[str, Any] = {}
-    """Settings of the environment."""
+    """Keyword arguments for the function that creates the environment."""
     split: Literal["train", "eval"] = "train"
     """Split of the environment's dataset."""
     limit: Positive | None = None
@@ -138,7 +138,7 @@ class HumanEvalTasksConfig(Section):
 
     type: Literal["humaneval"]
     start: NonNegative = 0
-    """Index of the first problem."""
+    """Index of the first problem, from 0."""
     limit: Positive | None = None
     """Maximum number of problems."""
 
@@ -154,7 +154,7 @@ class BfclTasksConfig(Section):
     ] = "simple_python"
     """Category of the leaderboard."""
     start: NonNegative = 0
-    """Index of the first problem."""
+    """Index of the first problem, from 0."""
     limit: Positive | None = None
     """Maximum number of problems."""
 

@@ -1,4 +1,4 @@
-"""The trainer, the advantages and the reference model."""
+"""Config sections of the trainer, the advantages and the reference model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class AdvantageConfig(Section):
     """Settings for computing the advantages of a group from the rewards of its sessions."""
 
     estimator: Literal["grpo", "grpo_no_std", "rloo", "running", "reward"] = "grpo"
-    """`grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r - mean of the other sessions;
-    `running`: r - a running mean over sessions, for groups of one; `reward`: r itself, to imitate good data
-    with the `cross_entropy` loss."""
+    """Advantage of a session with reward r. `grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r
+    minus the mean of the other sessions; `running`: r - a running mean over sessions, for groups of one;
+    `reward`: r itself, to imitate good data with the `cross_entropy` loss."""
     normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
     """Divisor of a step's sum over tokens. `batch_tokens`: the number of trained tokens in the step.
-    `batch_sessions`: the number of sessions in the step. `session_tokens`: the number of tokens in each
-    session, then the number of sessions. `none`: no divisor."""
+    `batch_sessions`: the number of sessions in the step. `session_tokens`: the number of trained tokens in
+    the token's session, times the number of sessions. `none`: 1."""
     weight: NonNegativeFloat = 1.0
-    """Weight of the rewards. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
+    """Factor of the advantages. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
     decay: Unit = 0.95
     """Decay of the `running` baseline. A baseline with a decay closer to 1 changes more slowly."""
 
@@ -35,7 +35,7 @@ class BaseReferenceConfig(Section):
 
     type: Literal["base"] = "base"
     weight: NonNegativeFloat = 0.0
-    """Weight of a token's log-ratio to the reference in the token's advantage; 0 disables the reference."""
+    """Coefficient of the KL penalty that is subtracted from the advantages; 0 disables the reference."""
 
 
 class CompletionsReferenceConfig(Section):
@@ -48,9 +48,9 @@ class CompletionsReferenceConfig(Section):
     model: str
     """Name of the teacher's model on that server."""
     weight: NonNegativeFloat = 1.0
-    """Weight of a token's log-ratio to the teacher in the token's advantage; 0 disables the teacher."""
+    """Coefficient of the KL penalty that is subtracted from the advantages; 0 disables the teacher."""
     api_key_env: str | None = None
-    """Environment variable with the API key."""
+    """Environment variable with the API key. Default: requests are sent without a key."""
     max_in_flight: Positive = 16
     """Maximum number of concurrent requests."""
     timeout: Seconds = 120.0
@@ -67,7 +67,7 @@ class EngineReferenceConfig(Section):
     engine: EngineConfig = LocalEngineConfig()
     """Engine that runs the teacher."""
     weight: NonNegativeFloat = 1.0
-    """Weight of a token's log-ratio to the teacher in the token's advantage; 0 disables the teacher."""
+    """Coefficient of the KL penalty that is subtracted from the advantages; 0 disables the teacher."""
 
 
 ReferenceConfig = Annotated[
@@ -118,20 +118,20 @@ class CorrectionsConfig(Section):
 
 
 class TrainerConfig(Section):
-    """Settings of the background trainer."""
+    """Settings of the trainer."""
 
     mode: Literal["async", "sync"] = "async"
-    """`async`: rollouts run ahead by at most `max_staleness` versions. `sync`: strict alternation,
-    reproducible."""
+    """`async`: rollouts run ahead of the trainer by at most `max_staleness` versions. `sync`: rollouts and
+    training strictly alternate, which makes the run reproducible."""
     steps: Positive = 20
     """Number of optimizer steps of the run."""
     seconds: Seconds | None = None
-    """Maximum training time, without evaluation, in seconds. The run then stops even before `steps`."""
+    """Maximum training time in seconds, without the evaluations before and after. Default: no maximum."""
     groups_per_step: Positive = 6
     """Number of groups in one step."""
     max_staleness: NonNegative | None = None
-    """Maximum number of versions that a trained token may be behind; `stale` says what happens to older
-    tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
+    """Maximum number of versions by which a trained token may be older than the trained policy; `stale` says
+    what happens to older tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
     stale: Literal["drop", "mask"] = "drop"
     """Treatment of samples with tokens that are too old. `drop`: the samples are dropped with the reason
     `stale`. `mask`: only the newer tokens of the samples are trained; samples without newer tokens are
@@ -147,10 +147,10 @@ class TrainerConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
     corrections: CorrectionsConfig = CorrectionsConfig()
     warmup_steps: NonNegative = 3
-    """Number of steps over which the learning rate rises to `adam.lr`."""
+    """Number of steps at the start in which the learning rate rises linearly towards `adam.lr`."""
     schedule: Literal["constant", "linear"] = "constant"
-    """Learning rate after warm-up: constant, or falling linearly towards zero at the end of `steps` or
-    `seconds`, whichever comes first."""
+    """Learning rate after warm-up. `linear`: falls linearly until the end of `steps` or `seconds`, whichever
+    comes first, but not below 5% of `adam.lr`."""
     checkpoint_every: Positive = 1
     """Number of steps between two checkpoints. After a crash, the steps since the last checkpoint are
     repeated."""
@@ -158,10 +158,10 @@ class TrainerConfig(Section):
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""
     stop_timeout: Seconds = 60.0
-    """Time that the trainer has to finish and save the current step after Ctrl-C. It is then killed, and
+    """Seconds that the trainer has to finish and save the current step after Ctrl-C. It is then killed, and
     `--resume` repeats the step."""
     tensorboard: bool | None = None
-    """Write TensorBoard event files next to metrics.jsonl. Default: yes, if TensorBoard is installed."""
+    """Write TensorBoard event files next to metrics.jsonl. Default: true if TensorBoard is installed."""
 
     @model_validator(mode="after")
     def _loss_is_compatible(self) -> Self:

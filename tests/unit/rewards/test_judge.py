@@ -317,7 +317,7 @@ async def test_long_transcript_is_truncated_in_the_middle(path: Path, server: Ju
         ({"endpoint": "https://x/v1"}, "model: missing"),
         ({"endpoint": "self", "model": "m"}, "endpoint: self"),
         ({"votes": 3, "temperature": 0}, "all be equal"),
-        ({"scale": [5, 1]}, "lowest score must come first"),
+        ({"scale": [5, 1]}, "first score must be the lower one"),
         ({"budget": {"dollars": 1}}, "input_price"),
         ({"pairs": 3}, "not used by the rubric"),
         ({"rubric": "pairwise", "scale": [1, 5]}, "not used by the rubric"),
