@@ -35,8 +35,8 @@ class ConfigMistakes(ConfigError):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the validated settings of a YAML file, with the overrides applied. The file's folder becomes
-    importable, for functions that the settings refer to."""
+    """Return the validated settings of a YAML file, with the overrides applied. The file's folder and the
+    working folder become importable, for functions that the settings refer to."""
     data = _read_yaml(path)
     folder = path.resolve().parent
     _make_paths_absolute(RunConfig, data, folder)
@@ -74,13 +74,13 @@ def _apply_override(data: Json, override: str) -> None:
     for parent in parents:
         child: Any = {} if data.get(parent) is None else data[parent]
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override}: {parent} is not a section")
+            raise ConfigError(f"--set {override}: {parent} is not a mapping; set all of {parent}")
         data[parent] = data = child
     data[last] = value
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that rejects duplicate keys. Other loaders silently keep only the last one."""
+    """A YAML loader that rejects duplicate keys. Other loaders silently keep only the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -131,8 +131,8 @@ def _make_absolute(value: Any, folder: Path) -> Any:
 
 
 def _make_other_paths_absolute(data: Json, folder: Path) -> None:
-    """Make paths absolute in settings that are not typed as paths: the agent's working folder, a model such
-    as `./folder`, an interpreter such as `./env/bin/python`, and folders of exported data."""
+    """Make paths absolute in settings that are not typed as paths: a model (`./folder`), an interpreter
+    (`./env/bin/python`) and exported data. Set the default working folder of a command agent."""
     match data:
         case {"data": list() as sources}:
             data["data"] = [_make_source_absolute(source, folder) for source in cast(list[Any], sources)]

@@ -34,12 +34,12 @@ from instar.store.base import DatasetRow, Run, Store
 from instar.types import Json
 
 RUNS = Path("runs")
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 app = new_app()
 
 RunsDir = Annotated[
-    Path, typer.Option("--runs", help="The folder of all runs, or the folder of one run, to use its store.")
+    Path, typer.Option("--runs", help="The folder of all runs; with PostgreSQL, the folder of one run.")
 ]
 DatasetName = Annotated[str, typer.Argument(help="NAME or NAME@VERSION.")]
 
@@ -49,7 +49,7 @@ DatasetName = Annotated[str, typer.Argument(help="NAME or NAME@VERSION.")]
 async def export_sessions(
     run_dir: RunDir,
     filters: dict[str, Any],
-    to: Annotated[Path | None, typer.Option(help="The folder to write; it must not exist.")] = None,
+    to: Annotated[Path | None, typer.Option(help="New folder to write. Optional with --as.")] = None,
     format: Annotated[
         Literal["jsonl", "parquet", "hf", "sft", "dpo"],
         typer.Option(
@@ -61,8 +61,8 @@ async def export_sessions(
         str | None,
         typer.Option("--as", metavar="NAME", help="Register the data as the next version of dataset:NAME."),
     ] = None,
-    samples: Annotated[bool, typer.Option("--samples", help="Also write the flat samples.")] = False,
-    margin: Annotated[float, typer.Option(min=0, help="dpo: minimum difference of the rewards.")] = 0.0,
+    samples: Annotated[bool, typer.Option("--samples", help="Also write the training samples.")] = False,
+    margin: Annotated[float, typer.Option(min=0, help="dpo: rewards must differ by more than this.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Write ended sessions to a folder. With sft, --reward-min selects the sessions to imitate (default:
@@ -81,7 +81,7 @@ async def export_sessions(
         if format not in IMPORTABLE_FORMATS:
             raise ConfigError(
                 f"--as: Instar cannot import {format} data; use --format {' or '.join(IMPORTABLE_FORMATS)}, "
-                "or write the data to a folder with --to."
+                "or use --to without --as."
             )
     if to is not None:
         check_target(to)
@@ -128,7 +128,7 @@ async def _export(
 
 @contextmanager
 def _target_folder(to: Path | None, datasets_dir: Path) -> Generator[Path]:
-    """Yield the folder to write: ``to``, or a temporary folder that is renamed after the export."""
+    """Yield the folder to write: ``to``, or a temporary folder that the caller may rename."""
     if to is not None:
         yield to
         return
@@ -142,14 +142,14 @@ async def import_sessions(
     folder: Annotated[Path, typer.Argument(help="A folder written by `instar sessions export`.")],
     into: Annotated[
         Path | None,
-        typer.Option(help="A run's folder. Default: runs/ and the run's name; created if needed."),
+        typer.Option(help="A run's folder, created if needed. Default: runs/NAME, with the run's name."),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Name of the run. Default: the exported run's name.")
+        str | None, typer.Option(help="Name of the run. Default: --into's name, or the exported name.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import exported sessions. Sessions that already exist are not changed."""
+    """Import exported sessions. Existing sessions are not changed; if one differs, the import fails."""
     manifest = importing.verify_content(folder)
     name = run or (into.name if into is not None else manifest.run)
     target = into if into is not None else RUNS / name
@@ -158,7 +158,7 @@ async def import_sessions(
         RunFolder(target).create(RunConfig(name=name, dir=target.resolve()))
     async with open_run_store(target) as (config, store):
         if run is not None and config.name != run:
-            raise ConfigError(f"--run: given {run!r}, but {target} is the folder of run {config.name!r}.")
+            raise ConfigError(f"--run: given {run!r}, but {target} is run {config.name!r}; omit --run.")
         if await store.run(config.name) is None:
             settings = config.model_dump(mode="json")
             await store.put_run(Run(config.name, config.name, settings, status="finished", reason="imported"))
@@ -173,15 +173,15 @@ async def import_sessions(
 
 
 def _check_name(name: str) -> None:
-    if not NAME.match(name):
+    if not NAME_PATTERN.match(name):
         raise ConfigError(
-            f"{name!r} is not a valid name; use letters, digits, dots, underscores and hyphens."
+            f"{name!r} is not a valid name; use letters, digits, and after the first character also . _ -"
         )
 
 
 @asynccontextmanager
 async def _open_index(folder: Path) -> AsyncGenerator[Store]:
-    """Yield the store with the dataset index of a folder of runs, or of one run."""
+    """Yield the store with the dataset index. ``folder`` contains runs, or is the folder of one run."""
     is_run = RunFolder(folder).config_file.is_file()
     store = open_dataset_index(RunFolder(folder).read_config()) if is_run else open_dataset_index_in(folder)
     try:
@@ -193,7 +193,7 @@ async def _open_index(folder: Path) -> AsyncGenerator[Store]:
 @app.command("ls")
 @async_command
 async def list_datasets(runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
-    """List datasets with version, number of sessions, hash and folder."""
+    """List datasets with version, number of sessions, format, hash and folder."""
     rows: list[DatasetRow] = []
     if any((runs / file).is_file() for file in (DATASET_INDEX_FILE, "config.json")):
         async with _open_index(runs) as index:
@@ -217,7 +217,7 @@ async def add(
     runs: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Give exported data a name. The same content keeps its version."""
+    """Register exported data as the next version of a dataset. Known content keeps its version."""
     _check_name(name)
     manifest = importing.verify_content(folder)
     async with _open_index(runs) as index:
@@ -254,11 +254,11 @@ def _print_dataset(row: DatasetRow, as_json: bool) -> None:
 @async_command
 async def remove(
     name: DatasetName,
-    files: Annotated[bool, typer.Option("--files", help="Delete the folder too.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="Also delete folders that are then unused.")] = False,
     runs: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a dataset, or one version of it, from the index. The files are not deleted."""
+    """Remove a dataset, or one version of it, from the index. The files are kept unless --files is set."""
     dataset, version = _parse_dataset_name(name)
     async with _open_index(runs) as index:
         rows = await index.datasets()
@@ -266,7 +266,8 @@ async def remove(
         await index.remove_dataset(dataset, version)
         used_paths = {row.path for row in await index.datasets()}
     if not removed:
-        raise ConfigError(f"There is no dataset {name}.")
+        known = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
+        raise ConfigError(f"There is no dataset {name}. Known: {known}")
     for path in {row.path for row in removed} - used_paths if files else ():
         shutil.rmtree(path, ignore_errors=True)
     names = [f"{row.name}@{row.version}" for row in removed]

@@ -37,9 +37,9 @@ class RescoreCounts:
     fallback: int = 0
     """The number of sessions that the scorer could not score."""
     skipped: int = 0
-    """The number of sessions that this version of the scorer had already scored."""
+    """The number of sessions that already had a score of this version of the scorer."""
     reasons: dict[str, int] = field(default_factory=dict[str, int])
-    """The number of sessions that could not be scored, by reason."""
+    """The number of sessions in ``fallback``, by the reason of the failure."""
 
 
 @with_session_filters
@@ -49,7 +49,7 @@ async def rescore(
     filters: dict[str, Any],
     session_ids: SessionIds = None,
     reward: Annotated[
-        list[str] | None, typer.Option(metavar="YAML", help="A `reward` section, e.g. '{type: math}'.")
+        list[str] | None, typer.Option(metavar="YAML", help="A `reward`, e.g. '{type: math}'; repeatable.")
     ] = None,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="Use `reward` and `scoring` of another YAML file.")
@@ -59,7 +59,7 @@ async def rescore(
     """Agents are not run again. The new scores are stored next to the earlier scores."""
     where = build_session_filter(filters, tuple(session_ids or ()))
     if where.status not in (None, SessionStatus.COMPLETED):
-        raise ConfigError(f"--status: given {where.status.value!r}; only completed sessions are scored")
+        raise ConfigError(f"--status: given {where.status.value!r}; must be 'completed' or left out")
     where = replace(where, status=SessionStatus.COMPLETED)
     counts_by_scorer: dict[str, RescoreCounts] = {}
     async with AsyncExitStack() as stack:
@@ -88,7 +88,7 @@ async def rescore(
 
 
 def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
-    """Return the run's config with the scorers from ``rewards`` or from a different file."""
+    """Return the run's config with the scorers of ``rewards`` or ``file``. Exactly one must be given."""
     if bool(rewards) == (file is not None):
         problem = "neither is set" if file is None else "both are set"
         raise ConfigError(
@@ -98,10 +98,12 @@ def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | 
     if file is not None:
         other = load_config(file)
         return config.model_copy(update={"reward": other.reward, "scoring": other.scoring})
-    try:
-        sections = [yaml.safe_load(text) for text in rewards]
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--reward: not valid YAML: {error}") from error
+    sections: list[Any] = []
+    for text in rewards:
+        try:
+            sections.append(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--reward {text}: not valid YAML: {error}") from error
     settings: Json = config.model_dump(mode="json", exclude_unset=True) | {"reward": sections}
     scoring: Json = settings.get("scoring") or {}
     scoring.pop("combine", None)  # it may refer to scorers that are not used here
@@ -141,7 +143,7 @@ class SessionRescorer:
         return self._counts
 
     async def _iterate_unscored(self, where: SessionFilter) -> AsyncGenerator[list[Session]]:
-        """Yield unscored sessions in pages, or in one list for a scorer that compares sessions of a group."""
+        """Yield unscored sessions in pages, or all at once if the scorer compares the sessions of a group."""
         unscored: list[Session] = []
         async for rows in iterate_pages(self._store, self._run_id, where):
             scores_by_session = await self._store.scores([row.session.session_id for row in rows])
@@ -158,8 +160,8 @@ class SessionRescorer:
         yield unscored
 
     async def _group_for_scoring(self, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
-        """Return lists of sessions that are scored together, each with its task. A list has one session, or a
-        complete group if the scorer compares sessions."""
+        """Return lists of sessions that are scored together, each with its task. A list has one session or,
+        if the scorer compares sessions, all given sessions of a group."""
         units: list[tuple[Task, list[str]]] = []
         by_group: dict[str, list[str]] = {}
         groups: dict[str, Group | None] = {}

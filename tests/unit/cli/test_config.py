@@ -223,7 +223,7 @@ def test_override_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path)
         ("trainer.steps", "not of the form PATH=VALUE"),
         ("=5", "not of the form PATH=VALUE"),
         ("trainer..steps=5", "not of the form PATH=VALUE"),
-        ("name.x=5", "name is not a section"),
+        ("name.x=5", "name is not a mapping"),
         ("seed=[", "the value is not valid YAML"),
         ("trainer.stepz=5", "trainer.stepz: unknown setting"),
     ],
