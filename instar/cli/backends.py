@@ -31,11 +31,11 @@ class BackendRow:
     installed: bool
     version: str | None
     problem: str | None
-    """Why the backend cannot run here, with the command that fixes it."""
+    """Why the backend cannot run here, with the command that fixes it, or None if it can run."""
     detected: bool
     """True if `backend: auto` would choose the backend."""
     why: str | None
-    """The setting or environment variable that points to the backend, or None."""
+    """The reason to choose the backend, such as a variable in the environment, or None if there is none."""
     losses: list[str]
     features: list[str]
     optimizer: list[str]
@@ -49,8 +49,8 @@ app.command()(serve)
 
 @app.callback(invoke_without_command=True)
 def backends(context: typer.Context, as_json: AsJson = False) -> None:
-    """Without a subcommand, show the installed backends, the choice of `backend: auto`, and what each backend
-    supports."""
+    """Without a subcommand, show for each backend whether it is installed, whether `backend: auto` chooses
+    it, and what it supports."""
     if context.invoked_subcommand is None:
         _print_backends(as_json=as_json)
 
@@ -59,15 +59,15 @@ def backends(context: typer.Context, as_json: AsJson = False) -> None:
 def check(
     name: Annotated[str, typer.Argument(help="Backend: local, tinker, mint, weaver or verl.")],
     url: Annotated[
-        str | None, typer.Option(help="URL of a server to check. Default: a server on this machine.")
+        str | None, typer.Option(help="URL of a service to check. Default: a server that is started here.")
     ] = None,
     python: Annotated[str | None, typer.Option(help="Interpreter with the backend's package.")] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="The tolerance is 1e-5 for fp32, 2e-2 for bf16.")
+        Literal["fp32", "bf16"], typer.Option(help="Tolerance: 1e-5 for fp32, 2e-2 for bf16; verl: tenfold.")
     ] = "fp32",
     as_json: AsJson = False,
 ) -> None:
-    """Run the conformance suite, which compares the results of the backend and of the local backend."""
+    """Run the conformance suite, which compares the backend's results with those of the local backend."""
     from instar.conformance.check import run_check
 
     run_check(name, url=url, python=python, dtype=dtype, as_json=as_json)
@@ -80,7 +80,7 @@ def _print_backends(*, as_json: bool) -> None:
         return
     console = Console()
     console.print(_make_table(rows))
-    # The problem of a backend that is neither configured nor partly installed is of no interest.
+    # Users do not care about the problem of a backend that is neither configured nor partly installed.
     lines = [f"{row.name}: {row.problem}" for row in rows if row.problem and (row.why or row.version)]
     lines += [f"`backend: auto` cannot choose: {conflict}"] if conflict else []
     for line in lines:

@@ -1,4 +1,4 @@
-"""`instar backends serve`: the local backend behind Tinker's or Weaver's wire protocol."""
+"""`instar backends serve`: serve the local backend with Tinker's or Weaver's wire protocol."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 KEYS_ENV = "INSTAR_PROTOCOL_KEYS"
-"""The environment variable with the accepted keys, separated by commas."""
+"""The environment variable with the accepted keys, separated by commas. Without it, a key is generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientConvention:
-    """The key format and the environment variables of the SDKs for a protocol."""
+    """The key format and the environment variables of the SDKs that use a protocol."""
 
     new_key_prefix: str
     accepted_prefixes: tuple[str, ...]
@@ -44,7 +44,7 @@ CONVENTIONS = {
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="The base model, like `model.name` of a run.")],
+    model: Annotated[str, typer.Option(help="The base model: a name, an id or a path, as in `model.name`.")],
     protocol: Annotated[Literal["tinker", "weaver"], typer.Option(help="The protocol to serve.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free port.")] = 0,
@@ -103,8 +103,8 @@ def serve(
 
 
 def read_configured_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
-    """Return the keys in the environment. Raise ConfigError if a key is too short or if no client could send
-    the key. The message does not contain the key."""
+    """Return the keys in the environment. Raise ConfigError if a key is too short for this host, or if
+    clients of the protocol could not send it. The message does not contain the key."""
     keys = [key.strip() for key in environment.get(KEYS_ENV, "").split(",") if key.strip()]
     min_length = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
     prefixes = CONVENTIONS[protocol].accepted_prefixes

@@ -27,7 +27,7 @@ app = new_app()
 
 @app.command()
 def check(file: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Report every mistake in a run's YAML file."""
+    """Report mistakes in a run's YAML file, and files, programs, functions and datasets that are missing."""
     try:
         config = load_config(file, overrides or ())
         if missing := list(_find_missing(config)):
@@ -100,7 +100,7 @@ def show(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a run's settings with every default filled in."""
+    """Print a run's settings with every default filled in, without the API key."""
     config = remove_api_key(load_config(file or DEMO, overrides or ()))
     data = config.model_dump(mode="json")
     if as_json:

@@ -17,8 +17,8 @@ MAX_SHOWN_LENGTH = 80
 
 
 def explain(error: ValidationError, settings: Json | None = None) -> list[str]:
-    """Return one line for each wrong setting. ``settings`` is the content of the file, which shows whether a
-    section was written as a list."""
+    """Return one line for each wrong setting. ``settings`` is the parsed file. It is needed to tell a single
+    section from a list of sections."""
     by_path: dict[str, list[str]] = {}
     for item in error.errors():
         location = item["loc"]
@@ -101,7 +101,7 @@ def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
 
 
 def section_kinds(path: str) -> list[tuple[str, ...]]:
-    """Return the accepted values of `type` for each variant of the section at this path."""
+    """Return the accepted values of `type` for each variant of the section at this path, such as `engine`."""
     candidates: list[type[BaseModel]] = [RunConfig]
     for part in (part for part in path.split(".") if not part.isdigit()):
         fields = [section.model_fields[part] for section in candidates if part in section.model_fields]
@@ -118,6 +118,6 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def kinds_of(section: type[BaseModel]) -> tuple[str, ...]:
-    """Return the values of a variant's `type`, or an empty tuple for a section without variants."""
+    """Return the accepted values of the section's `type`, or an empty tuple if it has no such field."""
     field = section.model_fields.get("type")
     return typing.get_args(field.annotation) if field is not None else ()

@@ -34,11 +34,11 @@ MAX_SHOWN_PER_CHECK = 20
 async def curate(
     run_dir: RunDir,
     filters: dict[str, Any],
-    apply: Annotated[bool, typer.Option("--apply", help="Tag the sessions with findings.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Tag the sessions that have findings.")] = False,
     checks: Annotated[
         list[str] | None, typer.Option("--check", metavar="NAME", help="Only this check; may be repeated.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of sessions, newest first.")] = 10_000,
+    limit: Annotated[int, typer.Option(min=1, help="Check only this many of the newest sessions.")] = 10_000,
     as_json: AsJson = False,
 ) -> None:
     if unknown := set(checks or ()) - set(CHECKS):
@@ -68,7 +68,7 @@ async def curate(
 async def load_recent_sessions(
     store: Store, config: RunConfig, where: SessionFilter, limit: int
 ) -> list[SessionSummary]:
-    """Return the ended sessions among the newest ``limit`` sessions, oldest first."""
+    """Return the ended sessions with calls among the newest ``limit`` matching sessions, oldest first."""
     combine = RewardCombiner(config)
     summaries: list[SessionSummary] = []
     before: int | None = None
@@ -86,7 +86,7 @@ async def load_recent_sessions(
 async def load_complete_groups(
     store: Store, config: RunConfig, selected: Sequence[SessionSummary]
 ) -> list[SessionSummary]:
-    """Return the final session of each slot in the complete groups of the selected sessions."""
+    """Return summaries of the final sessions of all finished groups that have a selected session."""
     combine = RewardCombiner(config)
     group_ids = dict.fromkeys(summary.session.group_id for summary in selected)
     groups = [await store.group(group_id) for group_id in group_ids if group_id is not None]

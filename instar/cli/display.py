@@ -1,4 +1,4 @@
-"""The live display of a run: a panel in a terminal, one line per event elsewhere."""
+"""The live display of a run: a panel in a terminal, or one line per event if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "teacher")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return the last values as bars on a scale from 0 to 1, or to the largest value if it exceeds 1."""
+    """Return the last ``width`` values as bars, on a scale from 0 to 1 or to the largest value above 1."""
     last_values = values[-width:]
     top = max([1.0, *last_values])
     return "".join(BARS[max(0, min(8, round(value / top * 8)))] for value in last_values)

@@ -1,4 +1,4 @@
-"""`instar feedback`: rate or correct a session or a reply, in the same store as the gateway."""
+"""`instar feedback`: rate or correct a session or a reply, or list the feedback of a run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from instar.store.base import Store
 @async_command
 async def feedback(
     run_dir: RunDir,
-    action: Annotated[Literal["ls"] | None, typer.Argument(help="`ls` lists recorded feedback.")] = None,
-    session: Annotated[str | None, typer.Option(help="Id of the session to rate.")] = None,
+    action: Annotated[Literal["ls"] | None, typer.Argument(help="`ls`: list feedback.")] = None,
+    session: Annotated[str | None, typer.Option(help="Id of the session to rate or list.")] = None,
     call: Annotated[str | None, typer.Option(help="Id of the call to rate, instead of a session.")] = None,
     response: Annotated[str | None, typer.Option(help="Response id of the reply to rate.")] = None,
     thumbs: Annotated[bool | None, typer.Option("--up/--down", help="Good (reward 1) or bad (0).")] = None,
@@ -42,7 +42,7 @@ async def feedback(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Record feedback, or list it with `ls`. Corrected replies are used for training."""
+    """Record feedback, or list it with `ls`. Corrected replies are used for training if possible."""
     if action is not None:
         await _list_feedback(run_dir, session, as_json)
         return
@@ -73,7 +73,7 @@ async def feedback(
 
 
 def _read_correction(text: str | None, file: Path | None) -> str | None:
-    """Return the text, or the content of the file without its last line break."""
+    """Return ``text``, or the content of the file without its last line break, or None if both are None."""
     if file is None:
         return text
     if text is not None:
@@ -115,7 +115,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
 
 def _feedback_service(config: RunConfig, store: Store, *, needs_renderer: bool = False) -> FeedbackService:
     renderer = None
-    # A provider's calls have no tokens, so their corrections are not rendered.
+    # If a provider answers, the run has no tokenizer to encode a correction with.
     if needs_renderer and not isinstance(config.engine, UpstreamEngineConfig):
         from instar.models import resolve_tokenizer
 

@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
         str | None, typer.Option(metavar="NAME[@VERSION]", help="Only sessions that this scorer rewarded.")
     ],
     "source": Annotated[
-        str | None, typer.Option(help="Only rewarded by agent, rule, judge, human or fallback.")
+        str | None, typer.Option(help="Only sessions rewarded by agent, rule, judge, human or fallback.")
     ],
     "task": Annotated[str | None, typer.Option(help="Task id.")],
     "agent": Annotated[str | None, typer.Option(help="Agent id.")],
@@ -51,7 +51,7 @@ OPTIONS: dict[str, Any] = {
 
 def with_session_filters(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the command's parameter ``filters`` with the options in OPTIONS. The command receives the
-    values of the options as a dict."""
+    values of all options as a dict; the value of an option that is not set is None."""
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [

@@ -87,7 +87,7 @@ async def list_keys(run_dir: RunDir, as_json: AsJson = False) -> None:
 @async_command
 async def revoke(
     run_dir: RunDir,
-    key: Annotated[str, typer.Argument(help="The key, its name, or the first digits of its hash.")],
+    key: Annotated[str, typer.Argument(help="The key, its name, or the first 8+ digits of its hash.")],
     as_json: AsJson = False,
 ) -> None:
     """Revoke a key. A running gateway rejects it within 5 seconds."""

@@ -28,12 +28,12 @@ COMMANDS = {
     "simulate": Command("simulate:simulate", "Predict a run's throughput, idle time and staleness quickly."),
     "report": Command("report:report", "Write a run's report again: reward curves and an HTML page."),
     "plan": Command("plan:plan", "Show what the next training step would train on, and why."),
-    "curate": Command("curate:curate", "Find duplicates and signs of reward hacking, and tag them."),
+    "curate": Command("curate:curate", "Find duplicates and signs of reward hacking; --apply tags them."),
     "rescore": Command("rescore:rescore", "Score stored sessions with another rule or judge."),
     "roles": Command("roles:roles", "List, drain, stop, start or restart the processes of a run."),
     "status": Command("roles:status", "Show what each process of a run does, its address and log file."),
     "doctor": Command("doctor:doctor", "Check what this machine has and what is missing."),
-    "feedback": Command("feedback:feedback", "Rate or correct a session or a reply, or list ratings."),
+    "feedback": Command("feedback:feedback", "Rate or correct a session or a reply, or list feedback."),
     "config": Command("config:app", "Check and show the YAML file of a run."),
     "sessions": Command("sessions:app", "Inspect, tag, export and import recorded sessions."),
     "datasets": Command("datasets:app", "Manage exported data by name and version."),
@@ -90,7 +90,7 @@ def root_options(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command. Print an InstarError as one message without a traceback."""
+    """Run the command. Print an InstarError as one message without a traceback, and exit with code 1."""
     from instar.errors import InstarError
 
     try:

@@ -9,8 +9,8 @@ from instar.models import is_cached, resolve_model, resolve_tokenizer
 
 
 def fetch_model(config: RunConfig, console: Console) -> None:
-    """Download the model, or only its tokenizer if a cloud service trains the model. Raise ConfigError if the
-    model does not exist."""
+    """Download the model unless it is cached, or only its tokenizer if a cloud service trains the model.
+    Raise ConfigError if the model does not exist."""
     name = config.model.name
     is_path = name.startswith((".", "~", "/"))
     is_cloud = isinstance(config.backend, CloudConfig)

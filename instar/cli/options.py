@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, and helpers to create commands."""
+"""Options and arguments that several commands share, and helpers for creating commands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSO
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Change a setting, e.g. --set trainer.steps=5"),
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a setting, e.g. trainer.steps=5; repeatable."),
 ]
-RunDir = Annotated[Path, typer.Argument(help="The run's folder, runs/<name>.")]
+RunDir = Annotated[Path, typer.Argument(help="The run's folder, such as runs/<name>.")]
 SessionIds = Annotated[list[str] | None, typer.Argument(metavar="[SESSION]...", help="Session ids.")]
 
 
 def new_app(*, no_args_is_help: bool = True) -> typer.Typer:
-    """Return a Typer app with plain text help, for a group of subcommands."""
+    """Return a Typer app with plain text help."""
     return typer.Typer(
         no_args_is_help=no_args_is_help,
         add_completion=False,
@@ -32,11 +32,11 @@ def new_app(*, no_args_is_help: bool = True) -> typer.Typer:
 
 
 def async_command(command: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """Return a synchronous function for Typer, which cannot call async functions."""
+    """Return a synchronous version of the command for Typer, which cannot call async functions."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        import asyncio
+        import asyncio  # not needed for --help
 
         asyncio.run(command(*args, **kwargs))
 

@@ -30,12 +30,12 @@ class StepPlan:
     version: int
     """The policy version that the step would start from."""
     groups_needed: int
-    """The number of groups in a step."""
+    """The number of groups that a full step has."""
     groups: list[Group]
     batch: StepBatch
     corrections: CorrectionBatch
     waiting: dict[str, int]
-    """The number of unclaimed groups by status."""
+    """The number of groups that no step has claimed, by status."""
 
 
 @async_command
@@ -50,10 +50,10 @@ async def plan(run_dir: RunDir, as_json: AsJson = False) -> None:
 
 
 async def make_plan(store: Store, config: RunConfig) -> StepPlan:
-    """Return the step that the trainer's batcher would build now, without writing to the store."""
+    """Return the step that the trainer would build now from the store's data. Nothing is written."""
     run = await store.run(config.name)
     if run is None:
-        raise InstarError(f"Run {config.name} has not started: its store has no record of the run.")
+        raise InstarError(f"Run {config.name} has not started; start it with `instar train`.")
     steps = await store.steps(config.name)
     step = max((row.step for row in steps), default=0) + 1
     latest_policy = await store.latest_policy(run.policy_id)
@@ -74,7 +74,7 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
 async def _load_groups(
     store: Store, config: RunConfig, batch: StepBatch
 ) -> tuple[list[Group], dict[str, int]]:
-    """Return the batch's groups in order, and the number of waiting groups by status."""
+    """Return the batch's groups in order, and the number of unclaimed groups by status."""
     waiting_groups: dict[str, Group] = {}
     counts: Counter[str] = Counter()
     for status in WAITING_STATUSES:

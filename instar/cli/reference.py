@@ -30,7 +30,7 @@ is relative to the file's folder; a relative path in `--set` is relative to the 
 
 
 async def create_app_without_engine() -> GatewayApp:
-    """Return a gateway that has all routes and cannot handle requests."""
+    """Return a gateway app that has all routes, for their description. It cannot handle requests."""
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "store.db")
         app = create_app(
@@ -61,7 +61,7 @@ def render() -> str:
 def _render_section(
     section: type[BaseModel], path: str, parts: list[str], rendered: set[tuple[str, str]]
 ) -> None:
-    """Append the Markdown text of a section and its subsections to ``parts``, once for each path."""
+    """Append the Markdown text of a section and its subsections to ``parts``, at most once for each path."""
     if (path, section.__name__) in rendered:
         return
     rendered.add((path, section.__name__))
@@ -121,8 +121,8 @@ def _format_default(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("paths", type=Path, nargs="+", help="configuration.md, openapi.json")
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("paths", type=Path, nargs="+", help="Files to write: Markdown or OpenAPI (.json).")
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail if outdated.")
     arguments = parser.parse_args()
     for path in arguments.paths:
         text = asyncio.run(render_api()) if path.suffix == ".json" else render()

@@ -1,4 +1,4 @@
-"""`instar report`: reward curves as PNG, and one self-contained HTML page."""
+"""`instar report`: reward curves as a PNG file, and an HTML page that contains them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def _load_from_store(run_dir: Path) -> tuple[list[ReportExample], list[Jud
 
 
 async def _load_examples(store: Store, config: RunConfig, limit: int = 3) -> list[ReportExample]:
-    """Return the held-out tasks whose reward improved most, each before and after training."""
+    """Return examples of the ``limit`` held-out tasks that improved most in the first evaluation mode."""
     if config.eval is None:
         return []
     mode = next(iter(config.eval.modes))
@@ -222,7 +222,7 @@ def _step_table(steps: list[Json]) -> str:
 
 
 def _staleness_section(steps: list[Json]) -> list[str]:
-    """Return tables of the staleness of trained tokens and of dropped samples over the run."""
+    """Return the HTML tables of trained tokens by staleness and of dropped samples by reason."""
     tokens, dropped = _sum_counts(steps, "staleness_tokens"), _sum_counts(steps, "dropped")
     parts: list[str] = []
     if tokens:
@@ -238,7 +238,7 @@ def _staleness_section(steps: list[Json]) -> list[str]:
 
 
 def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
-    """Return a table with the agreement of each judge with itself and with rules (see docs/judge.md)."""
+    """Return the HTML table of each judge's agreement with itself and with rules (see docs/judge.md)."""
     rows = [
         {
             "judge": judge.judge,
@@ -276,8 +276,8 @@ def _cell(value: Any) -> str:
 
 
 def render_example(example: ReportExample) -> str:
-    """Return the conversation as HTML, starting at the last user message of the first prompt. This skips
-    few-shot examples."""
+    """Return the conversation as HTML. It starts at the last user message of the first prompt, or of the last
+    prompt if that does not continue the first one. This skips few-shot examples."""
     label, calls, reward = example
     first, last = calls[0].messages, calls[-1].messages
     opening = first if last[: len(first)] == first else last

@@ -23,9 +23,9 @@ from instar.errors import InstarError
 async def roles(
     run_dir: RunDir,
     action: Annotated[Action | None, typer.Argument(help="The action to apply to one process.")] = None,
-    name: Annotated[str | None, typer.Argument(help="Name of the process: `engine-0`, `trainer`.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the process, such as `engine-0`.")] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that a role has to drain before it is stopped.")
+        float, typer.Option(min=1, help="Seconds that a process has to drain before it is stopped.")
     ] = 600.0,
     as_json: AsJson = False,
 ) -> None:
@@ -52,7 +52,7 @@ async def _list_or_control(
         rows = await send_control_request(folder.control_socket, request)
     except (FileNotFoundError, ConnectionError):
         if action != "list":
-            raise InstarError(f"The run in {folder.path} is not running.") from None
+            raise InstarError(f"The run in {folder.path} is not running; start it first.") from None
         rows = await _read_last_state(run_dir)
     if as_json:
         print_json([msgspec.to_builtins(row) for row in rows])
@@ -61,7 +61,7 @@ async def _list_or_control(
 
 
 async def _read_last_state(run_dir: Path) -> list[RoleStatus]:
-    """Return the last reported state of each role, for a run that is not running."""
+    """Return the last reported state of each process of a run that is not running."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         return [
             RoleStatus(entry.role, entry.name, "down", doing=entry.doing, address=entry.url, log=entry.log)

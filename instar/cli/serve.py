@@ -23,7 +23,7 @@ from instar.gateway.auth import create_key
 
 
 def serve(
-    file: Annotated[Path | None, typer.Argument(help="The YAML file. Default: the default model.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A YAML file. Without it: the default model.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +46,7 @@ def _instructions(config: RunConfig, url: str, key: str, feedback_key: str) -> l
         f"Serving {model}. Connect an agent with:\n",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}\n",
-        f"Rate its replies (POST {url}/feedback) with the feedback key:\n",
+        f"To rate its replies, POST to {url}/feedback with the feedback key:\n",
         f"  export INSTAR_FEEDBACK_KEY={feedback_key}\n",
     ]
 

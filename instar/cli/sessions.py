@@ -47,9 +47,9 @@ class ListedSession:
 async def list_sessions(
     run_dir: RunDir,
     filters: dict[str, Any],
-    limit: Annotated[int, typer.Option(min=1, help="Number of sessions, the newest first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="List at most this many of the newest sessions.")] = 50,
     before: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Only sessions before this number: the next page.")
+        int | None, typer.Option(metavar="NUMBER", help="Only sessions before the one with this number.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -80,7 +80,7 @@ async def _load_listed_sessions(
 
 
 def _print_table(sessions: Sequence[ListedSession]) -> None:
-    # Truncated ids and words are useless, so only the last columns may shrink.
+    # Truncated ids and words are useless, so their columns have a minimum width.
     words = [Column("session", no_wrap=True, min_width=25), Column("channel"), Column("status", min_width=9)]
     numbers = [Column(name, justify="right", min_width=len(name)) for name in ("calls", "tokens", "reward")]
     table = plain_table(*words, "task", *numbers, "tags", "reason")
@@ -129,7 +129,7 @@ class SessionDetails:
     claims: list[Claim]
     group: Group | None
     group_sessions: list[SessionRow]
-    """All sessions of the session's group, including the session itself."""
+    """The sessions in the slots of the group, including the session itself; empty if there is no group."""
 
 
 @app.command()

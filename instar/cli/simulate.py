@@ -38,8 +38,8 @@ from instar.trainer.monitor import read_steps
 from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
-"""The number of random sessions to draw if sessions are neither measured nor read from a file. The
-simulation repeats them as needed."""
+"""The number of random sessions to draw if sessions are neither measured nor read from a file. The simulation
+uses them again if it needs more."""
 DEFAULT_MAX_BATCH = 1024
 """The assumed limit of concurrent replies for an engine without a configured limit."""
 
@@ -47,10 +47,10 @@ DEFAULT_MAX_BATCH = 1024
 def simulate(
     file: ConfigFile,
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engines. Default: the run's.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(min=0, help="Default: the run's setting.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(min=0, help="In versions. Default: the run's.")] = None,
     workload: Annotated[Path | None, typer.Option(help="A file of sessions to replay.")] = None,
     measured: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use timings measured in this run.")
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use sessions and timings of this run.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed. Default: the run's seed.")] = None,
     sweep: Annotated[bool, typer.Option(help="Search for a better engine count and max_staleness.")] = True,
@@ -96,10 +96,10 @@ def simulate(
 def cluster_from_config(
     config: RunConfig, *, engines: int | None = None, max_staleness: int | None = None
 ) -> ClusterSpec:
-    """Return the simulated cluster for a run's settings."""
+    """Return the cluster to simulate. ``engines`` and ``max_staleness`` override the run's settings."""
     rollout = config.rollout
     if rollout is None:
-        raise ConfigError("rollout: this section is missing; set its group_size and concurrency")
+        raise ConfigError("rollout: this section is missing; add it, with its tasks and agent")
     if max_staleness and config.trainer.mode == "sync":
         raise ConfigError(f"--max-staleness: given {max_staleness}; must be 0 if trainer.mode is sync")
     if not config.count_live_groups(config.trainer.steps):
@@ -131,9 +131,9 @@ def count_engines(config: RunConfig) -> int:
 
 
 def switches_policy_mid_reply(config: RunConfig) -> bool:
-    """Return True if a reply continues under a policy that is loaded while the reply is sampled.
+    """Return True if a reply in progress continues under a newly loaded policy, on all engines of the run.
 
-    For vLLM with `policy: auto`, `merged` is assumed only if `model.device` is `cpu`.
+    For vLLM with `policy: auto`, a CPU is assumed only if `model.device` is `cpu`.
     """
     match config.engine:
         case CloudEngineConfig():
@@ -166,8 +166,8 @@ def _get_max_batch(config: RunConfig) -> int:
 async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the workload measured in the run folder ``measured`` or, if it is None, the workload that the
-    `simulate` section describes. A workload file replaces the sessions."""
+    """Return the workload measured in the run folder ``measured``, with pauses and crashes from `simulate`,
+    or the workload of `simulate` if ``measured`` is None. A workload file replaces the sessions."""
     settings = config.simulate or SimulateConfig()
     path = workload or settings.workload
     if measured is not None:

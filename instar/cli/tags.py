@@ -48,7 +48,7 @@ async def tag_sessions(
     filters: dict[str, Any],
     session_ids: SessionIds = None,
     reason: Annotated[str, typer.Option(help="The reason, stored with the tag.")] = "",
-    author: Annotated[str, typer.Option(help="Name of the author. Default: the user's name.")] = "",
+    author: Annotated[str, typer.Option(help="Name of the author. Default: the login name.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Tag sessions, selected by id or by filters."""
@@ -75,7 +75,7 @@ async def tag_sessions(
 @async_command
 async def untag_sessions(
     run_dir: RunDir,
-    tag_name: Annotated[str, typer.Argument(metavar="NAME", help="The tag to remove.")],
+    tag_name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the tag to remove.")],
     filters: dict[str, Any],
     session_ids: SessionIds = None,
     as_json: AsJson = False,

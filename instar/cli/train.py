@@ -46,7 +46,7 @@ def train(
 
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the tasks, the sampling and the adapter.")] = 0,
-    run_dir: Annotated[Path | None, typer.Option("--dir", help="Folder of the run.")] = None,
+    run_dir: Annotated[Path | None, typer.Option("--dir", help="Folder. Default: runs/demo-TIME.")] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -68,7 +68,7 @@ def demo(
 
 
 def _run(config: RunConfig, console: Console, *, resume: bool, as_json: bool) -> LiveRun:
-    """Train, write the report and print the summary."""
+    """Train, write the report if there is something to report, and print the summary."""
     resolved, _ = check_run(config, os.environ)  # before downloading the model
     fetch_model(resolved, console)
 
@@ -94,7 +94,7 @@ def _run(config: RunConfig, console: Console, *, resume: bool, as_json: bool) ->
 
 
 def summarize(run: LiveRun) -> Json:
-    """Return the number of steps, the seconds of training, and the evaluations before and after training."""
+    """Return the run's steps, seconds, version, paths and warnings, and the result of each evaluation."""
     steps = read_steps(run.folder.path)
     summary: Json = {
         "name": run.run_id,
