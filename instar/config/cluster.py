@@ -42,8 +42,8 @@ class RayClusterConfig(Section):
     """Resources of a process, by role. Default: one core, and the GPUs that an engine, a teacher or the
     trainer can use. If the cluster has too few, each process gets a fraction."""
     env: list[str] = []
-    """Names of additional environment variables to pass to the roles. `PYTHONPATH`, `CUDA_HOME` and the
-    variables in settings such as `api_key_env` are always passed."""
+    """Names of additional environment variables to pass to the roles. `PYTHONPATH`, `CUDA_HOME`, `HF_HOME`,
+    `HF_HUB_OFFLINE`, `OMP_NUM_THREADS` and variables in settings such as `api_key_env` are always passed."""
     node_timeout: Seconds = 30.0
     """Seconds that a node may be unreachable before its roles are started on other nodes. Roles that still
     run on the node then exit. Ray itself may declare the node dead sooner."""

@@ -58,8 +58,8 @@ class UpstreamEngineConfig(Section):
     also: list[Literal["chat", "responses", "messages", "completions"]] = []
     """Other API formats that the provider supports at the same URL."""
     api_key_env: str | None = None
-    """Environment variable with the provider's API key. Default: the key that the agent sends is forwarded,
-    unless Instar issued it; then the request is sent without a key."""
+    """Environment variable with the provider's API key. Default: the key that the agent sends in addition to
+    its Instar key (see docs/gateway.md), if any. A key that Instar issued is never forwarded."""
     model: str | None = None
     """Model name sent to the provider. Default: the name that the agent requests."""
     token_ids: bool = False

@@ -152,8 +152,8 @@ class TrainerConfig(Section):
     """Learning rate after warm-up. `linear`: falls linearly until the end of `steps` or `seconds`, whichever
     comes first, but not below 5% of `adam.lr`."""
     checkpoint_every: Positive = 1
-    """Number of steps between two checkpoints. After a crash, the steps since the last checkpoint are
-    repeated."""
+    """Number of steps between two checkpoints. After a crash, the steps since the last checkpoint are trained
+    again."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""
