@@ -1,8 +1,8 @@
 """The attention function of the local engine. It is registered in transformers as `instar_engine`.
 
 A step runs the model on [1, T] tokens: one token of every decoding row, then pieces of prompts. Each layer
-calls ``attend`` with the plan of the step, which writes the new keys and values into the rows and attends
-within each row.
+calls ``attend`` with the plan of the step. ``attend`` writes the new keys and values into the rows of the KV
+cache, and attends within each row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class DecodeBlock:
     stop: int
     length: int
     mask: Tensor
-    """[rows, 1, 1, length]: 0 for visible keys, else -inf. A boolean mask would be converted in every
-    layer."""
+    """[rows, 1, 1, length]: 0 for visible keys, else -inf. Torch would convert booleans in every layer."""
 
 
 @dataclass(slots=True)
@@ -42,12 +41,12 @@ class PrefillPiece:
     length: int
     """The number of keys in the row, including the keys of this piece."""
     mask: Tensor | None
-    """Boolean [piece tokens, length]. None for the first piece of a row, which uses causal attention."""
+    """Boolean [piece tokens, length]. None if the row has no earlier keys, so that torch can mask it."""
 
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """A prefix that several rows share. All of them use the keys in row ``source``."""
+    """A prefix that ``rows`` have in common. All of them use its keys and values in row ``source``."""
 
     rows: Tensor
     source: int
@@ -65,14 +64,14 @@ class StepPlan:
     """The number of decoding rows. The step begins with one token from each."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
-    """The length of each prefix in ``prefixes``. With prefixes, ``blocks`` covers only later keys."""
+    """The length of each prefix in ``prefixes``. The blocks are then used only for the keys after it."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """A stand-in for the plan. ``shapes`` maps each layer to (kv heads, head dim) of its keys."""
+    """Replaces the plan in a test run. Each layer stores (kv heads, head dim) of its keys in ``shapes``."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -87,7 +86,8 @@ def attend(
     instar_plan: StepPlan | ShapeProbe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output [1, T, heads, head dim] for query [1, heads, T, head dim]."""
+    """Write the keys and values to the plan's rows, and return the output [1, T, heads, head dim] for query
+    [1, heads, T, head dim]. With a ShapeProbe, only record the shapes and return zeros."""
     if isinstance(instar_plan, ShapeProbe):
         return _record_shape(module, query, key, value, instar_plan, kwargs), None
     assert instar_plan is not None, "the model does not pass keyword arguments to its attention"
@@ -127,7 +127,7 @@ def attend(
 
 
 def can_share_prefixes(device: str) -> bool:
-    """Return True if attention can be computed in two parts of the keys. GPU kernels are fast without it."""
+    """Return True if attention to shared prefixes can be computed separately. GPUs are fast without it."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
@@ -176,11 +176,14 @@ def _record_shape(
 ) -> Tensor:
     for name in ("sliding_window", "softcap", "s_aux", "sinks", "position_bias"):
         if kwargs.get(name) is not None:
-            raise EngineError(f"The local engine does not support models whose attention uses {name}.")
+            raise EngineError(
+                f"The local engine supports only plain causal attention, but this model uses {name}; set "
+                "engine.type to vllm, or choose another model."
+            )
     if key.shape != value.shape:
         shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
         raise EngineError(
-            f"Keys and values have the shapes {shapes}; the local engine requires equal shapes."
+            f"Keys and values have the shapes {shapes}, which must be equal; set engine.type to vllm."
         )
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     probe.shapes[layer] = (key.shape[1], key.shape[3])

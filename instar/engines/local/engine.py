@@ -31,8 +31,8 @@ ReplyQueue = asyncio.Queue[TokenChunk | EngineError]
 
 
 class LocalEngine(Engine):
-    """An engine that samples with torch. Several engines can share one ``shared_model``. Benchmarks set
-    ``stop_at_eos=False``, so that every reply has ``max_tokens`` tokens."""
+    """An engine that samples with torch. ``shared_model`` comes from ``EngineModel.share``; without it, the
+    engine loads the model. Benchmarks set ``stop_at_eos=False`` to get replies of ``max_tokens`` tokens."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class LocalEngine(Engine):
             self._commands.put(lambda: torch.set_num_threads(count))
 
     def set_kv_tokens(self, count: int) -> None:
-        """Set the maximum number of tokens in the KV cache. One full context always fits."""
+        """Set the maximum number of tokens in the KV cache. A single request always fits."""
         self._commands.put(lambda: self._scheduler.set_kv_tokens(count))
 
     def release_memory(self) -> None:
@@ -180,7 +180,7 @@ class LocalEngine(Engine):
             _enqueue(loop, [(chunks, self._failure)])
 
     def _run_commands(self) -> bool:
-        """Run the posted commands, or wait for one command if there are no requests. Return False to stop."""
+        """Run the posted commands, and wait for more while there are no requests. Return False to stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._scheduler.is_busy)
@@ -209,7 +209,7 @@ class LocalEngine(Engine):
         try:
             self._scheduler.apply(update)
         except BaseException as error:  # every error, because the caller of load waits for the result
-            applied.set_exception(EngineError(f"The policy could not be applied: {error}"))
+            applied.set_exception(EngineError(f"The policy cannot be applied, so the engine stops: {error}"))
             raise  # stop the engine, because its weights may be partially changed
         applied.set_result(None)
 

@@ -55,8 +55,8 @@ class LoraPair:
 
 
 class EngineLinear(nn.Linear):
-    """A linear layer with an optional LoRA update. On CPUs, ``packed`` is a second copy of the weight, in the
-    layout that the bf16 kernels use."""
+    """A linear layer with an optional LoRA update. ``packed`` is a second copy of a bf16 weight in the layout
+    that the CPU kernels use, or None."""
 
     pair: LoraPair | None
     packed: Tensor | None
@@ -98,8 +98,8 @@ def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Convert bf16 weights to the layout that the CPU kernels use. A decoding step with few rows then takes
-    0.4 to 0.9 of the time, with the same results."""
+    """Copy bf16 weights to the layout that the CPU kernels use, if there is one. A decoding step with few
+    rows then takes 0.4 to 0.9 of the time, with the same results."""
     for module in model.modules():
         if isinstance(module, EngineLinear) and _can_pack(module.weight):
             module.packed = MKLDNN._reorder_linear_weight(module.weight.detach(), 16)
@@ -115,7 +115,8 @@ def _can_pack(weight: Tensor) -> bool:
 
 
 def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str) -> dict[str, LoraPair]:
-    """Return the LoRA update of each module by name. Raises EngineError if the adapter is not supported."""
+    """Return the LoRA update of each module by name. Raises EngineError if the adapter cannot be read, is not
+    supported or does not fit the model."""
     updates, scale = read_updates(folder)
     modules = dict(model.named_modules())
     adapter: dict[str, LoraPair] = {}
@@ -126,7 +127,7 @@ def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str
         check_update(name, matrices, (module.out_features, module.in_features))
         down, up = matrices["A"], matrices["B"].float().T * scale
         if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
-            raise EngineError(f"The adapter's update of {name} contains values that are not finite.")
+            raise EngineError(f"The adapter's update of {name} contains NaN or infinite values.")
         adapter[name] = LoraPair(down.to(device, dtype).contiguous(), up.to(device, dtype).contiguous())
     return adapter
 
@@ -156,8 +157,7 @@ def _read_scale(config: dict[str, Any], folder: Path) -> float:
             raise _unsupported_error(folder, f"uses {name}")
     if config.get("bias", "none") != "none":
         raise _unsupported_error(folder, "trains biases")
-    # These methods change the base weights at the start, and the adapter's folder does not contain the
-    # change.
+    # These methods also change the base weights, and the adapter's folder does not contain the change.
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
         raise _unsupported_error(folder, f"was initialized with {init}")
@@ -170,7 +170,7 @@ def _unsupported_error(folder: Path, problem: str) -> EngineError:
 
 
 def check_update(name: str, matrices: dict[str, Tensor], weight_shape: tuple[int, ...]) -> None:
-    """Raise EngineError unless the matrix product B A has the shape of the layer's weight."""
+    """Raise EngineError unless A and B exist and their product B A has the shape of the layer's weight."""
     if matrices.keys() != {"A", "B"}:
         raise EngineError(f"The adapter's update of {name} is incomplete; it must have lora_A and lora_B.")
     a_shape, b_shape = tuple(matrices["A"].shape), tuple(matrices["B"].shape)

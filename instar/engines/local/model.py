@@ -31,13 +31,13 @@ class PolicyUpdate:
     version: int
     adapter: dict[str, LoraPair]
     source: Path
-    """The folder with the full weights under the adapter."""
+    """The folder with the full weights that the adapter is applied to."""
     state: dict[str, Tensor] | None
     """The full weights in ``source``, or None if the model already has these weights."""
 
 
 class EngineModel:
-    """The model that an engine serves. If ``base`` is set, its weights are shared and not copied."""
+    """The model that an engine serves. It shares the weights of ``base``, or loads them if that is None."""
 
     def __init__(self, config: ModelConfig, base: Any = None) -> None:
         transformers_logging.disable_progress_bar()
@@ -60,7 +60,7 @@ class EngineModel:
         self.kv_shape = self._probe_kv_shape(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model that has its own adapter and shares all weights, even those loaded later."""
+        """Return a model with its own adapter and shared weights. Full weights must not be loaded later."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
         return shared
@@ -86,8 +86,7 @@ class EngineModel:
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         source = path.resolve() if kind == "weights" else self.folder
         adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
-        # Full weights are read again even if they come from the same folder, because its files may have
-        # changed.
+        # Full weights are always read again, because the files in the same folder may have changed.
         state = self._read_state(source) if kind == "weights" or source != self._source else None
         return PolicyUpdate(policy.version, adapter, source, state)
 
@@ -104,8 +103,12 @@ class EngineModel:
         except (OSError, ValueError) as error:
             raise EngineError(f"The weights in {folder} cannot be read: {error}") from error
         current: dict[str, Tensor] = self._model.state_dict()
-        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in current.items()}:
-            raise EngineError(f"The weights in {folder} do not have the architecture of {self.folder}.")
+        differences = {(n, t.shape) for n, t in state.items()} ^ {(n, t.shape) for n, t in current.items()}
+        if differences:
+            raise EngineError(
+                f"The weights in {folder} do not have the architecture of {self.folder}. For example, "
+                f"{min(name for name, _ in differences)} exists in only one of them or has another shape."
+            )
         return state
 
     def _probe_kv_shape(self, layer_count: int) -> KVShape:
@@ -117,7 +120,8 @@ class EngineModel:
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(layer_count)) or len(shapes) != 1:
             raise EngineError(
-                "The layers have different attention; the local engine requires full attention in all layers."
+                f"{self.folder}: {len(probe.shapes)} of {layer_count} layers have full attention, with "
+                f"{len(shapes)} shapes. All layers must have it, with one shape; set engine.type to vllm."
             )
         ((kv_heads, head_dim),) = shapes
         return KVShape(layer_count, kv_heads, head_dim, self.dtype, self.device)

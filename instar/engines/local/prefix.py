@@ -118,7 +118,7 @@ class PrefixCache:
 def find_shared_prefixes(
     prompts: Sequence[Ids], weights_epochs: Sequence[int]
 ) -> tuple[int, list[list[int]]] | None:
-    """Return the length of the shared prefixes and the rows that share each one, or None if sharing does not
+    """Return the length of all shared prefixes and, for each prefix, its rows, or None if sharing does not
     pay off. ``weights_epochs`` identifies the weights with which each row's prefix was computed. Attention to
     a shared prefix is one matrix product for all of its rows."""
     groups: dict[tuple[int, bytes], list[int]] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CAPACITY_STEP = 64
-"""The capacity of a row grows by this many tokens."""
+"""The capacity of a row is a multiple of this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def allocate_kv(shape: KVShape, rows: int, capacity: int) -> Tensor:
     size = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
     if shape.device != "cpu":
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
-    array = np.zeros(size, dtype={2: np.uint16, 4: np.float32}[shape.dtype.itemsize])
+    array = np.zeros(size, dtype={2: np.uint16, 4: np.float32}[shape.dtype.itemsize])  # NumPy lacks bfloat16
     return torch.from_numpy(array).view(shape.dtype)
 
 
@@ -48,7 +48,7 @@ class KVRows:
         return self.kv.shape[2] * self.kv.shape[4]
 
     def compute_size(self, rows: int, length: int) -> tuple[int, int]:
-        """Return the number of rows and the capacity to allocate for ``rows`` rows with ``length`` tokens."""
+        """Return the size to allocate: at least ``rows`` rows with a capacity of at least ``length``."""
         current_rows, capacity = self.kv.shape[2], self.kv.shape[4]
         new_capacity = max(capacity, -(-length // CAPACITY_STEP) * CAPACITY_STEP)
         if rows <= current_rows:
@@ -58,12 +58,13 @@ class KVRows:
         return (doubled if can_double else rows), new_capacity
 
     def can_fit(self, rows: int, length: int) -> bool:
-        """Return True if the memory can grow to this size. One row always fits."""
+        """Return True if ``rows`` rows of ``length`` tokens fit into ``max_tokens``. One row always fits."""
         new_rows, capacity = self.compute_size(rows, length)
         return rows == 1 or new_rows * capacity <= self.max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """Return True if the allocated memory is too large to keep for a first row with ``length`` tokens."""
+        """Return True if the memory must be freed before an idle engine starts a row with ``length`` tokens:
+        it would exceed ``max_tokens``, or is over four times as large as all rows of this length need."""
         rows, capacity = self.compute_size(1, length)
         return rows * capacity > self.max_tokens or self.capacity_tokens > 4 * self._max_rows * length
 

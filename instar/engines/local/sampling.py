@@ -15,6 +15,7 @@ from instar.errors import EngineError
 from instar.types import Floats, Ids, SamplingParams
 
 BLOCK_SIZE = 128
+NON_FINITE_LOGITS = "The model returned logits that are not finite (NaN or inf); check the policy's weights."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,10 @@ class Sampler:
             behavior[index] = 0.0
         self._draw_tempered(logits, params, uniform, ids, behavior)
         logprobs = logits.gather(1, ids) - max_logit - total.log()
-        # One transfer for all values, so that the step waits for the device only once. Float64 ids are exact.
+        # One transfer for all values, so that the step waits for the device once. Ids are exact in float64.
         drawn = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
         if any(math.isnan(row[1]) for row in drawn):
-            raise EngineError("The model returned logits that are not finite.")
+            raise EngineError(NON_FINITE_LOGITS)
         return SampledTokens(
             ids=[int(row[0]) for row in drawn],
             logprobs=[row[1] for row in drawn],
@@ -72,7 +73,7 @@ class Sampler:
         ids: Tensor,
         behavior: Tensor,
     ) -> None:
-        """Resample, in place, the rows whose temperature, top_k or top_p modifies the distribution."""
+        """Sample again, in place, all rows with a modified distribution that are not greedy."""
         tempered = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
         truncated = [i for i in tempered if params[i].top_p < 1 or params[i].top_k > 0]
         untruncated = [i for i in tempered if i not in set(truncated)]
@@ -90,7 +91,8 @@ class Sampler:
             ids[index], behavior[index] = drawn, logprobs
 
     def _get_buffers(self, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
-        """Return buffers that are padded to full blocks with -inf, which is never sampled."""
+        """Return the buffers for logits and weights, whose width is a multiple of BLOCK_SIZE. The logits are
+        padded with -inf, which is never sampled."""
         width = -(-vocab // BLOCK_SIZE) * BLOCK_SIZE
         if self._logits.shape[0] < rows or self._logits.shape[1] != width:
             size = (max(rows, self._logits.shape[0]), width)
@@ -107,7 +109,7 @@ def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
         parts.append(logits_fp32.gather(1, block_index)[:, 0] - logits_fp32.logsumexp(-1))
     logprobs = torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.float32)
     if np.isnan(logprobs).any():
-        raise EngineError("The model returned logits that are not finite.")
+        raise EngineError(NON_FINITE_LOGITS)
     return logprobs
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching: decides which tokens each step computes. It is not thread-safe.
+"""Continuous batching: decides which tokens each step computes. `Scheduler` is not thread-safe.
 
 The first rows belong to replies that sample one token in each step. The other rows belong to requests whose
 prompt is still being computed in pieces.
@@ -41,12 +41,13 @@ class SchedulerRequest:
     computed_tokens: int = 0
     """The number of tokens with keys and values in the request's row."""
     row: int = -1
+    """The request's row in the KV cache, or -1 before it starts and after it ends."""
     admission_order: int = 0
     has_mixed_versions: bool = False
     """True if the keys and values were computed under several versions. Then they must not be cached."""
     weights_epoch: int = 0
-    """The number of weight changes before the prompt was computed, or a unique value if versions are
-    mixed."""
+    """The number of weight changes before the prompt was computed, or a unique value if the weights changed
+    during its computation."""
     is_finished: bool = False
     scores: Floats | None = None
     """If set, the request samples no reply, and the prompt's logprobs are written to this array."""
@@ -91,7 +92,7 @@ class Scheduler:
         request.is_finished = True
 
     def apply(self, update: PolicyUpdate) -> None:
-        """Change the weights. Only running requests keep keys and values that the old weights computed."""
+        """Change the weights. Only running requests that sample keep keys and values of the old weights."""
         self._model.apply(update)
         self._status.version = update.version
         self._prefixes.clear()
@@ -101,7 +102,7 @@ class Scheduler:
             # The prompt is computed under two versions, so no other row may share its prefix.
             request.weights_epoch = -request.admission_order
             if request.scores is not None:
-                request.computed_tokens = 0
+                request.computed_tokens = 0  # all scores must come from one version
         self._weights_epoch += 1
 
     def set_kv_tokens(self, kv_tokens: int) -> None:
@@ -114,7 +115,7 @@ class Scheduler:
             self._prefixes.clear()
 
     def step(self) -> list[Emission]:
-        """Admit requests, run the model once and return the new tokens."""
+        """Admit requests, run the model once and return the new chunks (empty at the end of scoring)."""
         self._admit()
         if not self._running:
             return []
@@ -151,7 +152,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(deferred))
 
     def _should_wait(self, ids: Ids) -> bool:
-        """Return True if another prompt that is being computed will cache a longer prefix of ``ids``."""
+        """Return True if a running prompt will cache at least MIN_SAVED_TOKENS more leading ``ids``."""
         cached = self._prefixes.match_length(ids)
         return any(
             not other.has_mixed_versions
@@ -253,7 +254,7 @@ class Scheduler:
         self._decoding_rows += 1
 
     def _score(self, plan: attention.StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
-        """Store the logprobs of scored prompts and return the requests that are complete."""
+        """Store the logprobs of scored prompts, read from ``logits``, and return the completed requests."""
         complete: list[SchedulerRequest] = []
         start = 0
         for piece in plan.pieces:
@@ -303,7 +304,7 @@ class Scheduler:
         self._prefixes.trim(max(0, self._kv_tokens - self._rows.capacity_tokens))
 
     def _release(self, request: SchedulerRequest) -> None:
-        """Free the row of a request. The last decoding row and then the last row move into the free row."""
+        """Free the row of a request. Other rows move to close the gap, and decoding rows stay first."""
         free_row = request.row
         request.row = -1
         if free_row < self._decoding_rows:
