@@ -28,7 +28,7 @@ class AdapterPrefetcher:
     model_runner: Any
 
     def instar_read_adapter(self, path: str) -> dict[str, Any]:
-        """Start reading the adapter in the background. Call again until the result has ``done`` set."""
+        """Read the adapter in the background. Call again until ``done`` is true or ``error`` is set."""
         if "instar_prefetch" not in self.__dict__:
             self.__dict__["instar_prefetch"] = _AdapterPrefetch(self.model_runner.lora_manager, self.device)
         return self.__dict__["instar_prefetch"].read(path)

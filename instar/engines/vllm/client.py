@@ -15,7 +15,7 @@ from instar.http.plain import PlainResponse
 from instar.types import Json
 
 IDLE_SECONDS = 2.0
-"""An idle connection is reused for this long. By default, vLLM closes idle connections after 5 seconds."""
+"""An idle connection is reused for this many seconds. By default, vLLM closes it after 5 seconds."""
 CALL_TIMEOUT = 600.0
 JSON_HEADERS = {"content-type": "application/json"}
 FOR_ADAPTERS = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -24,7 +24,7 @@ LORA_METRIC = "vllm:lora_requests_info"
 
 
 class WorkerError(EngineError):
-    """A call to vLLM's workers failed. ``weights_changed`` is False if all workers have the old weights."""
+    """A call to vLLM's workers failed. ``weights_changed`` is False if all workers kept their weights."""
 
     def __init__(self, message: str, *, weights_changed: bool) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class VllmClient:
         return response["results"] if response else []
 
     async def call_workers(self, method: str, body: Json) -> list[Json]:
-        """Call a method of our worker extension on every worker. Raises WorkerError for the first failure."""
+        """Call a method of our worker extension on every worker. Raises WorkerError with the first error."""
         results: list[Json] = await self.rpc(method, {"text": msgspec.json.encode(body).decode()})
         errors = [result["error"] for result in results if "error" in result]
         if errors:

@@ -32,7 +32,7 @@ print(version("vllm"), has_flag)
 """A script that inspects the installation without importing vLLM, because the import takes many seconds."""
 PROBE_TIMEOUT = 60.0
 IDLE_SECONDS = 30.0
-"""An idle connection to a server that Instar started is reused for this long."""
+"""An idle connection to a server that Instar started is reused for this many seconds."""
 PRIVATE_PREFIXES = ("INSTAR_",)
 """Environment variables with these prefixes are not passed to vLLM, because they may contain keys."""
 
@@ -51,7 +51,7 @@ class VllmInstallation:
 
 
 def find_vllm(python: str | None) -> VllmInstallation:
-    """Find the vLLM installation of a Python interpreter. Raises ConfigError if there is none."""
+    """Find the vLLM of a Python interpreter (None: this one). Raises ConfigError if there is none."""
     interpreter = python or sys.executable
     try:
         probe = subprocess.run(
@@ -112,8 +112,8 @@ class VllmLaunch:
         return [*arguments, *config.args]
 
     def build_environment(self, key: str, package_folder: Path) -> dict[str, str]:
-        """Return the server's environment variables. ``package_folder`` is a folder on the server's import
-        path that contains only the package instar."""
+        """Return the server's environment variables. ``package_folder`` contains only the package instar,
+        and is added to the import path."""
         environment = _base_environment()
         paths = [str(package_folder), *filter(None, [environment.get("PYTHONPATH")])]
         environment.update(

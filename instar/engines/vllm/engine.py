@@ -59,11 +59,11 @@ class VllmEngine(Engine):
         self._should_send_seeds = True
         self._dtype = "fp32"  # every server can read it
         self._policy: Policy | None = None
-        """The policy that the server must serve after a restart."""
+        """The policy that the server must serve after a restart, or None for the base model."""
         self._has_pending_load = False
         """True if ``_policy`` arrived while the server was down."""
         self._process_start: str | None = None
-        """The metric with the start time of the external server's process when the policy was loaded."""
+        """The metric with the start time of the external server's process when it last became ready."""
         self._load_lock = asyncio.Lock()
         self._ready = asyncio.Event()
         self._down_reason = "it has not started yet"
@@ -124,9 +124,9 @@ class VllmEngine(Engine):
         self._ready.set()
 
     async def _sync_external(self, process_start: str | None) -> None:
-        """Restore the policy on an external server that responds again. The weights of a new process are
-        unknown, so they are replaced during a pause, which separates the versions within replies in
-        progress."""
+        """Make an external server that responds serve the policy, or the base model if there is none. The
+        weights of a new process are unknown, so they are replaced in any case, during a pause that separates
+        the versions within replies. The same process loads only a policy that arrived while it was down."""
         is_same_process = process_start is not None and process_start == self._process_start
         if not is_same_process and not self._serving.can_switch_mid_reply:
             self._serving.reset()
@@ -145,7 +145,7 @@ class VllmEngine(Engine):
             if fallback is not None:
                 await self._serving.load(fallback)
             served = self._serving.version
-            self._report(f"version {policy.version} could not be restored; {served} is served: {error}")
+            self._report(f"version {policy.version} was not restored; version {served} is served: {error}")
 
     def _on_down(self, reason: str) -> None:
         self._down_reason = reason

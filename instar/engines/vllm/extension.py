@@ -1,9 +1,9 @@
 """Receives new weights in vLLM's workers next to the served weights, and then replaces the served weights.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
-are called by name (`/collective_rpc`) with JSON text and return a dict. After a failure, the dict has
-an ``error`` message, and ``weights_changed`` is true if the served weights may have changed. Received data is
-never unpickled.
+are called by name (`/collective_rpc`), most of them with JSON text, and return a dict. After a failure, the
+dict has an ``error`` message, and ``weights_changed`` is true if the served weights may have changed. Data
+that arrives over HTTP is never unpickled.
 """
 
 # vLLM runs in its own environment, with torch and, for the sync route `ray`, Ray.
@@ -48,7 +48,7 @@ class WeightReceiver(AdapterPrefetcher):
         return {"gpu": _gpu_uuid(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """Receive some weights of one policy. Staged weights of other policies are dropped."""
+        """Receive weights of one policy and drop staged weights of other policies, or answer a probe."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_staged.receive(body, self.device)
@@ -249,7 +249,7 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """Map the trainer's buffer in GPU memory or main memory, and return it as bytes."""
+    """Map the trainer's buffer in GPU memory or main memory, and return it as a tensor of bytes."""
     if handle["kind"] == "memory":
         return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
     if handle["gpu"] != _gpu_uuid(device):
@@ -276,7 +276,8 @@ def create_buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list
 
 
 def _answer_probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Check that this worker can read the trainer's memory or reach the trainer's mailbox."""
+    """Return the content of the probe's file, which the trainer compares, and this worker's GPU. If the probe
+    has no file, connect to the mailbox and return nothing."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
         return {"content": bytes(content.tolist()).hex(), "gpu": _gpu_uuid(device)}

@@ -29,8 +29,8 @@ Shapes = dict[str, tuple[int, ...]]
 @contextmanager
 def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside_adapter: bool = False) -> Generator[Path]:
     """Yield a temporary folder with the merged full weights. The folder is next to the adapter if
-    ``beside_adapter`` is True, else in shared memory if the weights fit, else on disk. Updated weights are
-    stored in ``dtype`` (`bf16` or `fp32`), other weights as in the base model."""
+    ``beside_adapter`` is True, else in shared memory if there is space, else in the system's temporary
+    folder. Updated weights are stored in ``dtype`` (`bf16` or `fp32`), other weights as in the base model."""
     paths = list_weight_files(base)
     size = sum(path.stat().st_size for path in paths)
     # Merged weights have at most twice the size of the base model: fp32 instead of bf16.
@@ -63,7 +63,7 @@ def _write_merged(paths: list[Path], adapter: Path, target: Path, dtype: str) ->
                     a, b = matrices["A"].float(), matrices["B"].float()
                     tensor = tensor.float().addmm(b, a, alpha=scale).to(target_dtype)
                     if not tensor.isfinite().all():
-                        raise EngineError(f"The updated weights of {name} are not finite.")
+                        raise EngineError(f"The adapter makes weights of {name} NaN or infinite.")
                 tensors[name] = tensor
         save_file(tensors, target / path.name, metadata={"format": "pt"})
     if updates:
@@ -76,7 +76,7 @@ def list_weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(index["weight_map"].values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    raise EngineError(f"{folder} contains no weights in safetensors files.")
+    raise EngineError(f"{folder} contains neither model.safetensors nor {INDEX_FILE}.")
 
 
 def read_shapes(folder: Path) -> Shapes:

@@ -24,7 +24,7 @@ USAGE_TIMEOUT = 10.0
 
 class VllmReply:
     """A reply that is being received from vLLM. ``get_version`` returns the served version. ``mark_version``
-    must be called at every version change, when all tokens of the old version have arrived."""
+    must be called with the old version at each change, when all tokens of that version have arrived."""
 
     def __init__(
         self,

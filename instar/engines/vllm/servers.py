@@ -20,8 +20,8 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""The seconds before each consecutive restart. After STABLE_SECONDS without a failure, the first delay is
-used again."""
+"""The seconds before each consecutive restart. After the last one, the server stays down. If the server ran
+for STABLE_SECONDS, the first delay is used again."""
 STABLE_SECONDS = 120.0
 HEALTH_CHECK_INTERVAL = 5.0
 HEALTH_CHECK_TIMEOUT = 20.0
@@ -75,7 +75,8 @@ class VllmProcess:
         """The error after which the server is no longer restarted, or None."""
 
     async def start(self) -> None:
-        """Wait until the server is ready. If the server exits, raises EngineError with the end of its log."""
+        """Wait until the server is ready. If it exits or is too slow, raise EngineError with the end of its
+        log."""
         await self._start_server()
         self._restart_task = asyncio.create_task(self._keep_running())
 

@@ -52,7 +52,7 @@ class PolicyServing:
 
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
-        """Reserve the served policy for the duration of a request."""
+        """Yield the served policy for one request. If it is an adapter, it stays loaded during the block."""
         version = self._version
         yield PolicyLease(None, lambda: version)
 
@@ -61,7 +61,7 @@ class PolicyServing:
         self._version = 0
 
     async def close(self) -> None:
-        """Unload the adapters of this engine from the server."""
+        """Unload the adapters of this engine, if there are any, from the server."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,7 +111,7 @@ class AdapterServing(PolicyServing):
         if self._max_rank is not None and rank > self._max_rank:
             raise EngineError(
                 f"engine.lora_rank: the adapter in {folder} has rank {rank}, but the vLLM server was started "
-                f"with a maximum rank of {self._max_rank}."
+                f"with a maximum rank of {self._max_rank}; increase it."
             )
         if len(self._loaded) >= MAX_LOADED_ADAPTERS:
             raise EngineUnavailable(
@@ -235,7 +235,7 @@ class MergedServing(PolicyServing):
             change.finish(version)
 
     async def _restore(self) -> None:
-        """Load the previous policy from its files. If the files cannot be read, no policy is served."""
+        """Load the previous policy from its files. If that fails, no policy is served."""
         with contextlib.suppress(EngineError):
             if self._policy is None:
                 await self._reload(self.server_base_path, 0)

@@ -34,7 +34,7 @@ async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
 
 
 async def prefetch_adapter(client: VllmClient, folder: str) -> None:
-    """Make the workers read an adapter while they sample. Without our worker extension, nothing happens."""
+    """Make the workers read an adapter while they sample. If they cannot, vLLM reads it later by itself."""
     try:
         async with asyncio.timeout(PREFETCH_TIMEOUT):
             while True:
@@ -49,7 +49,7 @@ async def prefetch_adapter(client: VllmClient, folder: str) -> None:
 
 
 class TransferReceiver:
-    """Stages and commits weights on one server. Their shapes must match the model in ``base``."""
+    """Stages and commits weights on one server. Their shapes must match the model in the folder ``base``."""
 
     def __init__(self, weights: ServerWeights, base: Path) -> None:
         self._weights = weights
@@ -104,8 +104,9 @@ class TransferReceiver:
             change.finish(policy.version)
 
     async def _stage_nccl(self, body: Json) -> Json:
-        """Connect the workers to the trainer, or store the description of the weights. vLLM loads weights
-        while it receives them over NCCL, so the trainer sends them only during the commit."""
+        """Connect the workers to the trainer or store the description of the weights, and return the number
+        of workers. vLLM loads weights while it receives them over NCCL, so they are sent during the
+        commit."""
         if "init" in body:
             await self._client.post("/init_weight_transfer_engine", {"init_info": body["init"]})
         if "update" in body:

@@ -21,7 +21,7 @@ NO_VERSION = -1
 @dataclass(frozen=True, slots=True)
 class PauseTiming:
     quiet_seconds: float = 0.005
-    """If no data arrives for this time, all sampled tokens are assumed to have arrived."""
+    """If no data arrives for this many seconds, all sampled tokens are assumed to have arrived."""
     settle_timeout: float = 10.0
     """Replies that still receive data after this many seconds are aborted."""
     resume_delays: tuple[float, ...] = (0.1, 0.5, 2.0)
@@ -53,7 +53,7 @@ class ServerWeights:
         """The version under which the server samples now, or NO_VERSION."""
         self.replies: set[VllmReply] = set()
         self.can_store_version = False
-        """True if the server stores the version for other clients."""
+        """True if the server can store the version of its weights, to report it with replies."""
         self._lock = asyncio.Lock()
 
     def require_served(self) -> None:
@@ -68,7 +68,7 @@ class ServerWeights:
 
         Afterwards, requests in flight compute their keys and values again. They continue under the new
         version, or under the old version if the change did not start. They are aborted if the change started
-        but did not finish.
+        but did not finish, or if the server cannot resume.
         """
         async with self._lock:
             change = WeightChange()

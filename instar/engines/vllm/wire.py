@@ -12,6 +12,7 @@ from instar.types import Ids, Json, SamplingParams
 
 GENERATE_PATH = "/inference/v1/generate"
 MISSING_LOGPROB = -9999.0
+"""The value that vLLM sends instead of -inf."""
 MAX_SEED = (1 << 63) - 1
 
 
@@ -118,4 +119,4 @@ def get_logprobs(choice: Choice) -> list[float]:
 
 
 def clean_logprob(value: float) -> float:
-    return math.nan if value == MISSING_LOGPROB else min(value, 0.0)
+    return math.nan if value == MISSING_LOGPROB else min(value, 0.0)  # rounding can exceed 0
