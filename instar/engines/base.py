@@ -24,7 +24,7 @@ LiveRoute = Literal["ipc", "nccl", "ray"]
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
-    """A message that contains some of a policy's weights, or that describes how the weights will arrive."""
+    """A message that says where a policy's weights are or how they will arrive, or that tests a route."""
 
     policy: Policy
     route: LiveRoute
@@ -33,7 +33,7 @@ class WeightTransfer(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """The capabilities of an engine. They do not change while the engine runs."""
+    """The fixed capabilities of an engine process, or those that all engines of a pool have in common."""
 
     kind: str
     model: str
@@ -69,13 +69,13 @@ class Engine(ABC):
     _info: EngineInfo | None = None
 
     async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
-        """Start the engine. Must be called first. ``report`` writes a log line. ``log_path`` is this
-        process's log file; a child process logs to a file next to it."""
+        """Start the engine. The process that owns it calls this before any other method. ``report`` writes a
+        log line. ``log_path`` is this process's log file; a child process logs to a file next to it."""
 
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
-            raise EngineUnavailable("The engine has not responded yet.")
+            raise EngineUnavailable("The engine has not responded yet; try again when it is ready.")
         return self._info
 
     @abstractmethod
@@ -98,8 +98,9 @@ class Engine(ABC):
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:
-        """Serve this policy, starting with the next token. Requests in flight continue under the new policy.
-        Later requests never reuse cached keys and values that were computed under the old weights."""
+        """Serve this policy. Requests in flight continue under it, or finish under the old policy if
+        ``info.versions_per_token`` is False. Later requests never reuse cached keys and values that were
+        computed under the old weights."""
 
     async def upload_files(self, policy: Policy) -> Policy:
         """Upload the policy's files if the engine cannot read the local folder. Return the policy with the
@@ -107,21 +108,21 @@ class Engine(ABC):
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:
-        """Receive some of a policy's weights without affecting requests, and return the response for the
-        sender. Staged weights of other policies are dropped."""
+        """Receive a message about a policy's weights without affecting requests, and return the response for
+        the sender. Weights that arrive replace the staged weights of other policies."""
         raise EngineError(f"The {self.info.kind} engine does not accept weights over {transfer.route}.")
 
     async def commit(self, policy: Policy) -> None:
         """Serve the staged weights, as ``load`` does. After a failure, the engine serves the previous policy,
         or no policy (version -1) if the previous weights were overwritten."""
-        raise EngineError(f"The {self.info.kind} engine has no staged weights.")
+        raise EngineError(f"The {self.info.kind} engine does not accept live weights, so none are staged.")
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - a hint
-        """Compute on ``count`` CPU cores, starting with the next step. Engines that do not compute in this
-        process ignore this call."""
+        """Compute on ``count`` CPU cores, starting with the next step. Engines with a configured number of
+        threads and engines that do not compute in this process ignore this call."""
 
     @abstractmethod
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Checks of requests that all engines share."""
+"""Request checks that all engines share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def to_ids(prompt: Prompt) -> Ids:
         if len(ids) and (ids.min() < INT32.min or ids.max() > INT32.max):
             raise OverflowError
     except OverflowError as error:
-        raise EngineError(
-            "A token id does not fit into 32 bits; send ids from the model's vocabulary."
-        ) from error
+        token = next(token for token in prompt if not INT32.min <= token <= INT32.max)
+        raise EngineError(f"Token id {token} is not in the model's vocabulary; send valid ids.") from error
     return ids.astype(np.int32)
 
 
@@ -38,7 +37,7 @@ def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> 
     if not 0 < params.top_p <= 1:
         raise EngineError(f"top_p is {params.top_p}; it must be above 0 and at most 1.")
     if params.top_k < 0:
-        raise EngineError(f"top_k is {params.top_k}; it must be 0 or greater.")
+        raise EngineError(f"top_k is {params.top_k}; it must be at least 0 (0: all tokens).")
     if "" in params.stop:
         raise EngineError("stop contains an empty string; remove it.")
     if len(prompt_ids) >= info.max_context:
@@ -51,7 +50,7 @@ def check_score_request(info: EngineInfo, token_ids: Ids) -> None:
     _check_ids(info, token_ids)
     if len(token_ids) > info.max_context:
         raise PromptTooLong(
-            f"{len(token_ids)} tokens do not fit into a context of {info.max_context} tokens."
+            f"The prompt has {len(token_ids)} tokens; at most {info.max_context} can be scored."
         )
 
 
@@ -66,5 +65,5 @@ def _check_ids(info: EngineInfo, ids: Ids) -> None:
         raise EngineError("The prompt is empty; send at least one token id.")
     if ids.min() < 0 or ids.max() >= info.vocab_size:
         raise EngineError(
-            f"The token ids are {ids.min()} to {ids.max()}; they must be 0 to {info.vocab_size - 1}."
+            f"The token ids are from {ids.min()} to {ids.max()}; allowed are 0 to {info.vocab_size - 1}."
         )

@@ -20,8 +20,9 @@ STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 class EngineConnection:
     """An HTTP connection to one server. Calls raise EngineUnavailable if the server cannot be reached.
 
-    Error messages contain ``name``, the kind of server. Idle connections are reused for streams for up to
-    ``idle_seconds``; the server must keep them open longer.
+    Error messages contain ``name``, the kind of server. An idle connection is reused for streams for up to
+    ``idle_seconds``, and for other calls for up to ``keep_alive_seconds`` (0: never). The server must keep it
+    open longer.
     """
 
     def __init__(

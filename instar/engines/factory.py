@@ -25,7 +25,7 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """Return the section with its unset settings filled in from the rest of the run's config."""
+    """Return the section with unset settings filled in, if the rest of the run's config determines them."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -46,7 +46,8 @@ async def connect_engines(
     newest_policy: PolicySource | None = None,
 ) -> Engine:
     """Return one engine that distributes requests over the engines at these addresses, once one of them has
-    responded. Raises EngineUnavailable after ``timeout`` seconds."""
+    responded. Raises EngineUnavailable after ``timeout`` seconds, and ConfigError if they serve different
+    models. `EnginePool` describes ``newest_policy``, which is used only with several addresses."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)

@@ -29,8 +29,7 @@ MAX_SESSIONS = 65_536
 """The maximum number of sessions with a stored engine. The least recently used sessions are removed."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
-"""A session moves if its engine has more requests than LOAD_FACTOR × those of the least busy engine +
-LOAD_SLACK."""
+"""A session moves if its engine has over LOAD_FACTOR × the least busy engine's requests + LOAD_SLACK."""
 SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens")
 
 
@@ -39,23 +38,24 @@ class PoolMember:
     engine: Engine
     index: int
     is_healthy: bool = False
-    unhealthy_reason: str = "it has not responded yet"
+    unhealthy_reason: str = "no response yet"
     missed_checks: int = 0
     is_draining: bool = False
-    """True if the engine is healthy but rejects new requests."""
+    """True if the engine reported that it rejects new requests."""
     in_flight: int = 0
     other_requests: int = 0
     """The number of requests from other clients at the latest health check."""
     total_requests: int = 0
     loaded_version: int | None = None
-    """The latest version that this pool loaded into the engine."""
+    """The latest version that this pool loaded, or None. It stays None with ``newest_policy``."""
     check_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set after a failed request, so that the next health check starts immediately."""
+    """Set to start the next health check immediately, for example after a failed request."""
     first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
     """The timeouts of the requests that wait for their first token."""
 
     @property
     def load(self) -> int:
+        """The number of requests, including those of other clients."""
         return self.in_flight + self.other_requests
 
     @property
@@ -68,7 +68,7 @@ class PoolMember:
         self.check_requested.set()
 
     def release_waiting_requests(self) -> None:
-        """Send the requests without a first token to other engines."""
+        """End the wait of requests without a first token, so that they go to other engines."""
         while self.first_token_timeouts:
             self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
 
@@ -86,10 +86,10 @@ class PoolMember:
 
 
 class EnginePool(Engine):
-    """Distributes requests over several engines. ``close`` closes the engines too. Call ``start`` first.
+    """Distributes requests over several engines. Call ``start`` first. ``close`` also closes the engines.
 
-    If other processes load policies, ``newest_policy`` returns the policy that an unreachable engine must
-    load when it responds again. A health check fails if it takes longer than ``check_timeout`` seconds.
+    If other processes load policies, ``newest_policy`` returns the policy (or None) that a new or recovered
+    engine must load. A health check fails if it takes longer than ``check_timeout`` seconds.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class EnginePool(Engine):
         self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
 
     async def start(self, timeout: float = 60.0) -> None:
-        """Wait until an engine responds. Raises EngineUnavailable after ``timeout`` seconds, and ConfigError
-        if two engines serve different models."""
+        """Wait until an engine responds. Raises EngineUnavailable if none accepts requests after ``timeout``
+        seconds, and ConfigError if two engines differ in the model, the vocabulary or the context."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await CONNECT_RETRY.run(self._check_all, retry_on=EngineUnavailable, seconds=timeout)
-        self._pick(())
+        self._pick(())  # raises EngineUnavailable if no engine accepts requests
         self._watchers = {member: asyncio.create_task(self._watch(member)) for member in self.members}
 
     async def _check_all(self) -> None:
@@ -125,9 +125,7 @@ class EnginePool(Engine):
                 models.add(_describe_model(member.engine.info))
         if len(models) > 1:
             names = " and ".join(sorted(models))
-            raise ConfigError(
-                f"The engines serve different models: {names}; all engines must serve the same model."
-            )
+            raise ConfigError(f"The engines serve {names}; all of them must have the same model and context.")
         if not any(member.is_healthy for member in self.members):
             raise self._none_available_error()
 
@@ -169,8 +167,8 @@ class EnginePool(Engine):
 
     async def load(self, policy: Policy) -> None:
         """Load the policy into every healthy engine. The other engines load it when they respond again.
-        Raises the error of an engine that rejects the policy, and EngineUnavailable if no engine could be
-        reached."""
+        Raises the error of an engine that rejects the policy, and EngineUnavailable if then no engine accepts
+        requests."""
         previous, self._policy = self._policy, policy
         healthy = [member for member in self.members if member.is_healthy]
         outcomes = await asyncio.gather(
@@ -180,7 +178,7 @@ class EnginePool(Engine):
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineUnavailable):
                 self._policy = previous
                 raise outcome
-        self._pick(())
+        self._pick(())  # raises EngineUnavailable if no engine accepts requests
 
     async def replace(self, engines: Sequence[Engine]) -> None:
         """Replace the engines. A new engine gets requests once it has responded. Removed engines are closed,
@@ -198,7 +196,7 @@ class EnginePool(Engine):
         for member in removed:
             if self._watchers is not None:
                 await _cancel_tasks([self._watchers.pop(member)])
-            member.is_healthy, member.unhealthy_reason = False, "it was removed from the pool"
+            member.is_healthy, member.unhealthy_reason = False, "removed from the pool"
             member.release_waiting_requests()
             await member.engine.close()
 
@@ -235,8 +233,8 @@ class EnginePool(Engine):
     async def _await_first_chunk(
         self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]
     ) -> TokenChunk:
-        """Return the first chunk of a reply. Raises EngineUnavailable if the engine becomes unhealthy during
-        the wait, or if it has restarted and does not serve the policy that the pool loaded."""
+        """Return the first chunk of a reply. Raises EngineUnavailable if the engine becomes unhealthy, ends
+        the reply without a chunk, or serves an older version than the pool loaded, because it restarted."""
         expected = member.loaded_version
         timeout = asyncio.timeout(None)
         try:
@@ -246,23 +244,22 @@ class EnginePool(Engine):
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise EngineUnavailable(member.unhealthy_reason) from None
+            raise EngineUnavailable(member.unhealthy_reason) from None  # reported if no engine can answer
         except StopAsyncIteration:
-            raise EngineUnavailable("The engine finished a reply without any token.") from None
+            raise EngineUnavailable("ended a reply without a token") from None
         finally:
             member.first_token_timeouts.discard(timeout)
         if expected is not None and chunk.versions and chunk.versions[0] < expected:
-            raise EngineUnavailable(f"The engine serves version {chunk.versions[0]} instead of {expected}.")
+            raise EngineUnavailable(f"serves version {chunk.versions[0]} instead of {expected}")
         return chunk
 
     def _none_available_error(self) -> EngineUnavailable:
         reasons = "; ".join(
-            f"engine {member.index}: {'it is draining' if member.is_healthy else member.unhealthy_reason}"
-            for member in self.members
-            if not member.can_accept_requests
+            f"engine {m.index}: {'draining' if m.is_healthy else m.unhealthy_reason.rstrip('.')}"
+            for m in self.members
+            if not m.can_accept_requests
         )
-        count = len(self.members)
-        return EngineUnavailable(f"None of the {count} engines can answer ({reasons or 'all have failed'}).")
+        return EngineUnavailable(f"No engine can answer ({reasons or 'every engine has failed'}).")
 
     async def _watch(self, member: PoolMember) -> None:
         while True:
@@ -295,14 +292,14 @@ class EnginePool(Engine):
             async with asyncio.timeout(self._check_timeout):
                 return await member.engine.status()
         except TimeoutError as error:
-            raise EngineUnavailable(f"The engine did not answer within {self._check_timeout:g} s.") from error
+            raise EngineUnavailable(f"no response within {self._check_timeout:g} s") from error
 
     async def _admit(self, member: PoolMember) -> None:
         info = await member.engine.refresh()
         if self._info is None:
             self._info = info
         elif (model := _describe_model(info)) != (pool_model := _describe_model(self._info)):
-            raise EngineError(f"It serves {model}, but the other engines serve {pool_model}.")
+            raise EngineError(f"serves {model}, but the other engines serve {pool_model}")
         else:
             self._info = _combine_info(info, self._info)
         while True:
@@ -312,9 +309,7 @@ class EnginePool(Engine):
             if policy is None or status.version == policy.version:
                 break
             if policy.artifact.kind == "live":
-                raise EngineUnavailable(
-                    f"The trainer has not sent version {policy.version} to this engine yet."
-                )
+                raise EngineUnavailable(f"the trainer has not sent version {policy.version} yet")
             await self._load(member, policy)
         member.is_healthy = True
 

@@ -24,7 +24,7 @@ LOAD_TIMEOUT = 600.0
 SCORE_TIMEOUT = 600.0
 STATUS_TIMEOUT = 30.0
 IDLE_SECONDS = 30.0
-"""Idle connections are reused for this long. The server keeps them open longer."""
+"""Idle connections are reused for this many seconds. The server keeps them open longer."""
 
 
 class RemoteEngine(Engine):
@@ -52,7 +52,7 @@ class RemoteEngine(Engine):
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
-            raise EngineUnavailable(f"The engine at {self._url} is not connected yet.")
+            raise EngineUnavailable(f"The engine at {self._url} has not responded yet; try again later.")
         return self._info
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
@@ -142,7 +142,7 @@ class RemoteEngine(Engine):
 
 
 def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineError | None]:
-    """Return one chunk with the tokens of all lines, and the error in the last line, if there is one."""
+    """Return one chunk with the tokens of all lines, or None, and the error in the last line, or None."""
     chunks: list[TokenChunk] = []
     error = None
     for line in lines:
@@ -154,8 +154,8 @@ def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineErro
 
 
 def _decode_error(body: bytes, status: int) -> EngineError:
-    """Return the error that the engine raised, with the same class. A body from another program, such as a
-    proxy, becomes a plain EngineError."""
+    """Return the error that the engine raised, with the same class if that is an EngineError. A body from
+    another program, such as a proxy, becomes a plain EngineError."""
     try:
         detail: dict[str, Any] = msgspec.json.decode(body)["error"]
         kind, message = getattr(errors, str(detail["type"]), EngineError), str(detail["message"])

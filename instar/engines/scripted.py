@@ -1,7 +1,7 @@
 """An engine that returns scripted replies, encoded with the model's tokenizer.
 
-The logprob of a token depends only on the preceding ids, the token and the seed. Policies are not read; only
-their version is used.
+The logprob of a token depends only on the preceding ids, the token and the seed. ``logprobs`` returns other
+values than ``generate``. Policies are not read; only their version is used.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ScriptedEngine(Engine):
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """Return how many of the replies the prompt contains, in their order. Token ids have 4 bytes."""
+    """Return how many replies follow each other in the prompt, in their order. Token ids have 4 bytes."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]
@@ -143,7 +143,7 @@ def _initial_state(prompt: bytes, seed: int | None) -> int:
 
 
 def _next_state(state: int, token: int) -> int:
-    """Return the next state of Knuth's 64-bit linear congruential generator."""
+    """Return the next state of Knuth's 64-bit linear congruential generator, with the token as increment."""
     return (state * 6364136223846793005 + 2 * token + 1) & (2**64 - 1)
 
 

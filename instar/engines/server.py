@@ -8,7 +8,7 @@
     POST /seen, /upload                     see `instar.engines.uploads`
     GET  /info, /status, /healthz
 
-All integers and floats are 4 bytes, little-endian. The body of /generate is the length of the params, the
+Binary integers and floats are 4 bytes, little-endian. The body of /generate is the length of the params, the
 SamplingParams as JSON, and the prompt ids. A line of the response contains all tokens that were ready when it
 was sent. A missing logprob is null. The body of /logprobs consists of token ids. Its response consists of
 floats, and the first one is NaN.
@@ -141,7 +141,7 @@ class _ReplyStream:
         self._changed = asyncio.Event()
 
     async def run(self) -> InstarError | None:
-        """Send the reply, or return the error that occurred before the first token."""
+        """Send the reply, or return an error before the first token. A later error is the last line."""
         sampling = self._start_task(self._sample())
         disconnect = self._start_task(_wait_for_disconnect(self._receive))
         has_begun = False
@@ -255,7 +255,7 @@ async def _read_body(receive: Receive) -> bytes | bytearray:
         body += message.get("body", b"")
         has_more = message.get("more_body", False)
         if len(body) > MAX_BODY_BYTES:
-            raise _BadRequest(f"The body has more than {MAX_BODY_BYTES} bytes, which is the maximum.")
+            raise _BadRequest(f"The body is larger than the maximum of {MAX_BODY_BYTES} bytes.")
     return body
 
 
@@ -263,11 +263,11 @@ async def _decode_body(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await _read_body(request.receive), type=kind)
     except msgspec.DecodeError as error:
-        raise _BadRequest(f"The body cannot be read: {error}") from error
+        raise _BadRequest(f"The body is not a valid {kind.__name__} in JSON: {error}") from error
 
 
 class _BadRequest(EngineError):
-    """The request cannot be parsed."""
+    """The body is too large or cannot be parsed. The client receives it as EngineError with status 400."""
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:

@@ -69,7 +69,7 @@ class StopRule:
 
 
 def collect_eos_ids(*config_values: int | list[int] | None) -> set[int]:
-    """Collect the end-of-sequence ids from the ``eos_token_id`` fields in a model's config files."""
+    """Collect the end-of-sequence ids from the ``eos_token_id`` values of configs and tokenizers."""
     eos_ids: set[int] = set()
     for ids in config_values:
         eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])

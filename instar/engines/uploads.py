@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 2**20
 MAX_UPLOADS = 3
 """The number of uploaded folders to keep. Replies under an older policy may still need its files."""
 FileStats = dict[str, tuple[int, int]]
-"""The size and modification time of each file, by name."""
+"""The size in bytes and the modification time in nanoseconds of each file, by name."""
 
 
 class FolderCheck(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,7 +73,7 @@ class UploadStore:
         self._root: str | None = None
         self._folders: list[Path] = []
         self.loaded_path = ""
-        """The served policy's path. Its folder is kept, because a restarted server reads it again."""
+        """The path of the served policy. Its folder is kept, because vLLM reads it again after a restart."""
 
     async def check_folder(self, check: FolderCheck) -> FolderCheckResult:
         try:

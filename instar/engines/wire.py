@@ -1,4 +1,4 @@
-"""The wire format between RemoteEngine and an engine's server."""
+"""The wire format between RemoteEngine and an engine's server, which `instar.engines.server` describes."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
 
 def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
     start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
-    if len(body) < start or (len(body) - start) % ID_TYPE.itemsize:
-        raise EngineError(
-            f"The request body is truncated or malformed: {len(body)} bytes, but the header ends at {start}."
-        )
+    if len(body) < start:
+        raise EngineError(f"The body is truncated: {len(body)} bytes, but its params end at byte {start}.")
+    if size := (len(body) - start) % ID_TYPE.itemsize:
+        raise EngineError(f"The prompt must consist of 4-byte token ids, but {size} bytes are left over.")
     try:
         params = _decode_params(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
@@ -69,7 +69,7 @@ def pack_floats(values: Floats) -> bytes:
 
 def unpack_floats(body: bytes, length: int) -> Floats:
     if len(body) != length * FLOAT_TYPE.itemsize:
-        raise EngineError(f"The engine sent {len(body)} bytes for the logprobs of {length} tokens.")
+        raise EngineError(f"The engine sent {len(body)} bytes for {length} logprobs of 4 bytes each.")
     return np.frombuffer(body, FLOAT_TYPE).astype(np.float32)
 
 

@@ -41,8 +41,8 @@ class ServedPolicy:
 
 
 class CloudEngine(Engine):
-    """An engine that samples from a training service. Each reply arrives as one chunk. A subclass implements
-    four methods that call the service's SDK and raise CloudError."""
+    """An engine that samples from a training service. Each reply arrives as one chunk. A subclass calls
+    the service's SDK in four methods. All of them except ``disconnect`` raise CloudError if a call fails."""
 
     def __init__(self, model: ModelConfig, section: CloudConfig, config: CloudEngineConfig) -> None:
         folder = resolve_tokenizer(model.name)
@@ -76,7 +76,7 @@ class CloudEngine(Engine):
 
     @abstractmethod
     async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> CloudReply:
-        """Return one reply. The caller truncates it at the first stop string or stop id."""
+        """Return one reply. The caller truncates it after the first stop string or stop id."""
 
     @abstractmethod
     async def score(self, client: Any, token_ids: Ids) -> Floats:
@@ -132,7 +132,7 @@ class CloudEngine(Engine):
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Cut the reply after the first stop token or stop string, because services stop at different tokens.
+        """Cut the reply after the token at which it must end, because services stop at different tokens.
         Return the ids, the finish reason, and the stop string that ended the reply, or None."""
         rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
@@ -146,14 +146,14 @@ class CloudEngine(Engine):
     ) -> tuple[list[float], list[float]]:
         """Return the logprobs under the full softmax and under the modified distribution. The service's own
         logprobs are not used, because it does not say which of the two they are. A greedy reply is scored in
-        a second request; the logprobs of other replies are NaN."""
+        a second request if ``params.score`` is True. Otherwise, all logprobs are NaN."""
         if params.temperature > 0 or not ids or not params.score:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
     async def _call_with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
-        """Return the result of ``call(client)`` and the policy that served it. Reconnect once if needed."""
+        """Return the result of ``call(client)`` and its policy. If the session is lost, reconnect once."""
         served = await self._get_served_policy()
         try:
             return await call(served.client), served

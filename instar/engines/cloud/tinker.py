@@ -52,7 +52,7 @@ class TinkerSampler(CloudEngine):
     def _build_stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
         """Return the stop sequences as strings or as ids, because the SDK does not accept a mix. With stop
         strings, the stop ids are decoded to text. The list replaces the SDK's default, so it includes the
-        end-of-sequence tokens. None keeps the default."""
+        end-of-sequence tokens. Without stop strings and stop ids, return None, which keeps the default."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
             texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

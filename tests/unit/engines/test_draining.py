@@ -61,7 +61,7 @@ async def test_pool_avoids_draining_engines(tiny: Path) -> None:
         async with asyncio.timeout(10):
             while pool.members[1].can_accept_requests:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
-        with pytest.raises(EngineUnavailable, match="engine 1: it is draining"):
+        with pytest.raises(EngineUnavailable, match="engine 1: draining"):
             await collect(pool, PROMPT)
         await pool.close()
 

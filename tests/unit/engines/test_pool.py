@@ -222,7 +222,7 @@ async def test_pool_without_healthy_engines_fails_immediately_and_recovers(creat
     for engine in engines:
         engine.is_reachable, engine.failure = False, EngineUnavailable("it is gone")
     for call in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(policy(1))):
-        with pytest.raises(EngineUnavailable, match=r"None of the 2 engines can answer .*it is gone"):
+        with pytest.raises(EngineUnavailable, match=r"No engine can answer .*it is gone"):
             async with asyncio.timeout(2):
                 await call()
     for engine in engines:
@@ -362,7 +362,7 @@ async def test_pool_excludes_an_engine_that_returns_with_another_model(create_po
 
 
 async def test_connect_engines_raises_unavailable_if_none_responds_in_time() -> None:
-    with pytest.raises(EngineUnavailable, match="None of the 2 engines"):
+    with pytest.raises(EngineUnavailable, match="No engine can answer"):
         await connect_engines(["http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=0.3)
 
 
