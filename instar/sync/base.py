@@ -18,9 +18,8 @@ class SyncRoute(ABC):
     description: str
     """A description of the route for the log."""
     is_live = False
-    """True if ``push`` reads the weights from the backend, so that the backend does not publish files. The
-    policy's artifact is then ``live``, and it can be pushed only while the backend has the policy's
-    weights."""
+    """True if ``push`` reads the weights from the backend, which then publishes no files. The policy's
+    artifact is ``live``, and the policy can be pushed only while the backend has its weights."""
 
     @abstractmethod
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:

@@ -1,5 +1,5 @@
-"""Chooses the sync route from the backend to the engines: the configured route, or the first route in
-`ROUTES` that the backend and the engines support."""
+"""Chooses the sync route from the backend to the engines: the configured route, or for `auto` the first
+automatic route in `ROUTES` that the backend and the engines support."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
         if route != "files" and route not in engine.info.routes:
             return f"the {engine.info.kind} engine does not accept weights over {route}"
     if route == "nccl" and not endpoints.has_weights_on_gpu:
-        return "the trainer computes on a CPU"
+        return "the trainer computes on a CPU, but nccl needs a GPU"
     return None
 
 
@@ -87,15 +87,16 @@ async def _create_ipc(endpoints: RouteEndpoints) -> SyncRoute:
     from instar.sync.shared import SharedSync, current_gpu_uuid, probe_shared_memory
 
     device = device_and_dtype(endpoints.config.model)[0]
-    for engine in endpoints.engines:
+    for index, engine in enumerate(endpoints.engines):
         try:
             memory = await probe_shared_memory(engine)
         except EngineError as error:
-            raise ConfigError(f"an engine cannot map the trainer's memory: {error}") from error
+            raise ConfigError(f"engine {index} cannot map the trainer's memory: {error}") from error
         if not memory["shared"]:
-            raise ConfigError("an engine cannot share memory with the trainer: it is on another machine")
+            raise ConfigError(f"engine {index} cannot read the trainer's memory: it is on another machine")
         if device == "cuda" and memory["gpus"] != [current_gpu_uuid()]:
-            raise ConfigError("an engine is not on the trainer's GPU")
+            gpus = ", ".join(memory["gpus"]) or "no GPU"
+            raise ConfigError(f"engine {index} uses {gpus}, but must use the trainer's {current_gpu_uuid()}")
     return SharedSync(endpoints.backend, device=device, deadline=endpoints.config.sync.deadline)
 
 
@@ -103,7 +104,9 @@ async def _create_nccl(endpoints: RouteEndpoints) -> SyncRoute:
     from instar.sync.nccl import NcclSync
 
     if find_spec("vllm") is None:
-        raise ConfigError("vLLM must also be installed in the trainer's environment (backend.python)")
+        raise ConfigError(
+            "vLLM is not installed in the trainer's environment; install it there, or set backend.python"
+        )
     host = "127.0.0.1"
     if endpoints.is_on_ray:
         import ray

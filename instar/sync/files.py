@@ -20,8 +20,7 @@ class FileSync(SyncRoute):
     description = "files: the engines read the published files, or copies that are uploaded to them"
 
     def __init__(self, *, deadline: float = 120.0, attempts: int = 5, retry: RetryPolicy = RETRY) -> None:
-        """``deadline`` is the time in seconds to load the policy into one engine, in all attempts
-        together."""
+        """``deadline`` is the time in seconds to load the policy into one engine, including all attempts."""
         self._deadline = deadline
         self._attempts = attempts
         self._retry = retry

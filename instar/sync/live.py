@@ -31,8 +31,8 @@ class PushTargets:
         return [engine for engine, error in zip(self._engines, self.outcomes, strict=True) if not error]
 
     async def run(self, action: str, function: Callable[[Engine], Awaitable[object]]) -> None:
-        """Call a function for each engine that has not failed. Error messages contain ``action``, for example
-        `sent`."""
+        """Call a function for each engine that has not failed. ``action`` completes the error message
+        `version 3 of p could not be ...`, for example `sent`."""
 
         async def run_one(index: int) -> None:
             try:
@@ -67,8 +67,8 @@ class PushTargets:
 
 
 class LiveSync(SyncRoute):
-    """The base class of live routes. An engine that did not receive all weights keeps its policy. If the
-    backend cannot provide the weights, all engines keep their policy."""
+    """The base class of live routes. An engine that did not receive all weights keeps its policy, except over
+    NCCL. If the backend cannot provide the weights, ``push`` raises its error."""
 
     is_live = True
 
@@ -94,7 +94,7 @@ class LiveSync(SyncRoute):
 
     @abstractmethod
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
-        """Send the weights to every engine."""
+        """Send the weights to every engine, or announce weights that are sent during the commit."""
 
     async def _commit(self, policy: Policy, targets: PushTargets) -> None:
         await targets.commit(lambda engine: engine.commit(policy))

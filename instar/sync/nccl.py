@@ -3,8 +3,8 @@ vLLM's weight-transfer API.
 
 The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight once. vLLM loads
 the weights while it receives them, so there is no separate staging. An engine that fails during the broadcast
-reports the failure and serves nothing until it loads a policy. A new group is formed when an engine is
-replaced. A broadcast never ends if a member is missing, so the trainer aborts it by leaving the group.
+reports the failure and serves nothing until it loads a policy. A new group is formed after a failure and when
+the engines change. A broadcast never ends if a member is missing, so the trainer then leaves the group.
 
 The route was tested with vLLM 0.26 on one GPU that trainer and engine share, but not with several GPUs.
 """
@@ -105,15 +105,14 @@ class NcclSync(LiveSync):
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
     async def _form_group(self, policy: Policy, targets: PushTargets) -> None:
-        """Query the number of workers of each engine, and then let all engines join one group
-        concurrently."""
+        """Query the number of workers of each engine, and let all engines join one group concurrently."""
         await self._leave_group()
         sizes: dict[int, int] = {}
 
         async def query(engine: Engine) -> None:
             sizes[id(engine)] = (await engine.stage(WeightTransfer(policy, "nccl", {})))["world_size"]
 
-        await targets.run("announced", query)
+        await targets.run("sent, because the engine did not report its workers", query)
         plan = plan_group(
             [sizes[id(engine)] for engine in targets.engines], self._host, _find_free_port(self._host)
         )
@@ -123,7 +122,7 @@ class NcclSync(LiveSync):
             return engine.stage(WeightTransfer(policy, "nccl", {"init": init_infos[id(engine)]}))
 
         self._members = targets.engines
-        join_task = asyncio.create_task(targets.run("joined to the group", invite))
+        join_task = asyncio.create_task(targets.run("sent, because the engine joined no group", invite))
         try:
             with route_errors():
                 self._group = await asyncio.to_thread(self._transport.join, plan[0]) if plan else None

@@ -42,8 +42,8 @@ class RayChunk:
 
 
 class RaySync(LiveSync):
-    """The route `ray`. Call ``start`` before any other method. If ``address`` is None, the cluster is the one
-    that this process has joined, or the one in `RAY_ADDRESS`."""
+    """The route `ray`. Call ``start`` before any other method. The cluster is the one that this process
+    has joined, or else the one at ``address``, or else the one in `RAY_ADDRESS`."""
 
     def __init__(
         self, backend: Backend, *, address: str | None = None, chunk_bytes: int, deadline: float
@@ -56,7 +56,7 @@ class RaySync(LiveSync):
         self._has_joined_ray = False
 
     async def start(self) -> None:
-        """Join the cluster. Raises ConfigError if that fails."""
+        """Join the cluster and start the mailbox. Raises ConfigError if there is no Ray or no cluster."""
         await asyncio.to_thread(self._start_mailbox)
 
     async def check_engine(self, engine: Engine) -> None:
@@ -127,7 +127,7 @@ class RaySync(LiveSync):
 
     def _start_mailbox(self) -> None:
         if find_spec("ray") is None:
-            raise ConfigError("Ray is not in the trainer's environment; run pip install 'instar[ray]'")
+            raise ConfigError("Ray is not installed for the trainer; run pip install 'instar[ray]'")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
@@ -149,7 +149,7 @@ class RaySync(LiveSync):
     def _join_cluster(self, ray: Any) -> None:
         address = self._address or os.environ.get("RAY_ADDRESS")
         if not address:
-            raise ConfigError("there is no Ray cluster; set cluster.type to ray, or set RAY_ADDRESS")
+            raise ConfigError("no Ray cluster is configured; set cluster.type to ray, or set RAY_ADDRESS")
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except (RuntimeError, OSError) as error:
@@ -197,7 +197,7 @@ async def _run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _put_tensor(tensor: Tensor) -> Any:
-    """Put a tensor into the object store as an array of bytes, which Ray does not pickle."""
+    """Put a tensor into the object store as an array of bytes, whose content Ray does not pickle."""
     import ray
     import torch
 

@@ -3,7 +3,7 @@
 The buffer is in the memory of the GPU, or in main memory if the trainer computes on a CPU. It is created at
 the first push, and each engine opens it once. A push writes the weights to the buffer and notifies each
 engine, which copies the weights. An engine that does not respond may still be copying, so the trainer never
-writes to its buffer again and uses a new buffer for later pushes.
+writes to this buffer again and uses a new buffer for later pushes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedSync(LiveSync):
         self._copying_engines: set[Engine] = set()
         """The engines that may still copy from the buffer."""
         self._previous_buffer: SharedBuffer | None = None
-        """The previous buffer. It is closed when all engines have opened the current buffer."""
+        """The previous buffer. It is closed when all engines have been told to open the current buffer."""
         memory = "the GPU's memory" if device == "cuda" else "the machine's memory"
         self.description = f"ipc: the engines copy the weights from a buffer of the trainer in {memory}"
 
@@ -77,9 +77,7 @@ class SharedSync(LiveSync):
             except EngineUnavailable:
                 raise
             except EngineError:
-                self._copying_engines.discard(
-                    engine
-                )  # the engine has responded, so it does not copy any more
+                self._copying_engines.discard(engine)  # it has responded, so it does not copy any more
                 raise
             self._copying_engines.discard(engine)
 
@@ -190,7 +188,7 @@ def current_gpu_uuid() -> str:
 
 
 async def _stage_buffer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
-    """Announce the buffer to an engine, with the layout if the engine has not opened the buffer yet."""
+    """Announce the buffer to an engine, with handle and layout if a worker has not opened it yet."""
     body: Json = {"buffer": buffer.name}
     response = await engine.stage(WeightTransfer(policy, "ipc", body))
     if not all(worker["known"] for worker in response["workers"]):
