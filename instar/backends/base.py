@@ -9,7 +9,8 @@ every backend computes the same number:
     cispo                -Σ mask · stop_gradient(clip(r, low, high)) · A · lp
     dro                  -Σ mask · (A · lp - beta/2 · (lp - logprobs)²)
 
-lp is the logprob of a token under the current weights, given the tokens before it.
+lp is the logprob of a token under the current weights, given the tokens before it. A and logprobs are the
+token's values in the sample's ``advantages`` and ``logprobs``. low, high and beta are settings of the loss.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
 
 
 def is_mergeable(lora: LoraConfig | None) -> bool:
-    """Return True if the adapter can be merged into the weights. An adapter on the output layer cannot be
-    merged, because the output layer may share its weights with the input embedding."""
+    """Return True if there is no adapter, or if it can be merged into the weights of any model. An adapter on
+    the output layer cannot, because that layer may share its weights with the input embedding."""
     return lora is None or "lm_head" not in lora.targets
 
 
@@ -104,8 +105,8 @@ class Backend(ABC):
     """A model in training.
 
     Calls may be pipelined: they take effect in the order in which they were made, even if earlier calls were
-    not awaited. Any call may raise BackendUnavailable after its retries, or BackendLost if the session no
-    longer exists. After BackendLost, `load_state` (or `start`, if nothing was saved) starts a new session.
+    not awaited. Any call may raise BackendUnavailable after its retries, or BackendLost if the session is
+    lost or in an unknown state. Then `load_state` (or `start`, if nothing was saved) starts a new session.
     """
 
     @property
@@ -113,11 +114,11 @@ class Backend(ABC):
     def capabilities(self) -> BackendCapabilities: ...
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
-        """Abandon the current session and start a new one on the base model, with an adapter that is
-        initialized from the seed. Must be called before any other method."""
+        """Abandon the current session, if any, and start a new one on the base model, with an adapter that is
+        initialized from the seed. This method or `load_state` must be called before any other method."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprob of every token under the base model: the initial weights without an adapter."""
+        """Return every token's logprob under the initial weights without an adapter (NaN at index 0)."""
         raise BackendError("this backend does not compute the base model's logprobs")
 
     @abstractmethod
@@ -126,15 +127,16 @@ class Backend(ABC):
 
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        """Accumulate the gradient of the loss. Raises NonFiniteError, without changing the gradient, if the
-        loss is not finite, and BackendError if a sample is invalid."""
+        """Accumulate the gradient of the loss. Raises BackendError if a sample is invalid, and NonFiniteError
+        if the loss is not finite. The gradient then stays unchanged. If a service has already added the
+        invalid gradient, later calls raise BackendLost."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        """Apply the accumulated gradient and clear it. ``adam.lr`` is the learning rate of this step. Raises
-        NonFiniteError if the gradient is not finite: the gradient is cleared, and the weights and moments do
-        not change. Also raises NonFiniteError if a weight is not finite after the step. Such weights are
-        neither saved nor published; `load_state` replaces them."""
+        """Apply the accumulated gradient and clear it. Raises BackendError if there is no gradient, and
+        NonFiniteError if it is not finite. The weights and moments then do not change. If a service may have
+        applied it, later calls raise BackendLost. The local backend and verl also raise NonFiniteError if a
+        weight is not finite after the step, and do not save or publish it; `load_state` replaces it."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:
@@ -142,28 +144,28 @@ class Backend(ABC):
         a service derives the name of its sampler from ``path``."""
 
     def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """Yield the weights that an engine would serve, with the names, shapes and dtype of the model's
-        files. Adapters are merged in full precision, and sharded weights are gathered. Each tensor is valid
-        until the next one is requested. No other call may run during the iteration."""
+        """Yield the weights that an engine would serve, with the names and shapes of the model's files and
+        the dtype of `publish`. Adapters are merged in fp32, and sharded weights are gathered. Each tensor is
+        valid until the next one is requested. No other call may run during the iteration."""
         raise BackendError("this backend does not export its weights as tensors")
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:
         """Save weights, optimizer and RNG state, so that training continues bit for bit after ``load_state``.
-        ``path`` appears atomically, after its content is on disk. A service stores the state itself, and
-        ``path`` contains only a reference."""
+        Not every backend saves a gradient that is not applied yet. ``path`` appears atomically, after its
+        content is on disk. A service stores the state itself, and ``path`` contains only a reference."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
         """Continue from a saved state. A gradient that was accumulated since then is dropped. If
-        ``optimizer`` is False, only the weights are loaded. A service starts a new session, which is not
-        affected by calls of earlier processes."""
+        ``optimizer`` is False, only the weights are loaded, and the optimizer starts without moments. A
+        service starts a new session, which is not affected by calls of earlier processes."""
 
     async def discard_state(self, path: Path) -> None:  # noqa: B027 - most backends store the state in `path`
         """Delete the parts of a saved state that are stored outside ``path``. The caller removes ``path``."""
 
-    def use_cores(self, count: int) -> None:  # noqa: B027 - remote backends use no cores
-        """Use ``count`` CPU cores, starting with the next call."""
+    def use_cores(self, count: int) -> None:  # noqa: B027 - only the local backend can change it
+        """Use ``count`` CPU cores from the next call on, unless the backend's config sets the number."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -30,8 +30,8 @@ def check_samples(
     max_tokens: int | None,
     loss: LossConfig | None = None,
 ) -> None:
-    """Raise BackendError, naming the sample and the index, if a sample is invalid. A limit of None is not
-    checked. The fields for training are checked only if ``loss`` is not None."""
+    """Raise BackendError with the key and the problem of the first invalid sample. A limit that is None is
+    not checked. The mask, logprobs and advantages are checked only if ``loss`` is not None."""
     for sample in samples:
         problem = _find_token_problem(sample, vocab_size, max_tokens)
         if problem is None and loss is not None:
@@ -43,9 +43,9 @@ def check_samples(
 def _find_token_problem(sample: Sample, vocab_size: int | None, max_tokens: int | None) -> str | None:
     token_ids = sample.token_ids
     if sample.media:
-        return "it contains media, and this backend can train on text only"
+        return "it contains media, but this backend supports only text"
     if max_tokens is not None and len(token_ids) > max_tokens:
-        return f"it has {len(token_ids)} tokens, but the model supports at most {max_tokens}"
+        return f"it has {len(token_ids)} tokens, but the model's context is {max_tokens}"
     end = np.inf if vocab_size is None else vocab_size
     invalid_indices = np.flatnonzero((token_ids < 0) | (token_ids >= end))
     if len(invalid_indices):
@@ -59,10 +59,10 @@ def _find_training_problem(sample: Sample, loss: LossConfig) -> str | None:
         if (length := len(getattr(sample, name))) != len(sample):
             return f"it has {len(sample)} tokens, but its {name} has {length} entries"
     if np.isnan(sample.mask).any():
-        return "the mask contains NaN"
+        return "the mask contains NaN; use 0 for tokens that are not trained"
     is_trained = sample.mask > 0
     if len(sample) and is_trained[0]:
-        return "the mask selects the first token, which has no logprob"
+        return "the mask selects the first token, which has no logprob; set its mask to 0"
     required = {"advantage": sample.advantages}
     if loss.name != "cross_entropy":
         required["logprob"] = sample.logprobs

@@ -39,17 +39,17 @@ NEUTRAL_VALUES = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 
 
 def create_backend(config: RunConfig) -> Backend:
-    """Return a new backend, which may load the model. Train it with the settings that `apply_capabilities`
-    returns for its capabilities."""
+    """Return a new backend. The backend may load the model. Raises ConfigError if it does not support the
+    config. The config to train with is the one that `apply_capabilities` returns."""
     backend_class = resolve_section("backends", config.backend)
     backend = cast(Backend, backend_class(config.model, config.backend, seed=config.seed))
-    apply_capabilities(config, backend.capabilities)
+    apply_capabilities(config, backend.capabilities)  # called only to raise ConfigError
     return backend
 
 
 def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
-    """Return the config that the backend will use, and a warning for each setting that was replaced. Raises
-    ConfigError for a setting that the backend does not support."""
+    """Return the config to train with, and a warning if the loss was replaced with `trainer.loss_fallback`.
+    Raises ConfigError for a setting that is invalid or that the backend does not support."""
     loss, warnings = _choose_loss(config.trainer, capabilities)
     _check_optimizer(config.trainer.adam, capabilities)
     reference = config.trainer.reference
@@ -74,8 +74,8 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
 
 
 def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the config with `auto` resolved, and notes for the user. Raises ConfigError for every problem
-    that can be found before the run starts."""
+    """Return the config with `auto` resolved, and notes for the user. Raises ConfigError for any problem
+    that can be found before the run starts. The settings of training are checked only if the run trains."""
     config, notes = resolve_run(config, env)
     if not config.trains:
         return config, notes
@@ -87,7 +87,7 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
 
 
 def get_known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
-    """Return the backend's capabilities without creating the backend, or None if they are not known."""
+    """Return the capabilities that are certain before the backend is created, or None if none are known."""
     if isinstance(section, LocalBackendConfig | VerlBackendConfig):
         reference = section.lora is not None or section.type == "local"
         return torch_capabilities(
@@ -99,7 +99,7 @@ def get_known_capabilities(section: BackendConfig) -> BackendCapabilities | None
 
 def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:
     loss, fallback = trainer.loss, trainer.loss_fallback
-    _check_clip(loss)
+    _check_loss_settings(loss)
     if loss.name in capabilities.losses:
         return loss, []
     supported = ", ".join(sorted(capabilities.losses))
@@ -120,7 +120,7 @@ def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> t
     return LossConfig(name=fallback), [warning]
 
 
-def _check_clip(loss: LossConfig) -> None:
+def _check_loss_settings(loss: LossConfig) -> None:
     for setting in ("clip_low", "clip_high"):
         if (value := getattr(loss, setting)) is not None and loss.name not in DEFAULT_CLIP:
             raise ConfigError(
@@ -132,7 +132,7 @@ def _check_clip(loss: LossConfig) -> None:
         if not (0 <= low <= 1 <= high and low < high):
             raise ConfigError(
                 f"trainer.loss.clip_low, clip_high: given {low:g} and {high:g}; they bound the ratio, so "
-                "clip_low must be at most 1 and clip_high at least 1, for example 0.8 and 1.2"
+                "0 <= clip_low <= 1 <= clip_high and clip_low < clip_high must hold, for example 0.8 and 1.2"
             )
     if loss.beta is not None and loss.name != "dro":
         raise ConfigError(
@@ -152,8 +152,8 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
 
 
 def _check_sampling(config: RunConfig) -> None:
-    """Raise ConfigError unless a service samples greedily or from the full softmax. A service returns only
-    logprobs of the full softmax, so tokens that were sampled differently cannot be used for training."""
+    """Raise ConfigError if a service would sample neither greedily nor from the full softmax. A service
+    returns only logprobs of the full softmax, so tokens that were sampled otherwise cannot be trained on."""
     if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling = config.rollout.sampling
@@ -163,5 +163,5 @@ def _check_sampling(config: RunConfig) -> None:
         if (value := getattr(sampling, name)) != 1.0:
             raise ConfigError(
                 f"rollout.sampling.{name}: given {value}; with engine.type cloud it must be 1, because a "
-                "service returns no logprobs for other values (temperature 0 is also allowed)"
+                "service returns only logprobs of the full softmax. Set it to 1, or set temperature to 0"
             )

@@ -1,4 +1,4 @@
-"""Write folders that are either complete or absent."""
+"""Writes folders that are either complete or absent, also after a crash."""
 
 from __future__ import annotations
 

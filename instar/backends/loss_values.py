@@ -1,6 +1,6 @@
-"""Compute the losses of `instar.backends.base` and their metrics from logprobs that a service returned.
+"""Compute the losses of `instar.backends.base` and their metrics from logprobs of a service or of verl.
 
-The services' own metrics differ or are missing. These metrics have the same meaning for all backends.
+Their own metrics differ or are missing. These metrics have the same meaning for all backends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_SAMPLES_IN_ERROR = 4
 def compute_loss(
     loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]
 ) -> tuple[float, dict[str, float]]:
-    """Return the loss, summed over trained tokens, and the same metrics as the local backend. ``logprobs``
-    are aligned with the samples' tokens; values of tokens that are not trained are ignored."""
+    """Return the loss, summed over trained tokens, and the metrics of `instar.backends.local.losses`.
+    ``logprobs`` are aligned with the samples' tokens; values of tokens that are not trained are ignored."""
     new_logprobs = _concat_trained(samples, logprobs)
     old_logprobs = _concat_trained(samples, [sample.logprobs for sample in samples])
     advantages = _concat_trained(samples, [sample.advantages for sample in samples])
@@ -54,13 +54,13 @@ def make_non_finite_error(
     all_keys = [sample.sample_key for sample in samples]
     keys = [key for key, value in zip(all_keys, values, strict=True) if not np.isfinite(value)] or all_keys
     names = ", ".join(keys[:MAX_SAMPLES_IN_ERROR]) + (", ..." if len(keys) > MAX_SAMPLES_IN_ERROR else "")
-    return NonFiniteError(f"the {loss.name} loss is not finite; check the samples {names}")
+    return NonFiniteError(f"the {loss.name} loss is not finite; check the logprobs and advantages of {names}")
 
 
 def _token_objective(
     loss: LossConfig, new_logprobs: Doubles, old_logprobs: Doubles, ratio: Doubles, advantages: Doubles
 ) -> tuple[Doubles, NDArray[np.bool_]]:
-    """Return the value to maximize for each token, and True for each token whose ratio was clipped."""
+    """Return the value to maximize for each token, and True for each token whose value clipping changed."""
     none_clipped = np.zeros(len(new_logprobs), bool)
     if loss.name == "importance_sampling":
         return ratio * advantages, none_clipped

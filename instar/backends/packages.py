@@ -54,7 +54,7 @@ class InstalledPackage:
 
 def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
     """Return the package of each built-in backend in the environment of ``python``, or in the current one if
-    it is None. Raises ConfigError if the interpreter cannot be run."""
+    it is None. Raises ConfigError if ``python`` cannot be run, does not answer in time or has no Instar."""
     if python is None:
         return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
     command = [python, "-m", "instar.backends.packages"]
@@ -66,7 +66,7 @@ def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
         raise ConfigError(f"backend.python: given {python!r}; it cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"backend.python: given {python!r}; it did not answer within {INTERPRETER_TIMEOUT_SECONDS:.0f} s"
+            f"backend.python: given {python!r}; no answer within {INTERPRETER_TIMEOUT_SECONDS:.0f} s"
         ) from error
     if completed.returncode != 0:
         last_line = (completed.stderr.strip().splitlines() or ["no output"])[-1]
@@ -80,7 +80,7 @@ def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
 
 
 def check_installed(section: BackendConfig) -> None:
-    """Raise ConfigError, with the install command, if the backend's environment does not have its package."""
+    """Raise ConfigError with install advice if a built-in backend's package is missing or unsupported."""
     if isinstance(section, PluginConfig) or section.type not in REQUIREMENTS:
         return
     package = inspect_packages(section.python)[section.type]
@@ -114,8 +114,8 @@ def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPack
 
 
 def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
-    """Yield the version requirements from our table, from Instar's extra and, for MinT, from the metadata of
-    its package."""
+    """Yield the version requirements from `REQUIREMENTS`, from Instar's extra and, for MinT, from the
+    metadata of its package."""
     from packaging.requirements import Requirement
 
     yield Requirement(requirement.package + requirement.version_specifier)

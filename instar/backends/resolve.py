@@ -1,6 +1,7 @@
 """Resolve the backend and engine of a run, and remove the secrets from its config.
 
-`backend: auto` becomes the service that the settings name, else the one in the environment, else `local`.
+`backend: auto` becomes the service that the settings name, else the one in the environment, else `local`. If
+the settings contain a URL or key that names no service, it becomes the only service that is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SECTIONS: dict[str, type[CloudConfig]] = {
     "weaver": WeaverBackendConfig,
 }
 UNUSED_LOCALLY = frozenset({"deadline", "sampler_ttl"})
-"""Settings of a service that do not affect the local backend."""
+"""Settings of a service that are ignored if `auto` becomes `local`."""
 ENVIRONMENT_ORDER = ("weaver", "mint", "tinker")
 Evidence = dict[str, list[str]]
 """The reasons to choose each service, by the name of the service."""
@@ -44,8 +45,8 @@ Evidence = dict[str, list[str]]
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     """Return the config with `auto` resolved and an engine that fits the backend, and notes for the user.
-    Raises ConfigError if the engine does not fit the backend, or if the engine samples from a service whose
-    package or key is missing. Resolving the returned config again does not change it."""
+    Raises ConfigError if the backend is ambiguous, its URL is invalid, the engine does not fit it, or the
+    engine samples from a service whose package or key is missing. Resolving the result does not change it."""
     backend, notes = config.backend, list[str]()
     if isinstance(backend, AutoBackendConfig):
         detection = detect_backend(backend, env)
@@ -69,8 +70,8 @@ def check_backend_access(config: RunConfig, env: Mapping[str, str]) -> None:
 
 
 def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Convert a service's settings to settings of the local backend. Raises ConfigError for settings that
-    have no local equivalent."""
+    """Convert a service's settings to settings of the local backend. Raises ConfigError if a setting
+    without a local equivalent differs from its default."""
     local: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rank":
@@ -111,11 +112,11 @@ def _check_url(url: str | None) -> None:
     # The errors do not contain the URL, because the URL may contain a key.
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError("backend.base_url: the value is not an HTTP URL; begin it with https:// or http://")
+        raise ConfigError("backend.base_url: the value is not an HTTP URL; use https://HOST or http://HOST")
     if parts.username or parts.password or parts.query:
         raise ConfigError(
-            "backend.base_url: the URL contains a key or a query, and it would be stored with the run. "
-            "Put the key into an environment variable and name the variable in backend.api_key_env"
+            "backend.base_url: the URL contains a user name, a password or a query, which would be "
+            "stored with the run. Put the key into an environment variable and name it in backend.api_key_env"
         )
 
 
@@ -133,9 +134,9 @@ def detect_backend(
     env: Mapping[str, str],
     list_installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
-    """Return the backend and the reason for choosing it. ``list_installed`` returns the services whose SDK is
-    installed. It is called only if neither settings nor environment variables determine the backend. By
-    default, the backend's environment is inspected."""
+    """Return the backend and the reason for choosing it. Raises ConfigError if the choice is ambiguous.
+    ``list_installed`` returns the services whose SDK is installed. It is called only if there is a URL or
+    key, but no setting or variable names its service. By default, the backend's environment is inspected."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "backend.type names it")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
@@ -168,7 +169,7 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
 
 
 def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
-    """Return True if Tinker's variables are copies of MinT's variables. MinT's package makes such copies."""
+    """Return True if Tinker's variables are empty or copies of MinT's, which MinT's package makes."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
     return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
@@ -220,7 +221,7 @@ class RunSecrets:
     """The secrets of the trainer and the sampler, which are not stored and not visible to agents."""
 
     env: dict[str, str] = field(repr=False)
-    """The service's key and URL, under the names of the service's own variables."""
+    """The service's key and URL under the names of its own variables, and a completions reference's key."""
     withheld_variables: frozenset[str]
     """The variables that other roles do not inherit, because they contain a key or could redirect the
     service's SDK to another address."""

@@ -91,7 +91,7 @@ class ServiceBackend(Backend):
 
     @abstractmethod
     async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
-        """Accumulate the gradient and return the logprobs, or raise NonFiniteError."""
+        """Accumulate the gradient and return the logprob of every token. Raises NonFiniteError."""
 
 
 @dataclass
@@ -106,8 +106,8 @@ class GradientCounter:
 
 
 async def start_session(create: Callable[[], Awaitable[T]]) -> T:
-    """Return a new session. If the service loses the session during the start, as it may while the service
-    restarts, create another one. Raises BackendError after `MAX_SESSION_STARTS` attempts."""
+    """Return a new session. If ``create`` raises BackendLost, as it may while the service restarts, it is
+    called again. Raises BackendError after `MAX_SESSION_STARTS` attempts."""
     message = ""
     for _ in range(MAX_SESSION_STARTS):
         try:

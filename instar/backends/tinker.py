@@ -1,8 +1,8 @@
-"""Train on Tinker or MinT through their SDKs.
+"""Trains on Tinker or MinT through their SDKs.
 
 Calls are sent in the order in which they are made, and their results are awaited concurrently. If a call gets
-no response, or the service has lost the session, the call's effect is unknown. The session is then abandoned:
-every later call raises BackendLost, and `load_state` or `start` starts a new session.
+no valid response, or the service has lost the session, the call's effect is unknown. The session is then
+abandoned: every later call raises BackendLost, and `load_state` or `start` starts a new session.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class TinkerBackend(ServiceBackend):
             raise translate_error(error) from None
         if not math.isfinite(compute_loss(loss, samples, new_logprobs)[0]):
             # The service has already added the gradient and cannot remove it.
-            session.lost_reason = "the service's gradient contains a loss that is not finite"
+            session.lost_reason = "the service has added the gradient of a loss that is not finite"
             raise make_non_finite_error(loss, samples, new_logprobs)
         return new_logprobs
 
@@ -186,7 +186,7 @@ class TinkerBackend(ServiceBackend):
             return OptimStepResult.from_norm(adam, math.nan, metrics)
         if not math.isfinite(grad_norm):
             session.lost_reason = "the service may have applied a gradient that is not finite"
-            raise NonFiniteError(f"the gradient norm is {grad_norm}")
+            raise NonFiniteError(f"the gradient norm is {grad_norm}; the service may have applied the step")
         return OptimStepResult.from_norm(adam, grad_norm, metrics)
 
     # --- artifacts and states ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Train on Weaver, or on another server with the same protocol. Every session has one model.
+"""Trains on Weaver, or on another server with the same protocol. Every session has one model.
 
 Calls are submitted one after the other, in the order in which they were made, and their results are awaited
 concurrently. If the effect of a call on the service is unknown, every later call raises BackendLost.
@@ -71,8 +71,8 @@ class WeaverModel:
         return f"{prefix}-{self._name_count}"
 
     async def call(self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
-        """Submit a call after all earlier calls and return its result. The deadline of the call starts when
-        the previous result arrives."""
+        """Submit a call after all earlier calls and return its result. The deadline of the result starts
+        when the previous result arrives."""
         async with self._submission_lock:
             self._check_open()
             handle = await self._submit(method, submit)
@@ -190,7 +190,7 @@ class WeaverBackend(ServiceBackend):
         with model.count_gradient():
             logprobs = await model.compute_logprobs("forward_backward", data, loss.name)
         if not math.isfinite(compute_loss(loss, samples, logprobs)[0]):
-            model.end("the service's gradient is not finite")
+            model.end("the service has added the gradient of a loss that is not finite")
             raise make_non_finite_error(loss, samples, logprobs)
         return logprobs
 
@@ -224,7 +224,7 @@ class WeaverBackend(ServiceBackend):
         grad_norm = extract_metrics(result).get("grad_norm", math.nan)
         if math.isinf(grad_norm):
             model.end("the service may have applied a gradient that is not finite")
-            raise NonFiniteError(f"the gradient norm is {grad_norm}")
+            raise NonFiniteError(f"the gradient norm is {grad_norm}; the service may have applied the step")
         return OptimStepResult.from_norm(adam, grad_norm)
 
     async def publish(self, path: Path) -> Artifact:

@@ -18,7 +18,7 @@ BASE_LAYER_SUFFIX = ".base_layer"
 
 @torch.no_grad()
 def iterate_served_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights with the names and shapes of the model's files, tied weights only once.
+    """Yield the weights in ``dtype``, with the names and shapes of the model's files, tied weights only once.
 
     An adapter is merged in fp32, because rounding would remove small updates. If the parameters are sharded,
     every rank must iterate over all weights. Each weight is gathered in turn, and is valid on every rank
@@ -53,7 +53,7 @@ def _iterate_saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Lora
             continue
         if isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             adapters[path] = module
-        typed_module = cast(nn.Module, module)
+        typed_module = cast(nn.Module, module)  # undoes the narrowing to LoraLayer, which is untyped
         for name, tensor in {**typed_module._parameters, **typed_module._buffers}.items():
             if tensor is None or name in typed_module._non_persistent_buffers_set or id(tensor) in seen_ids:
                 continue

@@ -7,7 +7,7 @@ The softmax of every query is combined from blocks of keys, each computed by a d
 
 Short ancestors are copied in front of their descendants' own blocks instead. Blocks are combined by their
 logsumexp. Given the combined logsumexp and output, the backward pass is a plain sum of the blocks' gradients.
-Nothing is copied for each sample, and the gradient of shared keys is computed in one product.
+Longer prefixes are never copied, and the gradient of their keys is computed in one product.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from instar.backends.local.pack import Index, PackedRow, PackNode
+from instar.backends.local.pack import IntArray, PackedRow, PackNode
 from instar.errors import BackendError
 
 ATTENTION_NAME = "instar_tree"
 MAX_MATH_BACKWARD_SCORES = 8 * 1024 * 1024
-"""Up to this number of scores, plain matrix products are faster than the flash kernel on a CPU."""
+"""Up to this number of scores, a backward pass of plain matrix products beats the flash kernel on a CPU."""
 MAX_INLINE_ANCESTOR_TOKENS = 16
 """Ancestors with up to this many tokens are copied instead of computed in a separate call."""
 MAX_INLINE_TOKENS = 64
@@ -58,8 +58,8 @@ class TreeAttentionPlan:
     own: list[OwnBlocks]
     cross: list[CrossBlock]
     calls: int = 0
-    """The number of attention layers that used the plan. Models with a different attention function do not
-    use it."""
+    """The number of calls of `tree_attention` with this plan. `TrainedModel.check_attention` compares it with
+    the number of layers."""
 
 
 def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
@@ -108,15 +108,15 @@ def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _concat_positions(nodes: Sequence[PackNode]) -> Index:
+def _concat_positions(nodes: Sequence[PackNode]) -> IntArray:
     return np.concatenate([np.empty(0, np.int64), *(np.arange(n.start, n.end) for n in nodes)])
 
 
-def _make_own_blocks(prefixes: Sequence[Index], nodes: Sequence[PackNode], device: str) -> OwnBlocks:
+def _make_own_blocks(prefixes: Sequence[IntArray], nodes: Sequence[PackNode], device: str) -> OwnBlocks:
     longest = max(len(prefix) + len(node) for prefix, node in zip(prefixes, nodes, strict=True))
     rows = np.empty((len(nodes), longest), np.int64)
-    queries: list[Index] = []
-    unpadded: list[Index] = []
+    queries: list[IntArray] = []
+    unpadded: list[IntArray] = []
     for i, (prefix, node) in enumerate(zip(prefixes, nodes, strict=True)):
         length = len(prefix) + len(node)
         rows[i, : len(prefix)] = prefix
@@ -229,11 +229,11 @@ def tree_attention(
     """Compute one attention layer for transformers, from query [1, H, T, D] and key, value [1, K, T, D]."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise BackendError(f"the local backend does not support this model: its attention uses {name}")
+            raise BackendError(f"the local backend does not support attention with {name}; use another model")
     if tree_plan is None:
         raise BackendError(
             f"the local backend does not support {type(module).__name__}, because the model does not pass "
-            "keyword arguments to its attention function"
+            "keyword arguments to its attention function; use another model"
         )
     tree_plan.calls += 1
     device = query.device.type
@@ -278,7 +278,7 @@ def cpu_flash_backward(
 
 
 def _compute_scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """Return the scores [N, K, G·L, S] in fp32, with the G query heads of each key head in the same rows."""
+    """Return the scores [N, K, G·L, S] in fp32. ``q`` is folded: G query heads share each of K key heads."""
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale)
     if is_causal:
         length, groups = k.shape[2], q.shape[2] // k.shape[2]

@@ -1,4 +1,4 @@
-"""Train a LoRA adapter or all weights with torch in this process.
+"""Trains a LoRA adapter or all weights with torch in this process.
 
 On a CPU, the same calls with the same seed and number of threads produce bit-identical results.
 """
@@ -25,7 +25,7 @@ from instar.backends.base import (
 from instar.backends.check import check_samples, make_nan_logprobs, select_trained
 from instar.backends.local import losses, state
 from instar.backends.local.model import TrainedModel, load_model, load_reference
-from instar.backends.local.pack import Index, PackedRow, pack, split_micro_batches
+from instar.backends.local.pack import IntArray, PackedRow, pack, split_micro_batches
 from instar.backends.threaded import ThreadedBackend, in_thread
 from instar.backends.weight_export import has_adapter_on_tied_head, iterate_served_weights
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
@@ -34,14 +34,14 @@ from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Sample
 
 CHUNK_BYTES = 128 * 2**20
-"""The number of bytes of weights that `tensors` exports each time it switches to the worker thread."""
+"""About how many bytes of weights `tensors` exports each time it switches to the worker thread."""
 RNG_LOCK = threading.Lock()
 """Held while a backend uses torch's random generator, which all backends in the process share."""
 
 
 class LocalBackend(ThreadedBackend):
     """A backend that trains with torch. ``base_model`` is a model from `load_base`, which several backends
-    with adapters may share."""
+    with adapters may share. If it is None, the backend loads its own model."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class LocalBackend(ThreadedBackend):
             torch.manual_seed(seed)
             self._model = load_model(model, self._config, seed, base_model)
         self._parameters = self._model.trained_parameters
-        # Every step sets all hyperparameters, so these defaults are never used. `fused` is the fastest.
+        # Every step sets all hyperparameters, so no default is used. The fused implementation is the fastest.
         self._optimizer = torch.optim.AdamW(list(self._parameters.values()), fused=True)
         self._optim_steps = 0
 
@@ -171,7 +171,7 @@ class LocalBackend(ThreadedBackend):
             )
         self._optim_steps = counters["optim_steps"] if optimizer else 0
 
-    # --- called in the thread ----------------------------------------------------------------------
+    # --- called in the worker thread ---------------------------------------------------------------
 
     def _release(self) -> None:
         del self._model, self._parameters, self._optimizer
@@ -213,7 +213,8 @@ class LocalBackend(ThreadedBackend):
         self._optim_steps += 1
         if name := state.find_non_finite(self._parameters):
             raise NonFiniteError(
-                f"the step made {name} not finite; load an earlier state and lower the learning rate"
+                f"after the step, {name} has values that are not finite; load an earlier state and lower the "
+                "learning rate"
             )
         return OptimStepResult.from_norm(adam, grad_norm)
 
@@ -232,12 +233,12 @@ def _compute_loss(
     )
     value, sums = losses.compute_token_loss(loss, logprobs, tokens)
     if not math.isfinite(loss_value := float(value.detach())):
-        keys = ", ".join(sample.sample_key for sample in samples[:4])
-        raise NonFiniteError(f"the {loss.name} loss is {loss_value} on {len(samples)} samples ({keys}, ...)")
+        keys = ", ".join(sample.sample_key for sample in samples[:4]) + (", ..." if len(samples) > 4 else "")
+        raise NonFiniteError(f"the {loss.name} loss is {loss_value} on {len(samples)} samples ({keys})")
     return value, sums
 
 
-def _scatter(packed: PackedRow, positions: Index, logprobs: Tensor, results: Sequence[Floats]) -> None:
+def _scatter(packed: PackedRow, positions: IntArray, logprobs: Tensor, results: Sequence[Floats]) -> None:
     """Write each packed token's logprob to the result of every sample that contains the token."""
     row = np.full(len(packed), np.nan, np.float32)
     row[positions] = logprobs.float().cpu().numpy()

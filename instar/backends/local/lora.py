@@ -1,8 +1,8 @@
 """The LoRA adapter, created by PEFT for its file format and computed by one fused function.
 
 PEFT's own forward pass casts activations to the adapter's fp32 and adds in fp32, which costs more than the
-update itself. Here the fp32 adapter is cast to the dtype of the activations, and its output is added in
-place.
+low-rank product itself. Here the fp32 adapter is cast to the dtype of the activations, and its output is
+added in place.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
                 wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
         except ValueError as error:
             raise BackendError(
-                f"backend.lora.targets: given {config.targets!r}, which PEFT cannot adapt: {error}. Name "
-                "linear layers of the model, or use all-linear"
+                f"backend.lora.targets: given {config.targets!r}, which PEFT cannot adapt; name linear "
+                f"layers of the model, or use all-linear ({error})"
             ) from error
     for module in wrapped.modules():
         if isinstance(module, Linear) and _can_fuse(module):

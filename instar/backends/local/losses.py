@@ -20,12 +20,12 @@ class TrainedTokens:
     mask: Tensor
     advantages: Tensor
     logprobs: Tensor
-    """The logprobs at the time of sampling. They may be NaN if the loss does not use them."""
+    """The samples' logprobs, the denominator of the ratio. They may be NaN if the loss does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums over the tokens of a micro-batch, from which the metrics are computed."""
+    """Sums and a maximum over the trained tokens of a micro-batch, from which the metrics are computed."""
 
     token_count: int = 0
     ratio_sum: float = 0.0
@@ -72,7 +72,8 @@ def compute_token_loss(
 
 
 def compute_metrics(config: LossConfig, sums: Sequence[LossSums]) -> dict[str, float]:
-    """Return the metrics by name. ``kl`` is the mean of old - new logprob, an estimate of KL(old ‖ new)."""
+    """Return the metrics by name. cross_entropy has only ``tokens``. ``kl`` is the mean of old - new logprob,
+    an estimate of KL(old ‖ new)."""
     count = sum(part.token_count for part in sums)
     metrics = {"tokens": float(count)}
     if count and config.name in LOSSES_WITH_OLD_LOGPROBS:

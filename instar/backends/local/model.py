@@ -17,15 +17,15 @@ from transformers.utils import logging
 
 from instar.backends.local.attention import ATTENTION_NAME, TreeAttentionPlan, make_attention_plan
 from instar.backends.local.lora import ADAPTER, add_adapter
-from instar.backends.local.pack import Index, PackedRow, pack
+from instar.backends.local.pack import IntArray, PackedRow, pack
 from instar.backends.local.state import write_adapter_files, write_weights
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
 from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CHUNK_ROWS = 256
-"""The number of rows whose logits are in memory at the same time."""
+CHUNK_TOKENS = 256
+"""The number of tokens whose logits are in memory at the same time."""
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
 """Model settings that scale or cap logits, which the local backend does not implement."""
 
@@ -51,7 +51,7 @@ class TrainedModel:
     def max_tokens(self) -> int | None:
         return getattr(self.model.config, "max_position_embeddings", None)
 
-    def compute_logprobs(self, packed: PackedRow, positions: Index) -> Tensor:
+    def compute_logprobs(self, packed: PackedRow, positions: IntArray) -> Tensor:
         """Return the fp32 logprobs of the tokens at ``positions``, which must not include the first token of
         a sample."""
         plan = make_attention_plan(packed, self.device)
@@ -71,12 +71,12 @@ class TrainedModel:
         return cast(Tensor, output.last_hidden_state)[0]
 
     def _autocast(self) -> AbstractContextManager[object]:
-        # Full fine-tuning keeps fp32 weights and computes in bf16. The base model of an adapter is in bf16.
+        # Full fine-tuning in bf16 keeps fp32 weights. The base model of an adapter is already in bf16.
         if self.adapter is None and self.dtype != torch.float32:
             return torch.autocast(self.device, dtype=self.dtype)
         return nullcontext()
 
-    def _to_tensor(self, array: Index) -> Tensor:
+    def _to_tensor(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def check_attention(self) -> None:
@@ -90,11 +90,11 @@ class TrainedModel:
         if plan.calls != layers:
             raise BackendError(
                 f"the local backend does not support {type(self.model).__name__}: only "
-                f"{plan.calls} of its {layers} layers use an attention that can be packed"
+                f"{plan.calls} of its {layers} layers use attention that supports packing"
             )
 
     def write(self, folder: Path) -> None:
-        """Write the current weights for engines: a PEFT adapter, or full weights with the tokenizer."""
+        """Write the current weights for engines: a PEFT adapter, or full weights, config and tokenizer."""
         if self.adapter is not None:
             weights = peft.get_peft_model_state_dict(self.adapter, save_embedding_layers=False)
             config = cast(dict[str, Any], self.adapter.peft_config[ADAPTER].to_dict())
@@ -109,8 +109,8 @@ class TrainedModel:
 def load_model(
     config: ModelConfig, backend: LocalBackendConfig, seed: int, base: PreTrainedModel | None = None
 ) -> TrainedModel:
-    """Return the model to train. ``base`` is a model from `load_base`. Its weights are not trained, so that
-    several trained models may share it."""
+    """Return the model to train. ``base`` is a model from `load_base`, which several models with adapters may
+    share, because its weights are not trained. If it is None, the model is loaded."""
     folder = resolve_model(config.name)
     device, dtype_name = device_and_dtype(config)
     dtype = DTYPES[dtype_name]
@@ -123,14 +123,14 @@ def load_model(
     model.eval()
     if backend.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        model.train()  # checkpointing needs this mode, which changes nothing else, as all dropout is 0
     trained_model = TrainedModel(model, adapter, folder, device, dtype)
     trained_model.check_attention()
     return trained_model
 
 
 def load_base(config: ModelConfig) -> PreTrainedModel:
-    """Return the base model on its device. Several models with adapters may share it."""
+    """Return the frozen base model on its device. Several models with adapters may share it."""
     device, dtype_name = device_and_dtype(config)
     model = _read_model(resolve_model(config.name), DTYPES[dtype_name])
     return cast(PreTrainedModel, cast(nn.Module, model).to(device).requires_grad_(False))
@@ -172,10 +172,10 @@ def _check_supported(config: PreTrainedConfig) -> None:
 
 def _target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the fp32 logprob of each ``targets[i]`` given ``hidden[i]``: the target's logit minus the
-    logsumexp of all logits of the row."""
+    logsumexp of all logits at this position."""
     if type(head) is nn.Linear and not head.weight.requires_grad:
         return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias))
-    chunks = zip(hidden.split(CHUNK_ROWS), targets.split(CHUNK_ROWS), strict=True)
+    chunks = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([_chunk_logprobs(head, rows, ids) for rows, ids in chunks])
     # The chunks use no randomness, and another model may be using torch's generator.
@@ -192,16 +192,16 @@ def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Computes logprobs with a frozen output layer. For every loss, the gradient of a row's logprob with
-    respect to its hidden state is W[target] - Σ p·W. The forward pass computes this gradient, because it has
-    the logits."""
+    """Computes logprobs with a frozen output layer. For every loss, the gradient of a token's logprob with
+    respect to its hidden state is W[target] - Σ p·W, where p is the softmax. The forward pass computes this
+    gradient, because it has the logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         logprob_grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(hidden), CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
+        for start in range(0, len(hidden), CHUNK_TOKENS):
+            rows = slice(start, start + CHUNK_TOKENS)
             logits = nn.functional.linear(hidden[rows], weight, bias)
             target_logits = logits.gather(-1, targets[rows].unsqueeze(-1)).float()
             top_logits, top_ids = logits.max(-1, keepdim=True)

@@ -9,7 +9,7 @@ that the descendants of a node are contiguous in the row::
                      └── [5] ── [6]
                             └── [7]
 
-A token attends to the ancestors of its node and to the tokens before it in its own node.
+A token attends to the ancestors of its node, to the tokens before it in its own node, and to itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from instar.types import Ids
 
-Index = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 NO_TOKEN = -1
 
@@ -31,7 +31,7 @@ NO_TOKEN = -1
 @dataclass(frozen=True, slots=True)
 class PackNode:
     """A node of the trie. It covers the row from ``start`` to ``end``, and its descendants cover the row from
-    ``end`` to ``subtree_end``. ``parent`` is the index of the parent node."""
+    ``end`` to ``subtree_end``. ``parent`` is the index of the parent node, or None for a root."""
 
     parent: int | None
     start: int
@@ -44,14 +44,14 @@ class PackNode:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    token_ids: Index
-    positions: Index
+    token_ids: IntArray
+    positions: IntArray
     """The position of each token in its sample."""
-    previous: Index
+    previous: IntArray
     """The row position of the token before each token; ``NO_TOKEN`` for the first token of a sample."""
     nodes: tuple[PackNode, ...]
     """The nodes, with parents before their children."""
-    paths: tuple[Index, ...]
+    paths: tuple[IntArray, ...]
     """The row positions of each sample's tokens, one array per sample."""
 
     def __len__(self) -> int:
@@ -59,9 +59,9 @@ class PackedRow:
 
 
 def split_micro_batches(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
-    """Return micro-batches of at most ``max_tokens`` distinct tokens, as lists of indices. The sequences are
-    processed in lexicographic order, so that sequences with a common prefix are next to each other. A
-    sequence longer than ``max_tokens`` gets its own micro-batch."""
+    """Return micro-batches of at most ``max_tokens`` tokens, as lists of indices. A prefix that several
+    sequences of a micro-batch share counts once. The sequences are processed in lexicographic order, so that
+    sequences that share a prefix are adjacent. A sequence longer than ``max_tokens`` gets its own batch."""
     batches: list[list[int]] = []
     used_tokens = 0
     previous: int | None = None
@@ -85,12 +85,12 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
     ordered = [sequences[index] for index in order]
     shared_lengths = [0, *(_common_prefix_length(a, b) for a, b in pairwise(ordered))]
     tokens: list[Ids] = []
-    positions: list[Index] = []
-    ordered_paths: list[Index] = []
-    previous: list[Index] = []
+    positions: list[IntArray] = []
+    ordered_paths: list[IntArray] = []
+    previous: list[IntArray] = []
     total = 0
-    for rank, sequence in enumerate(ordered):
-        shared = shared_lengths[rank]
+    for i, sequence in enumerate(ordered):
+        shared = shared_lengths[i]
         own_positions = np.arange(total, total + len(sequence) - shared, dtype=np.int64)
         path = np.concatenate([ordered_paths[-1][:shared], own_positions]) if shared else own_positions
         tokens.append(sequence[shared:])
@@ -100,8 +100,8 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
         ordered_paths.append(path)
         total += len(own_positions)
     paths = [ordered_paths[0]] * len(sequences) if ordered_paths else []
-    for rank, index in enumerate(order):
-        paths[index] = ordered_paths[rank]
+    for path, index in zip(ordered_paths, order, strict=True):
+        paths[index] = path
     return PackedRow(
         token_ids=np.concatenate([*tokens, np.empty(0, np.int32)]).astype(np.int64),
         positions=np.concatenate([*positions, np.empty(0, np.int64)]),
@@ -112,21 +112,21 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
 
 
 def _make_nodes(lengths: list[int], shared_lengths: list[int]) -> tuple[PackNode, ...]:
-    """Return the nodes of the trie of sorted sequences. Sequences i and i - 1 share their first
-    ``shared_lengths[i]`` tokens."""
+    """Return the nodes of the trie of sorted sequences. ``lengths`` are their lengths. Sequences i and i - 1
+    share their first ``shared_lengths[i]`` tokens."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
     total = 0
     stack: list[tuple[int, int, int, int | None]] = [(0, len(lengths), 0, None)] if lengths else []
     while stack:
-        first, last, depth, parent = stack.pop()
-        end_depth = min([lengths[first], *shared_lengths[first + 1 : last]])
+        first, end, depth, parent = stack.pop()
+        end_depth = min([lengths[first], *shared_lengths[first + 1 : end]])
         if end_depth > depth:
             parents.append(parent)
             bounds.append((total, total + end_depth - depth))
             total += end_depth - depth
             parent = len(parents) - 1
-        branches = [first, *(i for i in range(first + 1, last) if shared_lengths[i] == end_depth), last]
+        branches = [first, *(i for i in range(first + 1, end) if shared_lengths[i] == end_depth), end]
         children = [(a, b, end_depth, parent) for a, b in pairwise(branches) if lengths[b - 1] > end_depth]
         stack.extend(reversed(children))
     subtree_ends = [end for _, end in bounds]

@@ -33,8 +33,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     applied = {name: tensor for name, tensor in tensors.items() if not name.startswith("grad/")}
     if name := find_non_finite(applied):
         raise NonFiniteError(
-            f"{name} is not finite, so {path.name} was not written; load an earlier state and lower the "
-            "learning rate"
+            f"{name} has values that are not finite, so {path.name} was not written; load an earlier state "
+            "and lower the learning rate"
         )
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
@@ -54,7 +54,7 @@ def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any]
 
 
 def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write a model folder with the weights, and with the config and tokenizer of the original model."""
+    """Write the weights to ``folder``, with the config and tokenizer of the original model in ``source``."""
     write_tensors(folder / "model.safetensors", weights)
     for file in source.iterdir():
         has_copied_suffix = file.suffix in {".json", ".jinja", ".model", ".txt"}
@@ -67,7 +67,7 @@ def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dty
 
 
 def hash_adapter(path: Path) -> str:
-    """Return the sha256 of the tensors in an adapter folder, ordered by name."""
+    """Return the SHA-256 (hex) of the names, dtypes, shapes and values of an adapter folder's tensors."""
     digest = hashlib.sha256()
     tensors: dict[str, Tensor] = {}
     for file in path.glob("*.safetensors"):
@@ -111,8 +111,8 @@ def load_training_state(
     *,
     with_optimizer: bool,
 ) -> dict[str, int]:
-    """Load a saved state and return its counters. Raises BackendError, without changing anything, if the
-    state does not fit the parameters."""
+    """Load a saved state and return its counters. If ``with_optimizer`` is False, load only the weights.
+    Raises BackendError, without changing anything, if the state is invalid or does not fit the parameters."""
     try:
         metadata = cast(dict[str, Any], json.loads((path / METADATA_FILE).read_text()))
         tensors = load_file(path / TENSORS_FILE)
@@ -131,10 +131,10 @@ def load_training_state(
         name = differing_names[0]
         raise BackendError(
             f"{path} is the state of another model or adapter: {len(differing_names)} tensors differ, for "
-            f"example {name} (shape {saved_shapes.get(name)} in the state, {shapes.get(name)} in the model)"
+            f"example {name}: {saved_shapes.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
         )
     if name := find_non_finite({name: tensors[name] for name in shapes}):
-        raise NonFiniteError(f"{path} cannot be loaded, because {name} is not finite")
+        raise NonFiniteError(f"{path} cannot be loaded: {name} is not finite; load an earlier state")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[f"weight/{name}"])

@@ -1,4 +1,4 @@
-"""Train a model that is sharded over processes or GPUs, with verl's workers on Ray."""
+"""Trains a model that is sharded over processes or GPUs, with verl's workers on Ray."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "instar.json"
 CHUNK_BYTES = 32 * 2**20
-"""The number of bytes of weights that rank 0 exports in one call, through Ray's object store."""
+"""About how many bytes of weights rank 0 exports in one call, through Ray's object store."""
 
 
 class VerlBackend(ThreadedBackend):
@@ -173,7 +173,7 @@ class VerlBackend(ThreadedBackend):
         self._workers.call("load", str(path.resolve()), optimizer)
         self._has_gradient = False
 
-    # --- called in the thread ----------------------------------------------------------------------
+    # --- called in the backend's thread ------------------------------------------------------------
 
     def _release(self) -> None:
         self._workers.close()

@@ -41,12 +41,12 @@ class RankSample:
 @dataclass(frozen=True, slots=True)
 class RankShares:
     samples: list[list[RankSample]]
-    """The samples of each rank. Every rank has equally many samples, because all ranks must run the same
-    number of micro-batches."""
+    """The samples of each rank. All ranks have the same number of samples, padded if needed, because all
+    ranks must run the same number of micro-batches."""
     indices: list[list[int]]
     """For each rank, the batch indices of its samples. Its remaining samples are padding."""
     max_tokens: int
-    """The maximum number of tokens in a micro-batch."""
+    """The maximum number of tokens in a micro-batch, at least the length of the longest sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,6 @@ def gather_logprobs(
 ) -> list[Floats]:
     results: list[Floats] = [np.empty(0, np.float32)] * len(samples)
     for indices, rank_logprobs in zip(shares.indices, logprobs, strict=True):
-        for i, row in zip(indices, rank_logprobs, strict=False):
+        for i, row in zip(indices, rank_logprobs, strict=False):  # padding has no index
             results[i] = row
     return results

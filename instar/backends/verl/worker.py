@@ -78,7 +78,7 @@ class InstarWorker(TinkerTrainingWorker):
         return _unshift(self.infer_batch(data)["log_probs"])
 
     def train(self, samples: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
-        """Accumulate the gradient of the samples. If the loss is not finite on one rank, no rank's gradient
+        """Accumulate the gradient of the samples. If the loss is not finite on any rank, no rank's gradient
         changes."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
@@ -147,7 +147,7 @@ class InstarWorker(TinkerTrainingWorker):
             write_weights(weights, Path(self._settings.folder), folder, self._export_dtype)
 
     def next_weights(self, is_first: bool, max_bytes: int) -> tuple[list[SerializedWeight], bool]:
-        """Return about ``max_bytes`` of the weights that an engine would serve, and True if there are more.
+        """Return about ``max_bytes`` of the weights that an engine serves, and True if there may be more.
         Every rank must call this method, because the shards are gathered, but only rank 0 returns weights."""
         if is_first:
             self._module.state_dict()  # discards gathered weights of an earlier pass, which may be outdated
@@ -186,7 +186,7 @@ def _sum_loss(
     *, config: LossConfig, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, dict[str, bool]]:
     """Return the loss of a micro-batch, and the metric ``finite``, which is True if the loss is finite.
-    Position i of all tensors refers to token i + 1."""
+    In all tensors, position i of a sample refers to its token i + 1."""
     new_logprobs = model_output["log_probs"].values().float()
     mask = data["loss_mask"].values()
     is_trained = mask > 0
@@ -200,7 +200,7 @@ def _sum_loss(
 
 
 def _make_tensordict(samples: Sequence[RankSample], max_tokens: int) -> Any:
-    """Return the jagged TensorDict that verl's engine expects. Position i refers to token i + 1."""
+    """Return verl's jagged TensorDict. Position i of mask, advantages and logprobs refers to token i + 1."""
 
     def make_jagged(arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         return torch.nested.as_nested_tensor(

@@ -14,7 +14,7 @@ from instar.backends.verl.sharding import WorkerSettings
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""The size of Ray's object store, which stores tokens, logprobs and chunks of exported weights."""
+"""The object store's size if this process starts Ray. It stores tokens, logprobs and exported weights."""
 CONNECT_TIMEOUT_SECONDS = 10.0
 PEER_FAILURE_TIMEOUT_SECONDS = 5.0
 """How long to wait for the failures of other ranks, which tell whether a rank died."""
@@ -22,7 +22,7 @@ NO_WORKERS = "verl's workers are not running; call start or load_state first"
 
 
 class RayWorkers:
-    """The processes of all ranks. All ranks are stopped if one rank fails, dies or misses a deadline, because
+    """The processes of all ranks. They are all stopped if one rank fails, dies or misses a deadline, because
     FSDP cannot continue with fewer ranks."""
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -36,7 +36,7 @@ class RayWorkers:
 
     def start(self) -> None:
         """Start the ranks. Raises BackendUnavailable if Ray is unreachable or does not have enough free
-        resources within the deadline."""
+        resources within the deadline, and ConfigError if it has fewer CPUs or GPUs than ranks in total."""
         self._start_ray()
         self._wait_for_resources()
         if self._settings.device == "cpu":
@@ -68,7 +68,8 @@ class RayWorkers:
 
     def call(self, method: str, *arguments: Any, shares: Sequence[Any] | None = None) -> list[Any]:
         """Call a method on every rank with the rank's share and the common arguments, and return the results
-        by rank. Stops all ranks and raises BackendLost if a rank dies or misses the deadline."""
+        by rank. After a failure, all ranks are stopped. Raises BackendLost if a rank dies or misses the
+        deadline, and BackendError if a rank cannot start or its method fails."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -84,9 +85,8 @@ class RayWorkers:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop_ranks()
-                raise BackendLost(
-                    f"verl's workers did not finish {method} within {self._settings.deadline:.0f} s"
-                )
+                seconds = f"{self._settings.deadline:.0f} s (backend.deadline)"
+                raise BackendLost(f"verl's workers did not finish {method} within {seconds}")
             try:
                 ray.get(ready)
             except RayActorError as error:
@@ -164,20 +164,20 @@ class RayWorkers:
         ranks = self._settings.ranks
         if (total := ray.cluster_resources().get(resource, 0)) < ranks:
             raise ConfigError(
-                f"backend.ranks: given {ranks}, which needs {ranks} {resource}s, but Ray has {total:.0f}"
+                f"backend.ranks: given {ranks}, which needs {ranks} {resource}s, but Ray has only {total:.0f}"
             )
         deadline = time.monotonic() + self._settings.deadline
         while (available := ray.available_resources().get(resource, 0)) < ranks:
             if time.monotonic() > deadline:
                 raise BackendUnavailable(
-                    f"verl needs {ranks} free {resource}s, but Ray has {available:.0f} after "
-                    f"{self._settings.deadline:.0f} s"
+                    f"verl needs {ranks} free {resource}s, but Ray still had only {available:.0f} after "
+                    f"{self._settings.deadline:.0f} s (backend.deadline)"
                 )
             time.sleep(0.2)
 
     def _has_dead_peer(self, waiting: Sequence[Any]) -> bool:
-        """Return True if another rank died. The failures of the surviving ranks may arrive before the failure
-        of the dead rank."""
+        """Return True if another rank died. Its failure may arrive later than the failures of the surviving
+        ranks, so this method waits up to PEER_FAILURE_TIMEOUT_SECONDS for the calls in ``waiting``."""
         import ray
         from ray.exceptions import RayActorError
 

@@ -120,7 +120,7 @@ async def test_non_finite_weights_are_neither_saved_nor_published(
     await backend.forward_backward(make_tree_samples(), LossConfig())
     # The config rejects this setting, which divides by zero in the first step.
     adam = AdamConfig().model_copy(update={"beta1": 1.0})
-    with pytest.raises(NonFiniteError, match=r"the step made .* not finite"):
+    with pytest.raises(NonFiniteError, match=r"after the step, .* not finite"):
         await backend.optim_step(adam)
     with pytest.raises(NonFiniteError, match="not finite"):
         await backend.save_state(tmp_path / "state")
