@@ -23,8 +23,8 @@ MAX_SESSION_STARTS = 5
 CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
 """``refused``: the service did nothing and gave the reason. ``unavailable``: the service did not respond, or
 only with transient errors, and the effect of the call is unknown. ``lost``: the session no longer exists, or
-its state is unknown. ``settings``: the key or the address is wrong. ``broken``: the service does not support
-the request, or the response is malformed."""
+its state is unknown. ``settings``: the service rejects the key. ``broken``: the service does not support the
+request, or the response is malformed."""
 _BACKEND_ERRORS: Mapping[CloudErrorKind, type[InstarError]] = {
     "unavailable": BackendUnavailable,
     "lost": BackendLost,
@@ -58,7 +58,7 @@ def redact_key(text: str, key: str) -> str:
 class CloudService:
     name: str
     package: str
-    """The SDK's package on PyPI. The SDK's module and Instar's extra are named like the service."""
+    """The SDK's package on PyPI. The SDK's module and Instar's extra have the service's name."""
     key_env: str
     url_env: str
     key_prefixes: tuple[str, ...]
@@ -114,14 +114,14 @@ class CloudAccess:
     api_key: str = field(repr=False)
     base_model: str = ""
     deadline: float = 600.0
-    """The maximum duration of a call, in seconds."""
+    """The maximum duration of a call with its retries, in seconds."""
 
 
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """Return the URL, key and model of a service, from the config or from environment variables. Raises
-    ConfigError if there is no key."""
+    """Return the URL, key, model and deadline of a service. The URL and the key are in the config or else in
+    environment variables. Raises ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = get_configured_key(section, env) or env.get(service.key_env)
     if not key:
@@ -143,6 +143,6 @@ def get_configured_key(section: CloudSection, env: Mapping[str, str] = os.enviro
         return None
     if not (key := env.get(section.api_key_env)):
         raise ConfigError(
-            f"backend.api_key_env: the environment variable {section.api_key_env} is not set; set it"
+            f"backend.api_key_env: the variable {section.api_key_env} is not set; set it or backend.api_key"
         )
     return key

@@ -126,8 +126,8 @@ class TinkerConnection:
         self, action: str, function: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
         """Run a blocking SDK call in a thread, with the deadline, and return its result. A result that
-        arrives too late is passed to ``discard``. The thread is a daemon, because the SDK may retry for
-        minutes."""
+        arrives after the deadline or a cancellation is passed to ``discard``. The thread is a daemon, because
+        the SDK may retry for minutes."""
         result_future: Future[T] = Future()
         result_future.set_running_or_notify_cancel()
         abandoned = threading.Event()
@@ -154,8 +154,8 @@ class TinkerConnection:
         return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 
     async def close(self, *, finish: bool) -> None:
-        """Close the connection without raising. If ``finish`` is True, the session ends immediately;
-        otherwise it expires without heartbeats. The service keeps saved and published weights."""
+        """Close the connection without raising. If ``finish`` is True and the SDK supports it, the session
+        ends now; otherwise it expires without heartbeats. The service keeps saved and published weights."""
         client, self.client = self.client, None
         if client is None:
             return
@@ -222,7 +222,7 @@ def build_model_input(sdk: Any, ids: Ids) -> Any:
 
 
 def align_prompt_logprobs(values: Sequence[float | None] | None, length: int) -> Floats:
-    """Return one logprob for each token. A service may omit the first token, which has no logprob."""
+    """Return one logprob for each token (NaN at index 0). A service may omit the first one."""
     logprobs = np.asarray([np.nan if value is None else value for value in values or []], np.float32)
     if len(logprobs) == length - 1:
         logprobs = np.concatenate([np.full(1, np.nan, np.float32), logprobs])

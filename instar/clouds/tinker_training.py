@@ -23,8 +23,8 @@ GRADIENT_NORM_METRICS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2"
 
 
 class TinkerTrainingSession:
-    """A training session on the service. Every method raises CloudError. After any error except ``refused``,
-    the effect of the call is unknown, and ``lost_reason`` says why the session can no longer be used."""
+    """A training session on the service. Calls raise CloudError. After any error of an ordered call except
+    ``refused``, its effect is unknown, and ``lost_reason`` says why the session can no longer be used."""
 
     def __init__(self, connection: TinkerConnection, client: Any) -> None:
         self.connection = connection
@@ -75,8 +75,8 @@ class TinkerTrainingSession:
             raise
 
     async def send_forward(self, sequences: Sequence[Ids]) -> Awaitable[list[Floats]]:
-        """Request the logprob of every token (NaN at index 0). Each sequence must have at least two
-        tokens."""
+        """Send a forward pass and return an awaitable for the logprob of every token (NaN at index 0). Each
+        sequence must have at least two tokens."""
         data = [(ids, {"weights": np.ones(len(ids), np.float32)}) for ids in sequences]
         return await self.send_forward_backward(data, "cross_entropy", None, action="forward")
 
@@ -114,7 +114,7 @@ class TinkerTrainingSession:
         return CloudError("lost", message)
 
     async def send_optim_step(self, adam: AdamConfig) -> Awaitable[dict[str, float]]:
-        """Request an optimizer step. The metrics contain ``grad_norm`` if the service reports it."""
+        """Send an optimizer step and return an awaitable for its metrics, with ``grad_norm`` if reported."""
         params = self.connection.sdk.types.AdamParams(
             learning_rate=adam.lr,
             beta1=adam.beta1,
@@ -126,7 +126,8 @@ class TinkerTrainingSession:
         return self._parse_metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
     async def _parse_metrics(self, response: Awaitable[Any]) -> dict[str, float]:
-        """Return the metrics without the reduction that the service appends to their names (`name:mean`)."""
+        """Return the metrics without the path before their names and the reduction after them
+        (`path/name:mean`). The gradient norm is always named ``grad_norm``."""
         metrics: dict[str, float] = (await response).metrics or {}
         by_name = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
         norm = next((by_name.pop(name) for name in GRADIENT_NORM_METRICS if name in by_name), None)
@@ -135,7 +136,7 @@ class TinkerTrainingSession:
     # --- the base model ---------------------------------------------------------------------------
 
     async def compute_base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return the base model's logprob for every token (NaN at index 0). The call may overtake others."""
+        """Return the base model's logprobs of all tokens (NaN at index 0). Earlier calls may still run."""
 
         async def score(ids: Ids) -> Floats:
             request = self._base_sampler.compute_logprobs_async(build_model_input(self.connection.sdk, ids))

@@ -106,7 +106,7 @@ class WeaverClient(AsyncServiceClient):
 
 
 class WeaverError(CloudError):
-    """An error from Weaver, with the service's error code and the seconds to wait before a retry."""
+    """An error from Weaver, with the service's error code, if any, and the seconds to wait before a retry."""
 
     def __init__(self, kind: CloudErrorKind, text: str, *, code: str = "", retry_after: float = 0.0) -> None:
         super().__init__(kind, text)
@@ -125,7 +125,8 @@ class WeaverCallPolicy:
         self._access = access
 
     async def call(self, action: str, function: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``function``, which may be called several times. Raises WeaverError."""
+        """Return the result of ``function``, which is called again after transient errors and malformed
+        responses. Raises WeaverError after other errors, too many malformed responses, or the deadline."""
         deadline = _now() + self._access.deadline
         for attempt in count(1):
             try:
@@ -141,8 +142,8 @@ class WeaverCallPolicy:
         raise AssertionError("the loop above does not end without a result or an error")
 
     async def await_operation(self, action: str, handle: AsyncOperationHandle) -> Any:
-        """Return the operation's result. The polling interval doubles, unless the service holds the request
-        open until the operation is done. Raises WeaverError."""
+        """Poll the operation until it is done and return its result. The polling interval doubles, unless the
+        service holds the requests open. Raises WeaverError if the operation fails or the deadline passes."""
         deadline, interval = _now() + self._access.deadline, MIN_POLL_SECONDS
         while not handle.done():
             await asyncio.sleep(interval)
@@ -192,7 +193,7 @@ def _classify_error(error: Exception, text: str) -> WeaverError:
     status, code = error.status_code, error.code.lower()
     if status in (401, 403):
         return WeaverError(
-            "settings", f"{text} (the key is read from {SERVICES['weaver'].key_env})", code=code
+            "settings", f"{text} (the key is from {SERVICES['weaver'].key_env} or backend.api_key)", code=code
         )
     if status in LOST_STATUSES:
         return WeaverError("lost", text, code=code)
@@ -217,7 +218,7 @@ def build_forward_datum(sample: Sample) -> Datum:
 
 
 def build_training_datum(sample: Sample, loss: LossConfig) -> Datum:
-    """Return a datum for `forward_backward`. Masked values are 0, because NaN cannot be sent."""
+    """Return a datum for `forward_backward`. Values of untrained tokens are 0, because NaN cannot be sent."""
     is_trained = sample.mask > 0
     weights = np.where(is_trained, sample.mask * sample.advantages, 0)[1:]
     if loss.name == "cross_entropy":
@@ -253,7 +254,7 @@ def extract_logprobs(data: Sequence[Datum], result: Any) -> list[Floats]:
 
 
 async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats:
-    """Return the logprob of every token (NaN at index 0). Raises the SDK's errors."""
+    """Return the logprob of every token (NaN at index 0). Raises ValueError or the SDK's errors."""
     logprobs = cast(Sequence[float | None], await client.compute_logprobs(prompt=build_model_input(ids)))
     values = np.array([math.nan if value is None else value for value in logprobs], np.float32)
     if len(values) != len(ids):

@@ -13,7 +13,7 @@ from instar.types import Floats, Ids, Sample
 
 class Reference(ABC):
     async def start(self) -> None:  # noqa: B027 - most references have nothing to check
-        """Raise ConfigError if the reference cannot be used."""
+        """Check the reference before the first step. Raises ConfigError if it cannot be used."""
 
     @abstractmethod
     async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -24,7 +24,7 @@ class Reference(ABC):
 
 
 class PerSequenceReference(Reference):
-    """A remote reference that scores one sequence per request, with at most ``max_in_flight`` requests."""
+    """A reference that scores one sequence per request, with at most ``max_in_flight`` requests at a time."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight

@@ -109,7 +109,8 @@ class CompletionsReference(PerSequenceReference):
             )
         except (NoResponse, TeacherOverloaded) as error:
             raise EngineUnavailable(
-                f"the teacher at {self._url} is unavailable after {timeout:g} s of retries: {error}"
+                f"the teacher at {self._url} is unavailable after {timeout:g} s "
+                f"(trainer.reference.timeout): {error}"
             ) from error
 
     async def _attempt(self, body: bytes, timeout: float) -> Any:

@@ -52,8 +52,8 @@ class EngineReference(PerSequenceReference):
 
 
 def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
-    """Return the penalty, or None if the reference's weight is 0. ``teacher`` is the engine to use for an
-    engine reference."""
+    """Return the penalty, or None if the reference's weight is 0. ``teacher`` is the engine of an engine
+    reference, and is not used otherwise. Raises ConfigError if the key's variable is not set."""
     section = config.trainer.reference
     if section.weight == 0:
         return None
@@ -68,7 +68,7 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
         if section.api_key_env is not None and not key:
             raise ConfigError(
-                f"trainer.reference.api_key_env: the environment variable {section.api_key_env} is not set"
+                f"trainer.reference.api_key_env: the variable {section.api_key_env} is not set; set it"
             )
         reference = CompletionsReference(section, config.model, key)
     else:

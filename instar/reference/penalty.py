@@ -1,9 +1,9 @@
 """Adds a penalty for the divergence from the reference to the advantages.
 
-The penalty of a trained token is ``-weight · (logprob at sampling - reference logprob)``, scaled like the
-advantages of the step. Its expectation over the policy's samples is the gradient of the reverse KL. With
-rewards, the penalty keeps the policy close to the reference. Without rewards, training is on-policy
-distillation.
+The penalty of a trained token is ``-weight · (sample's logprob - reference logprob)``, scaled like the
+advantages of the step. As an advantage, it gives the gradient that reduces the reverse KL, KL(policy ‖
+reference). With rewards, the penalty keeps the policy close to the reference. Without rewards, training is
+on-policy distillation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReferencePenalty:
 
     async def apply(self, samples: Sequence[Sample], scales: Sequence[Floats]) -> tuple[list[Sample], Json]:
         """Add the penalty, multiplied by the tokens' ``scales``, to the advantages. Return the new samples
-        and the metrics. The samples depend only on the arguments and the reference."""
+        and the metrics. Raises InstarError if a trained token has no finite logprob."""
         started = time.monotonic()
         scored = list(zip(samples, await self._reference.logprobs(samples), strict=True))
         for sample, logprobs in scored:
@@ -65,5 +65,5 @@ def _check_logprobs(sample: Sample, logprobs: Floats) -> None:
         if len(missing):
             raise InstarError(
                 f"sample {sample.sample_key}: the {name}logprob of the trained token at index "
-                f"{missing[0]} is missing"
+                f"{missing[0]} is missing or not finite"
             )

@@ -24,7 +24,7 @@ class PromptLogprobsUnsupported(EngineError):
 class ScoredPrompt:
     logprobs: Floats
     texts: Sequence[str | None]
-    """The text of each token, or None if the server does not return the text."""
+    """The text of each token, or None where the server does not return it. The first entry is None."""
 
 
 class PromptLogprobsFormat(ABC):
@@ -34,8 +34,8 @@ class PromptLogprobsFormat(ABC):
 
     @abstractmethod
     def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        """Parse a response. Raises PromptLogprobsUnsupported if it has no logprobs, and EngineError if the
-        logprobs are for different tokens."""
+        """Parse a response. Raises PromptLogprobsUnsupported if it has no logprobs of the prompt, and
+        EngineError if it is malformed or the logprobs are for different tokens."""
 
 
 class VllmFormat(PromptLogprobsFormat):
@@ -64,7 +64,7 @@ class VllmFormat(PromptLogprobsFormat):
 
 class EchoFormat(PromptLogprobsFormat):
     """OpenAI's format: with ``echo``, the logprobs of the prompt precede the logprobs of the sampled tokens.
-    Some servers return no logprobs for ``logprobs: 0``, and some always sample a token."""
+    The fields vary: some servers return nothing for ``logprobs: 0``, and some always sample a token."""
 
     def __init__(self, *, logprobs: int, max_tokens: int) -> None:
         fields = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}

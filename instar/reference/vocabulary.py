@@ -14,8 +14,9 @@ def require_same_vocabulary(model: ModelConfig, teacher: ModelConfig) -> None:
     different = [(id_, token) for token, id_ in model_vocab.items() if teacher_vocab.get(token) != id_]
     if different:
         token_id, token = min(different)
+        teacher_id = teacher_vocab.get(token, "missing")
         raise ConfigError(
             f"trainer.reference.model.name: the vocabulary of {teacher.name} differs from {model.name}: "
-            f"the id of {token!r} is {token_id} in the model and {teacher_vocab.get(token)} in the teacher; "
+            f"the id of {token!r} is {token_id} in the model and {teacher_id} in the teacher; "
             "choose a teacher with the same vocabulary"
         )

@@ -27,7 +27,7 @@ def test_require_same_vocabulary_rejects_teacher_without_model_tokens(tmp_path: 
     smaller = make_tokenizer_folder(tmp_path / "smaller", 300)
     require_same_vocabulary(model, same)
     require_same_vocabulary(model, larger)
-    with pytest.raises(ConfigError, match=r"reference\.model\.name.*vocabulary.*None in the teacher"):
+    with pytest.raises(ConfigError, match=r"reference\.model\.name.*vocabulary.*missing in the teacher"):
         require_same_vocabulary(model, smaller)
     with pytest.raises(ConfigError, match="<think>"):
         require_same_vocabulary(larger, same)
