@@ -35,7 +35,7 @@ def make_token_generator(seed: int) -> Callable[[int], list[int]]:
 
 def make_tree_samples(seed: int = 0) -> list[Sample]:
     """Return groups of samples. All groups share a prefix, and the samples of a group share a longer one. Two
-    samples are equal, one sample is a prefix of another, and one sample shares no prefix with the others."""
+    samples have equal tokens, one is a prefix of another, and one shares no prefix with the others."""
     draw_tokens = make_token_generator(seed)
     common = draw_tokens(33)
     samples: list[Sample] = []

@@ -126,7 +126,7 @@ async def record_pipelined_steps(context: CaseContext) -> None:
 
 
 async def record_resume(context: CaseContext) -> None:
-    """Record the results of the same step after a state was saved and after it was loaded."""
+    """Record a step after a state is saved, after it is loaded, and after only its weights are loaded."""
     await context.train_step(0)
     await context.train_step(1)
     await context.backend.save_state(context.folder / "two-steps")

@@ -42,8 +42,8 @@ ReportProgress = Callable[[str], None]
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Run the checks and print the results. Exit with code 1 if a check fails. If ``url`` is set, check the
-    server at this address instead of Instar's protocol server."""
+    """Run the checks and print the results. Exit with code 1 if a check fails. If ``url`` is set, a service's
+    backend is checked with the server at this address instead of Instar's protocol server."""
     if dtype not in TOLERANCE:
         raise ConfigError(f"--dtype: received {dtype!r}; supported: {', '.join(TOLERANCE)}")
     console = Console(stderr=as_json)
@@ -138,7 +138,7 @@ def _record_actual(
         child.kill()
         child.wait()
     if exit_code != 0:
-        raise BackendError(f"the check exited with {exit_code}:\n{(folder / 'run.log').read_text()[-2000:]}")
+        raise BackendError(f"the runner exited with {exit_code}:\n{(folder / 'run.log').read_text()[-2000:]}")
     result = msgspec.json.decode((folder / "result.json").read_bytes(), type=ConformanceResult)
     artifact, adapter = result.artifacts.get("five"), None
     if artifact is not None and artifact.kind != "remote":

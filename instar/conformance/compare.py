@@ -17,7 +17,7 @@ from instar.types import Floats, Sample
 
 Arrays = dict[str, NDArray[Any]]
 ENGINE_TOLERANCE_FACTOR = 10
-"""The tolerance between an engine and a trainer is larger, because their kernels sum in a different order."""
+"""The factor on the tolerance between an engine and a trainer, whose kernels sum in a different order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class BackendRecord:
     result: ConformanceResult
     arrays: Arrays
     weights: Arrays | None
-    """The adapter after five steps, or None if the service does not return it."""
+    """The adapter that the case ``five`` published, or None if it is not available."""
 
 
 def compare(
@@ -51,6 +51,7 @@ def compare(
 
 
 def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float) -> Iterator[CheckResult]:
+    """Yield the checks of a case in `select_cases`. Refusals and sampled tokens have no expected values."""
     if name == "refused":
         for key in sorted(k for k in actual if k.startswith("refused/")):
             yield CheckResult(key, bool(actual[key]), "" if actual[key] else "was accepted")
@@ -126,17 +127,17 @@ def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: 
     name = "weights after five steps"
     if expected is None or actual is None:
         return CheckResult(name, True, "not compared, because the service does not return them")
-    if expected.keys() != actual.keys():
-        return CheckResult(
-            name, False, f"{len(expected.keys() ^ actual.keys())} tensors are missing or unknown"
-        )
+    if different := sorted(expected.keys() ^ actual.keys()):
+        detail = f"{len(different)} tensors are missing or unknown, for example {different[0]}"
+        return CheckResult(name, False, detail)
     return _check_within(
         name, max(compute_difference(expected[key], actual[key]) for key in expected), tolerance
     )
 
 
 def compute_difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
-    """Return the relative difference, or infinity if the shapes or the positions of NaN differ."""
+    """Return the largest difference, divided by the largest expected absolute value (at least 1e-3). Return
+    infinity if the shapes or the positions of NaN differ."""
     if expected.shape != actual.shape or (np.isnan(expected) != np.isnan(actual)).any():
         return float("inf")
     is_nan = np.isnan(expected)

@@ -1,6 +1,6 @@
 """Runs the conformance cases on one backend: ``python -m instar.conformance.runner JOB OUTPUT_FOLDER``.
 
-This is a separate process, so that a backend whose packages conflict with others runs in its own environment.
+The checked backend runs in a separate process, so that its packages may be in an environment of their own.
 The environment needs torch only if the backend does. The service's key is an environment variable.
 """
 
@@ -39,7 +39,7 @@ class ConformanceResult(msgspec.Struct):
 async def run_cases(
     config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
-    """Run the cases. Return the result and the recorded arrays. ``report`` gets each case's name."""
+    """Run the cases. Return the result and the arrays by name. ``report`` gets each case's name first."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
@@ -64,7 +64,7 @@ async def run_cases(
 
 
 def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
-    """Return the content of the JOB file."""
+    """Return the content of the JOB file, which is a run's config."""
     is_local = backend["type"] in ("local", "verl")
     engine = LocalEngineConfig(max_batch=4, threads=1) if is_local else CloudEngineConfig()
     return {

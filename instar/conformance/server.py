@@ -38,7 +38,7 @@ class ServerProcess:
 def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
 ) -> Generator[ServerProcess]:
-    """Yield a running server that logs to ``folder``/server.log."""
+    """Yield a running server that logs to ``folder``/server.log, and stop it at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
