@@ -114,8 +114,8 @@ class Backend(ABC):
     def capabilities(self) -> BackendCapabilities: ...
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
-        """Abandon the current session, if any, and start a new one on the base model, with an adapter that is
-        initialized from the seed. This method or `load_state` must be called before any other method."""
+        """Abandon the current session, if any, and start a new one on the base model, with a new adapter.
+        This method or `load_state` must be called first. The local backend is started when it is created."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return every token's logprob under the initial weights without an adapter (NaN at index 0)."""
@@ -144,9 +144,9 @@ class Backend(ABC):
         a service derives the name of its sampler from ``path``."""
 
     def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """Yield the weights that an engine would serve, with the names and shapes of the model's files and
-        the dtype of `publish`. Adapters are merged in fp32, and sharded weights are gathered. Each tensor is
-        valid until the next one is requested. No other call may run during the iteration."""
+        """Yield the weights that an engine would serve, with the names and shapes of the model's files, in
+        the dtype of the computation. Adapters are merged in fp32, and sharded weights are gathered. Each
+        tensor is valid until the next one is requested. No other call may run during the iteration."""
         raise BackendError("this backend does not export its weights as tensors")
 
     @abstractmethod

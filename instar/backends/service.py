@@ -35,7 +35,8 @@ NO_SESSION = "there is no training session; call start or load_state first"
 NON_FINITE_PATTERN = re.compile(
     r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE
 )
-"""Matches messages about non-finite losses and gradients. Services have no error code for these errors."""
+"""Matches messages about non-finite losses and gradients. Services have no error code for these errors. An
+Instar protocol server returns the local backend's messages, so those of its NonFiniteError must match."""
 
 
 class ServiceBackend(Backend):

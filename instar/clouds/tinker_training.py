@@ -1,5 +1,4 @@
-"""A training session on Tinker or MinT. Calls are sent in order, and their responses are awaited
-separately."""
+"""A training session on Tinker or MinT. Calls are sent in order; their responses are awaited separately."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class TinkerTrainingSession:
                 self._mark_lost(f"{action} was cancelled, and its effect on the service is unknown")
             finished.set_result(None)
 
-        # A callback is used, because a task that is cancelled before its first step never reaches a
-        # `finally`.
+        # A callback, because a task that is cancelled before its first step never reaches a `finally`.
         task.add_done_callback(release_next_call)
         return task
 

@@ -20,7 +20,7 @@ class TrainedTokens:
     mask: Tensor
     advantages: Tensor
     logprobs: Tensor
-    """The samples' logprobs, the denominator of the ratio. They may be NaN if the loss does not use them."""
+    """The samples' logprobs, to compare the new ones with. They may be NaN if the loss does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
