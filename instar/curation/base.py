@@ -13,21 +13,21 @@ class SessionSummary:
 
     session: Session
     prompt: str
-    """The first user message."""
+    """The first user message of the first call; empty if there is none."""
     output: str
-    """All text that the model wrote, including its tool calls."""
+    """The text of all replies: reasoning, content and tool calls."""
     tokens: int
     """The number of sampled tokens."""
     version: int
-    """The oldest policy version that sampled a token of the session."""
+    """The oldest policy version that sampled a token of the session; 0 if no token was sampled."""
     reward: float | None
-    """The session's combined reward."""
+    """The session's combined reward, or None if it has none (see `RewardCombiner`)."""
     rewards: tuple[Reward, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CurationFinding:
-    """A problem that a check found, and the sessions that have it."""
+    """A problem that a check found in some sessions, with a tag for them and the measured values."""
 
     check: str
     tag: str
@@ -42,12 +42,12 @@ class CurationLimits:
     """The thresholds at which the checks report a finding."""
 
     similarity: float = 0.9
-    """The minimum share of common word trigrams at which two sessions count as near-duplicates."""
+    """The minimum Jaccard similarity, over word trigrams, of two outputs that count as near-duplicates."""
     drift: float = 2.0
-    """The factor by which output length or repetition grows from the first to the latest versions."""
+    """The minimum growth factor of output length or repetition, from the first to the latest versions."""
     repetition: float = 0.3
-    """The share of an output's word trigrams that already occurred earlier in the output."""
+    """The minimum share of an output's word trigrams that already occurred earlier in the output."""
     disagreement: float = 0.5
-    """The difference between the reward of a rule and the reward of a judge."""
+    """The minimum difference between the reward of a rule and the reward of a judge."""
     identical: float = 0.5
-    """The share of a group's sessions that have the same output."""
+    """The minimum share of a group's sessions that have the same output."""

@@ -19,7 +19,7 @@ MIN_SESSIONS_FOR_MEAN = 8
 
 def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
     """Return a finding for each set of nearly identical outputs to different tasks. Either the model ignores
-    the task, or the tasks are duplicates."""
+    the task, or the tasks are duplicates. The finding lists all of these sessions except the first."""
     texts = [summary.output for summary in sessions]
     findings: list[CurationFinding] = []
     for indices in find_near_duplicates(texts, limits.similarity):
@@ -51,7 +51,7 @@ def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -
 
 
 def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each group in which all rewards are equal. Such a group has no training signal."""
+    """Return a finding for each group whose rewards (at least two) are equal: it has no training signal."""
     del limits
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
@@ -72,7 +72,7 @@ def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) 
         share = measure_repetition(summary.output)
         if share >= limits.repetition and summary.reward is not None and summary.reward > mean:
             reason = (
-                f"{share:.0%} of the output repeats itself, with reward {summary.reward:g} (mean {mean:g})"
+                f"{share:.0%} of the output is repeated text, with reward {summary.reward:g} (mean {mean:g})"
             )
             numbers = {"repetition": share, "reward": summary.reward}
             findings.append(
@@ -96,8 +96,8 @@ def find_repetition_drift(
 
 
 def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each session in which the rewards of a rule and of a judge differ widely, because
-    one of them must be wrong."""
+    """Return a finding for each session whose latest rewards by a rule and by a judge differ by at least
+    ``limits.disagreement``: one of them is probably wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
         rule, judge = _find_reward(summary, RewardSource.RULE), _find_reward(summary, RewardSource.JUDGE)
@@ -131,10 +131,11 @@ def _find_drift(
     limit: float,
     floor: float,
 ) -> list[CurationFinding]:
-    """Return a finding if the mean of the values grows by the factor ``limit`` from the first to the last
-    quarter of the versions. Means below ``floor`` are treated as ``floor``.
+    """Return a finding if the mean of the values, one per session, grows by at least the factor ``limit``
+    from the first to the last quarter of the versions. Means below ``floor`` are treated as ``floor``.
 
-    The finding lists the last quarter's sessions with a value above the first quarter's mean.
+    The finding lists the last quarter's sessions with a value above the first quarter's mean. There is none
+    if a quarter has fewer than MIN_SESSIONS_FOR_MEAN sessions.
     """
     versions = sorted({summary.version for summary in sessions})
     quarter = max(1, len(versions) // 4)
@@ -154,7 +155,8 @@ def _find_drift(
 
 
 def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
-    """Return the correlation of values and rewards. If it is near 1, the reward seems to favor the value."""
+    """Return the correlation of values and rewards (near 1: the reward may favor the value), or None if there
+    are too few rewards or one of the two does not vary."""
     pairs = [(summary.reward, value) for summary, value in late if summary.reward is not None]
     rewards, values = np.array([reward for reward, _ in pairs]), np.array([value for _, value in pairs])
     if len(pairs) < MIN_SESSIONS_FOR_MEAN or not rewards.std() or not values.std():

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASHES, BANDS = 64, 16
-"""A band has four of the hashes. Texts that share 90% of their trigrams almost surely have a band in common;
-texts that share 30% hardly ever do."""
+"""The number of hashes of a text, and of the bands of four hashes that they are split into. Texts that share
+90% of their trigrams almost surely have a band in common; texts that share 30% rarely do."""
 MAX_WORDS = 4096
-"""The maximum number of words that are read from a text."""
+"""The number of words that are read from a text. The rest of the text is ignored."""
 _PRIME = np.uint64((1 << 61) - 1)
 
 Shingles = NDArray[np.uint64]
@@ -39,7 +39,7 @@ def measure_repetition(text: str) -> float:
 
 def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[int]]:
     """Return the indices of each set of two or more similar texts. Every text in a set has at least the
-    Jaccard similarity ``similarity`` to the first text of the set."""
+    Jaccard similarity ``similarity`` to the first text of the set. A few similar texts may be missed."""
     shingles = [hash_shingles(text) for text in texts]
     values = _minhash(shingles)
     duplicates: dict[int, list[int]] = defaultdict(list)

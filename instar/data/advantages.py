@@ -1,7 +1,7 @@
 """Computes advantages from the rewards of a group.
 
-A failed or unscored session has the reward None, which is excluded from every mean. Its advantage is None,
-and the session is not used for training.
+A session without a reward has the reward None, which is excluded from every mean, and the advantage None. The
+batcher trains on such a session only if it can learn from call rewards or from a reference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_SAMPLING_WEIGHT = 2.0
 
 
 def grpo(rewards: Rewards) -> Advantages:
-    """Return (r - mean) / std with the population standard deviation of the group."""
+    """Return (r - mean) / (std + STD_FLOOR) with the population standard deviation of the group."""
     known = _get_known_rewards(rewards)
     if not len(known):
         return [None] * len(rewards)
@@ -41,7 +41,7 @@ def grpo_no_std(rewards: Rewards) -> Advantages:
 
 
 def rloo(rewards: Rewards) -> Advantages:
-    """Return r - mean of the rewards of the other sessions, or 0 if there is no other session."""
+    """Return r - mean of the rewards of the other sessions, or 0 if no other session has a reward."""
     known = _get_known_rewards(rewards)
     count, total = len(known), float(known.sum())
     if count < 2:
@@ -88,7 +88,7 @@ class AdvantageEstimator:
 
 
 def has_signal(advantages: Advantages) -> bool:
-    """Return True if any advantage differs from 0. All advantages are 0 if all rewards are equal."""
+    """Return True if any advantage differs from 0 by more than a rounding error."""
     return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
 
 
@@ -116,7 +116,7 @@ def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
 
 def compute_divisor(samples: Sequence[Sample], mode: Normalization) -> float:
     """Return the number by which the per-token terms of the step, such as advantages and penalties, are
-    divided: the trained tokens or the sessions of the step. It is 1 if every session has its own divisor."""
+    divided: the trained tokens or the sessions of the step, or 1 with ``session_tokens`` and ``none``."""
     match mode:
         case "batch_tokens":
             return sum(_count_trained_tokens_by_session(samples).values())
@@ -147,8 +147,8 @@ def compute_token_scales(
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:
     """Return the sample with its advantages multiplied by p_full / p_sampled, at most `MAX_SAMPLING_WEIGHT`.
-    The losses use logprobs of the full softmax, but tokens may be sampled from a truncated softmax. Tokens
-    without logprobs are not changed."""
+    The losses use logprobs of the full softmax, but tokens may be sampled with a temperature, top_p or top_k.
+    Tokens without logprobs and samples without ``behavior_logprobs`` are not changed."""
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0

@@ -3,16 +3,17 @@
 A step consumes ``groups_per_step`` finished groups, lowest index first. Each sample of these groups is either
 used for training or dropped for one of the following reasons:
 
-- ``zero_signal``: all rewards of the group are equal, and there is no reference to learn from.
+- ``zero_signal``: the group has no advantage or call reward other than 0, and no reference to learn from.
 - ``no_reward``, ``failed``, ``no_tokens``: the session has no reward, failed, or has no trainable token.
+- ``no_sessions``: the group has no session that has ended.
 - ``stale``: the sample, or with `trainer.stale: mask` each of its tokens, is too stale.
-- ``too_long``: the sample of exported data is longer than the model's context.
-- ``superseded``, ``untrainable``: the session was run again, or a person tagged it as untrainable.
+- ``too_long``: the sample, which comes from exported data, is longer than the model's context.
+- ``superseded``, ``untrainable``: the session was run again, or is tagged as untrainable.
 - ``late``: the session ended after its group was consumed. It is dropped as part of the group's step.
 
 Groups whose samples are all stale, and groups that the rollout dropped, are dropped outside of steps. If
 `data` lists exported data, its groups take a share of each step and are claimed once per epoch; staleness
-does not apply to them. The same rows in the store always result in the same batch.
+does not apply to them. A batch depends only on the rows in the store and on the estimator's state.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class StepBatch:
     scales: list[Floats]
     """For each sample, the factors by which the advantages of its tokens were multiplied."""
     divisor: float
-    """The number that per-token terms of the step, such as advantages and penalties, are divided by. It is 1
-    if each session has its own divisor."""
+    """The number that per-token terms of the step, such as advantages and penalties, are divided by (see
+    `compute_divisor`)."""
     claims: list[Claim]
     """The claims of all samples of the step's groups, trained or dropped."""
     drops: list[Claim]
@@ -62,7 +63,7 @@ class StepBatch:
     session_starts: list[float]
     """For each live sample, the Unix time at which its session started."""
     is_full: bool
-    """True if the batch has the number of live groups that a step waits for."""
+    """True if the batch has each live group that the step needs or, without live data, at least one group."""
     report: Json
 
 
@@ -81,7 +82,7 @@ class Batcher:
         self._consumed = ConsumedGroups(store, run_id, config.agent_id, limit)
 
     def reset(self) -> None:
-        """Forget which groups were consumed. This must be called after steps were released in the store."""
+        """Forget all groups and the estimator's state. This must be called after steps were released."""
         self._loaded = {}
         self._consumed.reset()
         self.mixture.reset()
@@ -100,15 +101,16 @@ class Batcher:
     ) -> StepBatch | None:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
 
+        ``epoch`` is the epoch of the claims of live groups; for exported data it is `LoadedGroup.epoch`.
         ``step_by_version`` is described in `Staleness`. If ``is_finished`` returns True, no more groups will
-        arrive, and the batch consists of the remaining groups. Returns None if no group is left, ``stop`` is
-        set, or ``timeout`` seconds have passed.
+        arrive, and the batch consists of the remaining groups. Returns None if no group is left, or if there
+        are too few when ``stop`` is set or ``timeout`` seconds have passed.
         """
         staleness = Staleness(version, step_by_version)
         deadline = None if timeout is None else time.monotonic() + timeout
-        drops = await self._drop_outside_of_steps(epoch)
+        drops = await self._claim_late_and_dropped(epoch)
         while True:
-            # Called before the store is read, because a group could otherwise finish between the two calls.
+            # Called before the store is read: a group that finishes between the two calls would be missed.
             is_last = is_finished is not None and is_finished()
             fresh, stale = await self._load_ready(step, epoch, staleness)
             drops += stale
@@ -120,8 +122,8 @@ class Batcher:
                 # Written immediately, because the rollout waits until it may replace the dropped groups.
                 await self.store.drop_samples(drops)
                 drops = []
-            is_late = deadline is not None and time.monotonic() >= deadline
-            if is_last or is_late or (stop is not None and stop.is_set()):
+            has_timed_out = deadline is not None and time.monotonic() >= deadline
+            if is_last or has_timed_out or (stop is not None and stop.is_set()):
                 return None
             await asyncio.sleep(POLL_SECONDS)
 
@@ -129,9 +131,9 @@ class Batcher:
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
     ) -> StepBatch:
         """Return the batch that ``step`` would get now, with fewer groups if too few are finished. The store
-        is not changed. The batcher must not be used afterwards."""
+        is not changed. The batcher must not be used afterwards: it treats the groups as consumed."""
         staleness = Staleness(version, step_by_version)
-        drops = await self._drop_outside_of_steps(epoch)
+        drops = await self._claim_late_and_dropped(epoch)
         fresh, stale = await self._load_ready(step, epoch, staleness)
         groups = [*fresh, *await self._load_exported(step)]
         return await self._assemble(groups, [*drops, *stale], step, epoch, staleness)
@@ -147,8 +149,8 @@ class Batcher:
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
-        """Return unconsumed finished groups, as many as the step needs, lowest index first. Also return
-        claims that drop the groups that were skipped because all their samples are too stale."""
+        """Return unclaimed finished groups, at most as many as the step needs, lowest index first, and claims
+        that drop the groups that were skipped because all their samples are too stale."""
         needed = self.mixture.count_live_groups(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
@@ -165,15 +167,15 @@ class Batcher:
             self._loaded |= {loaded.group.group_id: loaded for loaded in await self.loader.load(missing)}
             for loaded in (self._loaded[group.group_id] for group in chunk):
                 samples = loaded.samples
-                if samples and not any(self._without_stale_tokens(sample, staleness) for sample in samples):
+                if samples and not any(self._mask_stale_tokens(sample, staleness) for sample in samples):
                     drops += builder.drop_group(loaded, "stale")
                     self._consumed.add(loaded, None)
                 else:
                     fresh.append(loaded)
         return fresh, drops
 
-    async def _drop_outside_of_steps(self, epoch: int) -> list[Claim]:
-        """Return claims that drop late sessions and groups that the rollout dropped."""
+    async def _claim_late_and_dropped(self, epoch: int) -> list[Claim]:
+        """Return claims that drop late sessions and the groups that the rollout dropped."""
         drops = await self._consumed.drop_late_sessions(epoch)
         builder = ClaimBuilder(self.run_id, epoch)
         groups = await self.store.groups(
@@ -241,7 +243,7 @@ class Batcher:
 
     def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
         """Return the advantages of a group's sessions. A session without a reward has the advantage 0 if its
-        calls have rewards or, unless the session failed, if rewards have no weight."""
+        calls have rewards or, unless the session failed, if the run learns only from a reference."""
         ignores_rewards = self._uses_reference and self.config.trainer.advantage.weight == 0
         estimated = self.estimator([session.reward for session in sessions])
         return [
@@ -254,7 +256,7 @@ class Batcher:
     def _select_samples(
         self, group: LoadedGroup, advantages: Advantages, builder: ClaimBuilder
     ) -> tuple[list[Sample], list[Claim]]:
-        """Return the samples of a group to train on, and claims for all samples of the group."""
+        """Return the samples to train on, and claims for the whole group except its untrainable sessions."""
         samples: list[Sample] = []
         claims: list[Claim] = []
         for session, advantage in zip(group.sessions, advantages, strict=True):
@@ -262,7 +264,7 @@ class Batcher:
                 claims += builder.drop_loaded_session(session, "no_reward", advantage)
                 continue
             for sample in session.samples:
-                fresh = self._without_stale_tokens(sample, builder.staleness)
+                fresh = self._mask_stale_tokens(sample, builder.staleness)
                 if fresh is None:
                     claims.append(builder.drop_sample(session, sample, advantage, "stale"))
                 elif len(fresh) > self.config.model.max_context:
@@ -274,9 +276,9 @@ class Batcher:
         claims += builder.drop_superseded(group)
         return samples, claims
 
-    def _without_stale_tokens(self, sample: Sample, staleness: Staleness | None) -> Sample | None:
-        """Return the sample without tokens that are too stale, or None if the sample must be dropped.
-        Exported data has no staleness and is returned unchanged."""
+    def _mask_stale_tokens(self, sample: Sample, staleness: Staleness | None) -> Sample | None:
+        """Return the sample with masked stale tokens, or None if the sample must be dropped. If ``staleness``
+        is None (exported data), return the sample unchanged."""
         limit = self.config.max_staleness
         if staleness is None or staleness.of_sample(sample) <= limit:
             return sample

@@ -1,4 +1,5 @@
-"""Builds claims. A claim records that a step trains on a sample, or that the sample was dropped and why."""
+"""Builds claims for the caller to store; a method such as `drop_sample` drops nothing itself. A claim records
+that a step trains on a sample, or that the sample was dropped and why."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class ClaimBuilder:
     run_id: str
     epoch: int
     staleness: Staleness | None = None
-    """Computes the staleness of samples. None for exported data, which has no staleness."""
+    """Computes the staleness of samples. If None, the claims have no staleness, as for exported data."""
 
     def claim_trained(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
@@ -42,6 +43,7 @@ class ClaimBuilder:
         self, session: LoadedSession, reason: str, advantage: float | None
     ) -> list[Claim]:
         """Return claims that drop a session: one per sample, or one for a session without samples."""
+        # If the reward or the tokens are missing, that is a more specific reason than these two.
         if reason in ("zero_signal", "no_reward") and session.reward is None:
             reason = "failed" if session.is_failed else "no_reward"
         if session.samples:
@@ -88,7 +90,8 @@ class ConsumedGroup:
 
 
 class ConsumedGroups:
-    """The last ``limit`` groups that were consumed. Sessions of these groups that end later are dropped."""
+    """The last ``limit`` groups that were consumed. Sessions of these groups that end later are dropped. Call
+    `drop_late_sessions`, which loads the groups from the store, before `add`."""
 
     def __init__(self, store: Store, run_id: str, agent_id: str, limit: int) -> None:
         self._store = store

@@ -11,12 +11,12 @@ from instar.types import Reward, RewardSource, Score, ScoreState
 class RewardCombiner:
     def __init__(self, config: RunConfig) -> None:
         self.config = config.scoring.combine
-        self.excludes_fallback = config.scoring.fallback is None
+        self.has_fallback = config.scoring.fallback is not None
         self.counts_agent_rewards = any(section.type == "agent" for section in config.reward)
 
     def is_excluded(self, scores: Sequence[Score]) -> bool:
         """Return True if a scorer gave up on the session, and there is no fallback reward."""
-        if not self.excludes_fallback:
+        if self.has_fallback:
             return False
         # Several versions of a scorer may have scored the session. Only the latest score counts.
         ordered = sorted(scores, key=lambda score: score.created_at)
@@ -24,13 +24,13 @@ class RewardCombiner:
         return any(score.state is ScoreState.FALLBACK for score in latest.values())
 
     def __call__(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> float | None:
-        """Return the session's combined reward, or None if the session has no reward or is excluded."""
+        """Return the session's combined reward, or None if no reward counts or the session is excluded."""
         if self.is_excluded(scores):
             return None
         return combine_rewards(self.config, [r for r in self._select_counted(rewards) if r.call_id is None])
 
     def combine_calls(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> dict[str, float]:
-        """Return the combined rewards of single calls by call id."""
+        """Return the combined rewards of single calls by call id, or nothing if the session is excluded."""
         if self.is_excluded(scores):
             return {}
         by_call: dict[str, list[Reward]] = {}
@@ -64,7 +64,7 @@ def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float |
 
 def _compute_weighted_sum(weights: dict[str, float], rewards: Sequence[Reward]) -> float | None:
     """Return the weighted sum of each scorer's last reward. The weight is found by the scorer's name, or else
-    by its source."""
+    by its source. Rewards without a weight are ignored; the result is None if no reward is left."""
     last_rewards = {(reward.source, reward.scorer): reward for reward in rewards}
     weighted = [
         weights.get(reward.scorer, weights.get(reward.source.value, 0.0)) * reward.value

@@ -27,8 +27,8 @@ class CorrectionBatch:
 async def load_corrections(
     store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
 ) -> CorrectionBatch:
-    """Return the samples of the corrections for a step, and the claims that the step must store. The batch is
-    empty if corrections have no weight."""
+    """Return the samples of the corrections for a step, and the claims that the step must store. A
+    correction without tokens has only a claim. The batch is empty if corrections have no weight."""
     section = config.corrections
     if section.weight == 0:
         return CorrectionBatch()
@@ -77,6 +77,6 @@ def _make_claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: 
 
 
 def compute_correction_loss(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
-    """Return the mean negative logprob of the corrected tokens."""
+    """Return the mean negative logprob of the tokens of the corrections."""
     trained = [new[sample.mask > 0] for sample, new in zip(samples, logprobs, strict=True)]
     return -float(np.concatenate(trained).mean())

@@ -19,8 +19,9 @@ class LoadedSession:
     session: Session
     samples: list[Sample]
     reward: float | None
+    """The combined reward, or `rollout.failed_reward` if the session failed without a reward."""
     call_rewards: dict[str, float]
-    """The rewards of single calls, multiplied by the weight of advantages, by call id."""
+    """The combined reward of each call, by call id, already multiplied by `trainer.advantage.weight`."""
 
     @property
     def is_failed(self) -> bool:
@@ -35,7 +36,7 @@ class LoadedGroup:
     """Ended sessions that a later attempt of the same slot replaced."""
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
     epoch: int | None = None
-    """The number of earlier passes over exported data, or None for the run's own groups."""
+    """The epoch in which a group of exported data is claimed, or None for the run's own groups."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -47,7 +48,7 @@ class LoadedGroup:
         return {session.session_id for session in (*final, *self.superseded)}
 
     def move_to_untrainable(self, session_ids: Set[str]) -> LoadedGroup:
-        """Return the group with the sessions in ``session_ids`` moved to ``untrainable``."""
+        """Return the group with these sessions moved to ``untrainable``, which must be empty before."""
         trainable = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
         excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
         return replace(self, sessions=trainable, untrainable=excluded)
@@ -109,7 +110,7 @@ class GroupLoader:
 
 
 def select_final_sessions(ended: Sequence[Session]) -> list[Session]:
-    """Return the last attempt of each slot."""
+    """Return the last attempt of each slot, ordered by slot."""
     final: dict[int, Session] = {}
     for session in ended:
         previous = final.get(session.slot)

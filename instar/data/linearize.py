@@ -23,8 +23,8 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
     """Return the session's samples in the order in which their last calls were recorded. Advantages are zero.
 
     Walks without tokens to train are omitted, but are counted in the keys of the samples, so that a sample's
-    key depends only on the session's graph. With ``requires_logprobs``, raises StoreError if a trainable
-    token has no logprob.
+    key depends only on the session's graph. Raises StoreError if a call does not extend its parent as
+    recorded or, with ``requires_logprobs``, if a trainable token has no logprob.
     """
     by_id = {call.call_id: call for call in calls}
     parents = {call.call_id: _find_parent(call, by_id) for call in calls}

@@ -30,10 +30,11 @@ class DataMixture:
         self._first_epoch = {}
 
     def count_live_groups(self, step: int) -> int:
+        """Return the number of live groups in this step."""
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
-        """Return unclaimed groups of exported data for a step."""
+        """Return unclaimed groups of exported data for a step, fewer than planned if a source is used up."""
         before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
         picked: list[ExportedGroup] = []
         for section, first, last in zip(self.config.data, before, after, strict=True):
@@ -43,14 +44,14 @@ class DataMixture:
 
     async def _pick_from_source(self, section: DataConfig, count: int) -> list[ExportedGroup]:
         label = section.label
-        if not await self._read_unclaimed_groups(label, None):
+        if not await self._read_groups(label):
             return []
         picked: list[ExportedGroup] = []
         epoch = self._first_epoch.get(label, 0)
         max_epochs = section.epochs or (None if self.has_live_data else 1)
         while len(picked) < count and (max_epochs is None or epoch < max_epochs):
             picked_ids = {group.group_id for group, _ in picked}
-            remaining = await self._read_unclaimed_groups(label, epoch)
+            remaining = await self._read_groups(label, unclaimed_in_epoch=epoch)
             fresh = [group for group in remaining if group.group_id not in picked_ids]
             if picked and not fresh:
                 break  # all groups of the source are in this step
@@ -60,9 +61,9 @@ class DataMixture:
             epoch += 1
         return picked
 
-    async def _read_unclaimed_groups(self, label: str, epoch: int | None) -> list[Group]:
+    async def _read_groups(self, label: str, *, unclaimed_in_epoch: int | None = None) -> list[Group]:
         groups = await self.store.groups(
-            self.run_id, Channel.DATA, GroupStatus.READY, unclaimed_in_epoch=epoch
+            self.run_id, Channel.DATA, GroupStatus.READY, unclaimed_in_epoch=unclaimed_in_epoch
         )
         prefix = group_prefix(self.run_id, label)
         return [group for group in groups if group.group_id.startswith(prefix)]

@@ -35,8 +35,8 @@ def apply_decoupled_ppo(
 
     The ratio in the loss is relative to the proximal logprobs, which replace the samples' logprobs. The
     advantages are multiplied by the truncated importance weight from behavior to proximal. The ``scales`` are
-    multiplied, too, for terms that are added to the advantages later. Tokens beyond ``drop_above`` are not
-    trained, but count in the step's divisor, so that the weight of the other tokens does not change.
+    multiplied, too, for terms that are added later. Tokens with a weight above ``drop_above`` or below its
+    inverse are not trained, but count in the step's divisor, so that the other tokens keep their weight.
     """
     corrected: list[Sample] = []
     weighted: list[Floats] = []
@@ -94,5 +94,5 @@ def _require_logprobs(sample: Sample, logprobs: Floats) -> None:
     missing = np.flatnonzero((sample.mask > 0) & ~np.isfinite(logprobs))
     if len(missing):
         raise BackendError(
-            f"sample {sample.sample_key}: the backend returned no logprob for the trained token {missing[0]}"
+            f"sample {sample.sample_key}: the backend returned no finite logprob for token {missing[0]}"
         )

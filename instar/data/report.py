@@ -15,8 +15,8 @@ NGRAM_LENGTH = 4
 
 
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
-    """Return the mean reward and the numbers of groups and sessions. Exported data is reported separately,
-    because the policy did not sample it."""
+    """Return the mean reward and the numbers of groups and sessions. Sessions of exported data are reported
+    separately, because the policy did not sample them; ``groups`` counts all groups."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
     data = {"data_reward_mean": _average_reward(exported), "data_sessions": len(exported)} if exported else {}
@@ -37,7 +37,7 @@ def _average_reward(sessions: Sequence[LoadedSession]) -> float | None:
 def report_batch(
     samples: Sequence[Sample], live: Sequence[Sample], claims: Iterable[Claim], staleness: Staleness
 ) -> Json:
-    """Return the size of the batch, the staleness of its live samples, and the number of drops by reason."""
+    """Return the size of the batch, staleness and versions of its live samples, and drops by reason."""
     versions = np.concatenate([np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in live)])
     by_sample = [staleness.of_sample(sample) for sample in live]
     reasons = Counter(claim.reason or "unknown" for claim in claims if claim.outcome is ClaimOutcome.DROPPED)
@@ -85,7 +85,7 @@ def _get_sampled_tokens(samples: Sequence[Sample]) -> Ids:
 
 
 def _compute_repetition(tokens: Ids) -> float:
-    """Return the share of n-grams that repeat an earlier n-gram."""
+    """Return the share of n-grams of NGRAM_LENGTH tokens that repeat an earlier one."""
     count = len(tokens) - NGRAM_LENGTH + 1
     if count < 1:
         return 0.0

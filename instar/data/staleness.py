@@ -1,4 +1,4 @@
-"""The staleness of tokens: the number of training steps after the step of the policy that sampled them."""
+"""The staleness of tokens: the number of training steps between their policy and the current policy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Staleness:
         self._by_version = np.maximum(0, steps[version] - steps)
 
     def of_tokens(self, versions: Ids) -> Ids:
-        """Return the staleness of each token. The values of tokens that were not sampled have no meaning."""
+        """Return the staleness of each token. The values of tokens that were not sampled are meaningless."""
         return self._by_version.take(versions, mode="clip")
 
     def of_sample(self, sample: Sample) -> int:
-        """Return the staleness of the sample's oldest trained token."""
+        """Return the staleness of the sample's oldest trained token. The sample must have one."""
         return int(self.of_tokens(sample.versions[sample.mask > 0]).max())
