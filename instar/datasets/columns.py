@@ -1,8 +1,8 @@
 """The columns of the exported tables, and rows as canonical lines of JSON.
 
-An export has three content tables. A session's row contains the number of its calls; the rows of the calls
-are in the order of their sessions. A call's row contains only the part after its base call, as in a store,
-so that the size of a session grows with its messages and not with the sum of its prompts.
+An export has three content tables: groups, sessions and calls. A session's row contains the number of its
+calls; the rows of the calls are in the order of their sessions. A call's row contains only the part after its
+base call, as in a store, so that a session grows with its messages and not with the sum of its prompts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _encode_ascii = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 def dump_canonical_json(value: Any) -> str:
     """Return compact JSON with sorted keys, so that equal values give equal text.
 
-    Lone surrogates, which UTF-8 cannot encode, stay escaped.
+    If the value contains lone surrogates, which UTF-8 cannot encode, all non-ASCII characters are escaped.
     """
     text = _encode_unicode(value)
     try:
@@ -119,7 +119,7 @@ def to_id_array(values: Iterable[int]) -> Ids:
 
 
 def _floats_to_json(values: Floats) -> list[float | str | None]:
-    # JSON has neither NaN nor infinity. Python floats represent every float32 exactly.
+    # JSON has no NaN (written as null) and no infinity (as text). Python floats represent float32 exactly.
     if np.isfinite(values).all():
         return values.tolist()
     return [None if v != v else (v if math.isfinite(v) else str(v)) for v in values.tolist()]

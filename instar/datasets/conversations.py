@@ -55,8 +55,8 @@ class ConversationWriter:
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
     """Return two kinds of rows: ``messages`` has one row per conversation, ``completions`` one per reply.
 
-    Only sessions with a reward of at least ``min_reward`` are included; the default is any reward above 0.
-    Corrected replies are always included.
+    Only completed sessions with a reward of at least ``min_reward`` are included; None means any reward above
+    0. Corrections by people are added to ``completions`` in any case. Untrainable sessions have no rows.
     """
     rows: dict[str, Rows] = {"messages": [], "completions": _make_correction_rows(record)}
     is_good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
@@ -79,7 +79,7 @@ def _make_completion(call: Call, reply: Message) -> Json:
 
 
 def _make_correction_rows(record: SessionRecord) -> Rows:
-    """Return the replies that people corrected. Corrections by agents are left out."""
+    """Return a completion for each correction by a person. Corrections by agents are left out."""
     if _is_untrainable(record):
         return []
     calls = {call.call_id: call for call in record.calls}
@@ -94,8 +94,8 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
     """Return pairs of sessions from a group: the best with the worst, the second best with the second worst,
     and so on.
 
-    The rewards in a pair must differ by more than ``margin``. Sessions with several conversations are
-    skipped.
+    The rewards in a pair must differ by more than ``margin``, and the conversations must first differ in a
+    reply. Only completed, trainable sessions with exactly one complete conversation are used.
     """
     candidates: list[tuple[float, Call]] = []
     for record, reward in group:
@@ -112,8 +112,8 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
 
 
 def _make_pair(chosen: Call, rejected: Call) -> Json | None:
-    """Return a pair of conversations with their common prefix as the prompt, or None if the first difference
-    is not in a reply."""
+    """Return a pair of conversations with their common prefix as the prompt. Return None if there is no such
+    prefix, if the tools differ, or if the first difference is not in a reply."""
     preferred, other = [*chosen.messages, chosen.reply], [*rejected.messages, rejected.reply]
     length = min(len(preferred), len(other))
     shared = next((index for index in range(length) if preferred[index] != other[index]), length)
@@ -142,7 +142,7 @@ def _is_complete(call: Call) -> bool:
 
 
 def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call of each complete conversation. This call contains all messages."""
+    """Return the last call, which has all messages, of each conversation whose last reply is complete."""
     extended_ids = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 
@@ -177,7 +177,7 @@ def _convert_message(message: Message) -> Json:
 
 
 def _parse_arguments(text: str) -> Any:
-    """Parse a tool call's arguments, because chat templates serialize them. Return text that is not JSON
+    """Parse a tool call's arguments, because chat templates expect objects. Return text that is not JSON
     unchanged."""
     try:
         return json.loads(text)

@@ -26,7 +26,7 @@ SESSIONS_PER_PAGE = 256
 EVERYTHING = SessionFilter()
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the number of completed sessions (`dpo`: groups) and with the total number."""
+"""Called with the number of processed sessions (in a `dpo` export: groups) and with the total number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class ExportOptions:
     format: Format = "jsonl"
     where: SessionFilter = EVERYTHING
     has_samples: bool = False
-    """True to also write the flat `samples` table."""
+    """Also write the flat `samples` table. `hf` exports always have it; `sft` and `dpo` exports never do."""
     min_reward: float | None = None
-    """The lowest reward of a session in an `sft` export. None means any reward above 0."""
+    """The minimum reward of a session in an `sft` export. None means any reward above 0."""
     margin: float = 0.0
     """The rewards of the chosen and the rejected session of a `dpo` pair must differ by more than this."""
 
@@ -53,7 +53,7 @@ class ExportOptions:
         return (*CONTENT_TABLES, "samples") if self.has_samples or self.format == "hf" else CONTENT_TABLES
 
     def describe(self) -> Json:
-        """Return the filters and options that differ from their defaults, and the margin of `dpo` exports."""
+        """Return the filters that are set, the `min_reward` of `sft` if set, and the `margin` of `dpo`."""
         defaults = asdict(EVERYTHING)
         options = {name: value for name, value in asdict(self.where).items() if value != defaults[name]}
         if self.format == "sft" and self.min_reward is not None:
@@ -90,16 +90,16 @@ async def export_sessions(
     store_kind: str,
     progress: ProgressCallback | None = None,
 ) -> DatasetManifest:
-    """Write the ended sessions of a run to a folder and return its manifest. Two exports of the same data are
-    identical."""
+    """Write the ended sessions of a run that match the filters to a new folder, and return its manifest. Two
+    exports of the same data by the same version of Instar are identical."""
     check_target(folder)
     if options.where.channel is Channel.DATA:
         raise ConfigError(
-            "channel: sessions of the data channel were imported and cannot be exported; use their dataset"
+            "channel: given data, but imported training data cannot be exported; use its original dataset"
         )
     sessions = await _select_sessions(store, run_id, options.where)
     if not sessions:
-        raise DataError(f"nothing to export: no session of run {run_id} that has ended matches the filters")
+        raise DataError(f"nothing to export: no session of run {run_id} matches the filters and has ended")
     export = _Export(store, run_id, sessions, options, hooks, progress)
     with _create_folder_atomically(folder) as new_folder:
         is_importable = options.format in IMPORTABLE_FORMATS
@@ -121,8 +121,8 @@ async def export_sessions(
 
 
 async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> dict[str, str | None]:
-    """Return each session's group by session id, in the order in which the sessions were opened. Open and
-    imported sessions are excluded. The group of a live session is None, even if it has a group id."""
+    """Return the group id of each session by session id, in the order in which the sessions were opened. Open
+    sessions and imported training data are excluded. A live session gets None, even if it has a group id."""
     group_ids: dict[str, str | None] = {}
     last_seq = 0
     while rows := await store.sessions(run_id, where=where, after=last_seq, limit=SESSIONS_PER_PAGE):
@@ -140,7 +140,7 @@ class _Export:
     store: Store
     run_id: str
     sessions: dict[str, str | None]
-    """The group of each session, by session id."""
+    """The group id of each session, or None for a session without a group, by session id."""
     options: ExportOptions
     hooks: ExportHooks
     progress: ProgressCallback | None
@@ -148,7 +148,7 @@ class _Export:
     versions: set[int] = field(default_factory=set[int])
 
     async def write_tables(self, folder: Path) -> str:
-        """Write the tables and return their content hash."""
+        """Write the tables and return the hash of the content tables."""
         digest = ContentHash()
         with WRITERS[self.options.format](folder, self.options.tables) as writer:
 
@@ -176,7 +176,7 @@ class _Export:
         return digest.hexdigest(*CONTENT_TABLES)
 
     async def _read_groups(self) -> list[Group]:
-        """Return the groups of the sessions. If there is no filter, groups without sessions are included."""
+        """Return the groups of the sessions or, if there is no filter, all groups, even without sessions."""
         where = self.options.where
         group_ids = set(self.sessions.values())
         channels = [where.channel] if where.channel else [c for c in Channel if c is not Channel.DATA]
@@ -184,7 +184,7 @@ class _Export:
         return [group for group in groups if where == EVERYTHING or group.group_id in group_ids]
 
     async def write_conversations(self, folder: Path) -> str:
-        """Write the rows for SFT or DPO and return their content hash."""
+        """Write the rows for SFT or DPO and return their hash. Raises DataError if there are none."""
         writer = ConversationWriter(folder)
         if self.options.format == "sft":
             async for record in read_records(self.store, self.run_id, list(self.sessions), self.progress):
@@ -215,9 +215,9 @@ class _Export:
 
 
 _NO_ROWS_ERRORS: dict[Any, str] = {
-    "sft": "nothing to export: no session reaches the minimum reward; lower the minimum reward",
-    "dpo": "nothing to export: no group has two sessions with the same prompt whose rewards differ by more "
-    "than the margin; lower the margin",
+    "sft": "nothing to export: no completed session reaches the minimum reward; lower the minimum reward",
+    "dpo": "nothing to export: no group has two completed sessions with the same prompt whose rewards "
+    "differ by more than the margin; lower the margin",
 }
 
 

@@ -210,5 +210,5 @@ def _import_package(name: str) -> Any:
     except ImportError as error:
         package = name.split(".")[0]
         raise ConfigError(
-            f"this format needs the package {package}, which is not installed: pip install 'instar[data]'"
+            f"the formats parquet and hf need {package}, which cannot be imported: pip install 'instar[data]'"
         ) from error

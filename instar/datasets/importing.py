@@ -24,16 +24,16 @@ class ImportResult:
     groups: int = 0
     sessions: int = 0
     unchanged: int = 0
-    """The number of sessions, or for `import_for_training` of groups, that the store already had."""
+    """The number of sessions that the store already had, or of groups that `import_for_training` skipped."""
 
 
 def verify_content(folder: Path) -> DatasetManifest:
-    """Return the folder's manifest. Raise DataError if the content does not match the manifest's hash."""
+    """Return the folder's manifest. Raise DataError if it cannot be imported or does not match its hash."""
     manifest = read_manifest(folder)
     if manifest.format not in IMPORTABLE_FORMATS:
         raise DataError(
             f"{folder} is in the format {manifest.format}, which lacks the sampled tokens; only "
-            f"{', '.join(IMPORTABLE_FORMATS)} can be imported"
+            f"{', '.join(IMPORTABLE_FORMATS)} can be imported; export the data again in one of these formats"
         )
     digest = ContentHash()
     for table in CONTENT_TABLES:
@@ -135,5 +135,5 @@ def _require_same(name: str, stored: ExportRow, imported: ExportRow, table: Tabl
     ]
     raise ConflictError(
         f"{name} is already in the store with different content: {', '.join(differing)} differ. Import the "
-        "data into another run"
+        "data into a run with another store"
     )

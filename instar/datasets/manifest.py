@@ -24,21 +24,21 @@ IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
     """A description of exported data. It contains neither a time nor a path, so that two exports of the same
-    data are identical."""
+    data by the same version of Instar are identical."""
 
     format: Format
     run: str
     store: str
     """The type of the store: ``sqlite`` or ``postgres``."""
     filters: Json
-    """The export options that differ from their defaults."""
+    """The filters and options of the export, as returned by `ExportOptions.describe`."""
     counts: dict[str, int]
     hash: str
-    """The content hash, ``sha256:…``, which does not depend on the format."""
+    """The content hash, ``sha256:…``. It is the same in all importable formats."""
     policies: list[Json] = field(default_factory=list[Json])
-    """The published versions of the run's policy: number, step, and the kind and name of the artifact."""
+    """The published versions of the run's policy: id, version, step, and kind and name of the artifact."""
     versions: list[int] = field(default_factory=list[int])
-    """The policy versions that sampled the tokens of this data."""
+    """The policy versions that sampled the tokens; empty if the format is not importable."""
     instar: str = ""
     """The version of Instar that wrote the export."""
     format_version: int = VERSION
@@ -53,11 +53,11 @@ def read_manifest(folder: Path) -> DatasetManifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{folder} is not an exported folder: it has no {FILE_NAME}") from None
+        raise DataError(f"{folder} contains no export: {FILE_NAME} is missing; use another folder") from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") not in get_args(Format):
-        raise DataError(f"{path} is not the manifest of an Instar export")
+        raise DataError(f"{path} is not the manifest of an Instar export: its format is missing or unknown")
     if content.get("format_version") != VERSION:
         raise DataError(
             f"{path} has format version {content.get('format_version')}, but this version of Instar reads "
@@ -82,6 +82,7 @@ class ContentHash:
         return line
 
     def hexdigest(self, *tables: TableName) -> str:
+        """Return the hash of the tables as ``sha256:…``."""
         digest = hashlib.sha256()
         for name in tables:
             digest.update(f"{name} {self._tables[name].hexdigest()}\n".encode())

@@ -127,9 +127,7 @@ def _decode_call(row: ExportRow, calls_by_id: Mapping[str, Call]) -> Call:
     if row["base_id"] is not None:
         base = calls_by_id.get(row["base_id"])
         if base is None:
-            raise DataError(
-                f"call {row['call_id']} is based on call {row['base_id']}, which does not precede it"
-            )
+            raise DataError(f"call {row['call_id']} is based on call {row['base_id']}, which must precede it")
         prompt = np.concatenate([base.sequence[: row["base_tokens"]], prompt])
         messages = (*base.messages, base.reply)[: row["base_messages"]] + messages
         tools = base.tools if row["tools"] is None else tools

@@ -47,23 +47,23 @@ async def import_for_training(
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
     """Import the sessions as finished groups of the run's data channel, and return the number of groups and
-    sessions.
+    sessions. Raises DataError if ``needs_logprobs`` and a trainable call has none.
 
-    Groups and sessions get new ids, because the store may also contain the same data under the original ids.
-    Evaluation sessions and groups that are not ready are skipped. A session without a group becomes a group
-    of one. Groups that the store already has are left unchanged.
+    Groups and sessions get new ids, derived from ``label``, because the store may also contain the original
+    ids. Evaluation sessions are skipped, and so are groups that are not ready. A completed session without a
+    group id becomes a group of one. Groups that the store already has are left unchanged.
     """
     prefix = group_prefix(run_id, label)
     existing = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
     groups = _read_training_groups(folder, manifest, prefix, run_id)
     sizes = _count_sessions(folder, manifest)
-    missing = {key for key, group in groups.items() if group.group_id not in existing and sizes[key]}
+    new_keys = {key for key, group in groups.items() if group.group_id not in existing and sizes[key]}
     pending: dict[str, list[SessionRecord]] = {}
     added = 0
     for done, record in enumerate(read_sessions(folder, manifest), 1):
         session = record.session
         key = _get_group_key(session.group_id, session.session_id, session.channel)
-        if key in missing and session.status in TRAINABLE_STATUSES:
+        if key in new_keys and session.status in TRAINABLE_STATUSES:
             if needs_logprobs:
                 _require_logprobs(record)
             pending.setdefault(key, []).append(_convert_record(record, groups[key], label))
@@ -72,7 +72,7 @@ async def import_for_training(
                 await store.put_records([groups[key]], pending.pop(key))
         if progress is not None:
             progress(done, manifest.counts.get("sessions", 0))
-    return ImportResult(groups=len(missing), sessions=added, unchanged=len(groups) - len(missing))
+    return ImportResult(groups=len(new_keys), sessions=added, unchanged=len(groups) - len(new_keys))
 
 
 def _get_group_key(group_id: str | None, session_id: str, channel: str) -> str:
@@ -93,7 +93,7 @@ def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
 def _read_training_groups(
     folder: Path, manifest: DatasetManifest, prefix: str, run_id: str
 ) -> dict[str, Group]:
-    """Return the groups to train on, by key."""
+    """Return the groups to train on, converted to groups of the run's data channel, by key."""
     by_key: dict[str, Group] = {}
 
     def add(key: str, group: Group) -> None:

@@ -182,7 +182,9 @@ def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path,
 def test_missing_dataset_is_reported(instar: Instar, run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.source: there is no dataset 'dataset:gone'\. .*: none"):
         asyncio.run(pin_data(RunConfig.model_validate({"data": "dataset:gone"})))
-    with pytest.raises(ConfigError, match=r"data\.source: cannot use '/nowhere': .*no manifest\.json"):
+    with pytest.raises(
+        ConfigError, match=r"data\.source: cannot use '/nowhere': .*manifest\.json is missing"
+    ):
         asyncio.run(pin_data(RunConfig.model_validate({"data": "/nowhere"})))
 
 

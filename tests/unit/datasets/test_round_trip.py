@@ -150,7 +150,7 @@ async def test_failed_export_neither_overwrites_nor_leaves_a_folder(store: Store
         await export_all(store, tmp_path / "out")
     with pytest.raises(DataError, match="no session"):
         await export_all(store, tmp_path / "none", where=SessionFilter(task="no such"))
-    with pytest.raises(DataError, match="no session reaches the minimum reward"):
+    with pytest.raises(DataError, match="no completed session reaches the minimum reward"):
         await export_all(
             store, tmp_path / "none", format="sft", min_reward=2.0, where=SessionFilter(channel=Channel.TRAIN)
         )
