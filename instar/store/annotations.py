@@ -1,4 +1,4 @@
-"""Queries for annotations of sessions: scores, tags, feedback and a judge's answers."""
+"""Queries for annotations of sessions (rewards, scores, tags, feedback) and for a judge's answers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def get_unscored_sessions(
 
 
 def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
-    """Return the highest ``seq`` up to which every session of these channels has ended."""
+    """Return the highest ``seq`` up to which every session of the run in these channels has ended."""
     # The maximum is read first: a session opened between the two queries has a greater ``seq``.
     last_seq = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:
@@ -121,7 +121,7 @@ def end_session(
     """End an open session with its rewards and scores, and return True. ``metadata`` is merged into the
     session's metadata. If the session has already ended, return False and change nothing."""
     if status is SessionStatus.OPEN:
-        raise StoreError(f"Session {session_id} cannot end with status open.")
+        raise StoreError(f"Session {session_id} cannot end as open; use completed, failed or abandoned.")
     row = db.execute(
         f"SELECT status, metadata FROM sessions WHERE session_id = ?{db.for_update}", (session_id,)
     ).fetchone()
@@ -149,7 +149,7 @@ def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score
 
 
 def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
-    """Return the number of sessions, by scorer and score state."""
+    """Return the number of the run's sessions by scorer and score state."""
     counts: dict[str, dict[str, int]] = {}
     rows = db.execute(
         "SELECT scorer, state, COUNT(*) AS n FROM scores WHERE run_id = ? GROUP BY scorer, state "
@@ -201,7 +201,7 @@ def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = (
 def get_feedback(
     db: Database, run_id: str, *, session_id: str | None = None, corrected_only: bool = False
 ) -> list[Feedback]:
-    """Return feedback, oldest first. If ``corrected_only``, return only feedback with a correction."""
+    """Return the run's feedback, oldest first. ``corrected_only`` excludes feedback without a correction."""
     where, values = "run_id = ?", [run_id]
     if session_id is not None:
         where += " AND session_id = ?"
@@ -212,8 +212,8 @@ def get_feedback(
 
 
 def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
-    """Return corrections that have token ids and are not claimed in this epoch, oldest first. Corrections of
-    evaluation sessions and of sessions tagged as untrainable are excluded."""
+    """Return at most ``limit`` corrections that have token ids and are not claimed in this epoch, oldest
+    first. Evaluation sessions and sessions tagged as untrainable are excluded."""
     return FEEDBACK_ROWS.select(
         db,
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
@@ -229,6 +229,7 @@ def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[F
 
 
 def get_judgment(db: Database, key: bytes) -> Json | None:
+    """Return the stored answer of a judge, or None. ``key`` is the hash of the question and the settings."""
     row = db.execute("SELECT answer FROM judgments WHERE key = ?", (key,)).fetchone()
     return json.loads(row["answer"]) if row else None
 

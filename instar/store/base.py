@@ -1,4 +1,4 @@
-"""The store: every session, call, annotation and training step of a run.
+"""The store: the sessions, calls, annotations and training steps of one or more runs.
 
 SQLite and PostgreSQL share the class `Store` and differ in the `Database` that they open. Each query is a
 function of a `Database` in a module of this package; `Store` declares how the query is run, and the
@@ -108,7 +108,7 @@ class Store:
 
     async def write(self, work: Callable[[Database], T]) -> T:
         if self._writer is None:
-            raise StoreError(f"{self._name} was opened for reading only.")
+            raise StoreError(f"{self._name} is open for reading only; nothing can be written.")
         return await self._writer.submit(work)
 
     async def read(self, fetch: Callable[[Database], T]) -> T:
@@ -163,9 +163,9 @@ class Store:
         """Store all of the calls or none. The base of a call must already be stored or precede the call in
         ``calls``. Calls may be added to a session that has ended.
 
-        ``new_session`` is opened first, in the same transaction, with ``key_hash`` as its key. Raises
-        ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to hashes of the call's
-        messages and reply, by which `sessions_by_tail` finds the session.
+        ``new_session`` is opened first, in the same transaction, with an API key that has the hash
+        ``key_hash``. Raises ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to
+        hashes of the call's messages and reply, by which `sessions_by_tail` finds the session.
         """
         await self.write(
             call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache)
@@ -275,8 +275,8 @@ class Store:
     remove_endpoint = _write(session_queries.remove_endpoint)
 
     async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
-        """Make every later write check the lease. This call and the later writes raise LeaseLost if a later
-        lease has been taken."""
+        """Make every later write through this object check the lease. This call and the later writes raise
+        LeaseLost if a later lease has been taken."""
         check = session_queries.make_lease_check(run_id, name, lease)
         await self.write(check)
         assert self._writer is not None

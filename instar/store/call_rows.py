@@ -1,8 +1,8 @@
 """Conversion of calls to rows and back. A row contains only the part of a call that follows its base call;
 reading the row rebuilds the complete call.
 
-The row has checksums of the complete prompt and sequence. When the row is written, the checksums reject a
-call that does not continue its base call; when it is read, they prove that the call was rebuilt exactly.
+The row has checksums of the complete prompt and sequence. When a row is written, they reject most calls
+that do not begin with the tokens of their base call (`check_base`). When it is read, they verify the call.
 """
 
 from __future__ import annotations
@@ -114,10 +114,9 @@ def _check_lengths(call: Call) -> None:
 
 
 def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
-    """Raise StoreError unless the call's prompt consists of the base's tokens followed by new tokens.
-
-    A call that branches off inside the base's sequence can only be verified when it is read.
-    """
+    """Raise StoreError if there is no base, if it has fewer tokens or messages than the call takes from it,
+    or if the call takes all its tokens but begins with different ones. A call that branches off inside the
+    base's sequence can only be verified when it is read."""
     call = encoded.call
     if base is None:
         raise _call_error(call, f"its base call {call.base_id} is not stored")
@@ -175,7 +174,7 @@ class _RebuiltCall:
 def decode_calls(
     rows: Iterable[DatabaseRow], tools: Mapping[str, tuple[Tool, ...]], call_ids: Iterable[str]
 ) -> list[Call]:
-    """Return the complete calls with ``call_ids``.
+    """Return the complete calls with ``call_ids``. ``tools`` maps the hashes in the rows to tools.
 
     ``rows`` contains these calls and all their base calls. A base call must come before the calls built on
     it. The cost grows with the stored tokens, not with the sum of the prompts.
@@ -193,7 +192,7 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
     if row["base_id"] is not None:
         base = rebuilt.get(row["base_id"])
         if base is None:
-            raise _row_error(row, f"its base {row['base_id']} is missing")
+            raise _row_error(row, f"its base call {row['base_id']} is missing")
         messages = [*base.messages, base.reply][: row["base_messages"]] + messages
         if row["base_tokens"] == base.token_count and base.sequence.length == base.token_count:
             sequence, crc = base.sequence, base.crc
@@ -203,7 +202,7 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
     sequence.append(tail)
     crc = checksum(tail, crc)
     if sequence.length != row["prompt_tokens"] or crc != row["prompt_crc"]:
-        raise _row_error(row, "its prompt does not match the stored checksum")
+        raise _row_error(row, "its prompt does not match the stored length or checksum")
     if len(messages) != row["message_count"]:
         raise _row_error(row, f"it has {len(messages)} messages instead of {row['message_count']}")
     sequence.append(sampled)
@@ -216,7 +215,7 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
 def _row_error(row: DatabaseRow, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
         f"The call {row['call_id']} of session {row['session_id']} is damaged in the store: {detail}. "
-        "Exclude the session, or restore the store from a backup."
+        "Restore the store from a backup. To export the other sessions, tag this one and use --without."
     )
 
 

@@ -141,7 +141,8 @@ class AddCalls(BatchableWrite):
 
 
 def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
-    """Lock the sessions of the calls, so that the calls of each session are numbered in commit order."""
+    """Lock the sessions of the calls, except new ones (``opened``), so that the calls of each session are
+    numbered in commit order. Raises StoreError if a session does not exist."""
     call_ids = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
     session_ids = sorted(call_ids.keys() - opened)
     if not session_ids:
@@ -212,7 +213,7 @@ def _add_annotations(db: Database, record: SessionRecord) -> None:
 
 @dataclass(slots=True)
 class FetchedCalls:
-    """Rows of calls, to be decoded after the read transaction has ended."""
+    """Rows of the calls ``call_ids`` and their base calls, to be decoded after the read transaction."""
 
     rows: list[DatabaseRow]
     call_ids: list[str]
@@ -269,8 +270,8 @@ def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
 
 
 def get_sessions_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> list[str]:
-    """Return the ids of open live sessions with a call that has one of the tail keys. Only the first key with
-    such a session counts. The session with the newest call comes first."""
+    """Return the ids of at most MAX_SESSIONS_PER_TAIL open live sessions with a call that has one of the tail
+    keys. Only the first key with such a session counts. The session with the newest call comes first."""
     if not keys:
         return []
     if lengths := {len(key) for key in keys} - {TAIL_KEY_BYTES}:

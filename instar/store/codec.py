@@ -77,7 +77,7 @@ _encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dump_json(value: Any) -> str:
-    """Return compact JSON. Lone surrogates, which an agent may send and UTF-8 cannot encode, stay escaped."""
+    """Return compact JSON, with escapes if an agent sent lone surrogates, which UTF-8 cannot encode."""
     text = _encode_unicode(value)
     try:
         text.encode()
@@ -97,10 +97,10 @@ def dump_message(value: Any) -> str:
 def load_message(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except msgspec.DecodeError:  # an escaped lone surrogate
+    except msgspec.DecodeError:  # msgspec rejects an escaped lone surrogate
         return json.loads(text)
 
 
 def sanitize_text(text: str | None) -> str | None:
-    """Return the text with invalid UTF-8 and NUL escaped, because a database cannot store them."""
+    """Return the text with lone surrogates and NUL escaped, because a database cannot store them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

@@ -35,7 +35,7 @@ class Database(Protocol):
     errors: ClassVar[tuple[type[Exception], ...]]
     """The exceptions that the driver raises."""
     for_update: ClassVar[str]
-    """The suffix of a SELECT that locks its rows until this transaction ends."""
+    """The suffix of a SELECT that locks its rows until this transaction ends; empty if no lock is needed."""
     json_rows_sql: ClassVar[str]
     """An aggregate that returns all rows as one JSON array of arrays. ``{}`` stands for the columns."""
     json_array_sql: ClassVar[str]
@@ -47,8 +47,8 @@ class Database(Protocol):
         """Insert rows whose values are in the order of `Table.insert_columns`."""
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
-        """Insert the rows in one statement that commits itself, and return True. Return False and insert
-        nothing if this is not possible."""
+        """Insert the rows in one autocommitted statement and return True. Return False and insert nothing if
+        this is not possible."""
         ...
 
     def lock_name(self, name: str) -> None:
@@ -69,8 +69,8 @@ class Database(Protocol):
         """Begin a write transaction. If the database is locked or unavailable, wait up to a timeout."""
 
     def commit(self) -> None:
-        """Commit to disk. Raises one of `errors` if nothing was committed, or StoreError if the outcome is
-        unknown."""
+        """Commit to disk. Raises one of `errors` if nothing was committed, or StoreError if the server rolled
+        back or the outcome is unknown."""
 
     def rollback(self) -> None:
         """Roll back the transaction if there is one. A lost connection is not an error."""
@@ -79,7 +79,7 @@ class Database(Protocol):
         """Undo the changes since the savepoint ``job``."""
 
     def on_committed(self) -> None:
-        """Called when the last writes are on disk, before their callers are woken."""
+        """Called after each batch of writes was committed or rolled back, before its callers are woken."""
 
     def is_rolled_back(self, error: Exception) -> bool:
         """Return True if the error ended the complete transaction and not only the statement."""

@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_member(group: Group, session: Session, agent_id: str) -> bool:
-    """Return True if the session belongs to the group of the agent. Imported sessions may come from any
-    agent. A warning is logged once for each session that does not belong to the group."""
+    """Return True if the session belongs to the group of the agent. In imported training data, any agent is
+    allowed. A warning is logged once for each session that does not belong to the group."""
     if group.accepts(session) and (group.channel is Channel.DATA or session.agent_id == agent_id):
         return True
     _warn_once(session.session_id, group.group_id, session.agent_id, session.channel.value, session.slot)

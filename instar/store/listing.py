@@ -40,9 +40,9 @@ def get_sessions(
     after: int | None = None,
     limit: int | None = None,
 ) -> list[SessionRow]:
-    """Return the sessions that match, oldest first. Only sessions with a ``seq`` lower than ``before`` and
-    higher than ``after`` are returned. ``limit`` keeps only the newest sessions or, together with ``after``,
-    the oldest ones."""
+    """Return the sessions that match, oldest first. ``channel`` and ``status`` override those in ``where``.
+    Only sessions with a ``seq`` lower than ``before`` and higher than ``after`` are returned. ``limit`` keeps
+    only the newest sessions or, together with ``after``, the oldest ones."""
     where = where or SessionFilter()
     where = replace(where, channel=channel or where.channel, status=status or where.status)
     query = _PageQuery(run_id, group_id, where, before, after, limit)
@@ -83,7 +83,7 @@ class _PageQuery:
     conditions: list[str] = field(default_factory=list[str])
     """SQL conditions; the sessions table has the alias ``x``."""
     start_queries: list[str] = field(default_factory=list[str])
-    """Queries for the ids of the sessions that meet one of the conditions."""
+    """Queries for the ids of the sessions that meet a condition, for each condition with an index."""
 
     def __post_init__(self) -> None:
         self._add_column_conditions()

@@ -52,7 +52,7 @@ def create_or_migrate(
     """Create the store in the file or migrate it to ``version``, in one transaction. Several processes may
     call this at the same time.
 
-    A file from a different program or from a newer version of Instar is not changed.
+    Raises StoreError and changes nothing if the file is from another program or a newer version of Instar.
     """
     _read_version(connection, path, version)
     _enable_wal(connection, path)

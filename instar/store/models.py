@@ -1,4 +1,4 @@
-"""The rows that a store returns, in addition to the types in `instar.types`."""
+"""The types that a store returns or receives, in addition to those in `instar.types`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The counts of a run that admission control and the display need."""
+    """The counts of a run that admission control and the display need. Groups and sessions are those of one
+    channel. Every group is either open (or being scored), ready or consumed."""
 
     groups_open: int
     groups_ready: int
-    """The number of ready groups that are neither consumed by a committed step nor dropped."""
     groups_consumed: int
-    """The number of groups that were dropped, or claimed by a step that is committed or has published its
+    """The number of groups that were dropped, or whose steps are all committed or have published their
     version."""
     next_group_index: int
     committed_steps: int
@@ -47,7 +47,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A line of ``instar sessions ls``."""
+    """A session with the totals that ``instar sessions ls`` shows."""
 
     session: types.Session
     call_count: int
@@ -55,8 +55,8 @@ class SessionRow:
     reward: float | None
     """The session's latest reward; rewards of single calls are not considered."""
     seq: int = 0
-    """The position of the session in the order in which sessions were opened. `Store.sessions` uses it to
-    limit a page."""
+    """The position of the session in the order in which sessions were opened. `Store.sessions` uses it
+    as the page cursor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class SessionFilter:
     without: tuple[str, ...] = ()
     """Names of tags that exclude a session."""
     reward_min: float | None = None
-    """The lowest value of the session's latest reward. If `scorer` or `source` is set, one of their rewards
-    must have at least this value."""
+    """The minimum of the session's latest reward or, if `scorer` or `source` is set, of one of their rewards.
+    ``reward_max`` is the maximum."""
     reward_max: float | None = None
     scorer: str | None = None
     """A scorer that rewarded the session, with or without the scorer's version: ``judge:outcome@1f03``."""
@@ -81,14 +81,14 @@ class SessionFilter:
     task: str | None = None
     agent: str | None = None
     since: float | None = None
-    """The earliest Unix time at which the session may have been opened."""
+    """Only sessions that were opened at or after this Unix time."""
     until: float | None = None
-    """The Unix time before which the session must have been opened."""
+    """Only sessions that were opened before this Unix time."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A call without the prefix that it shares with its base call."""
+    """A call without the prefix that it shares with its base call, the earlier call ``base_id``."""
 
     call_id: str
     request_id: str

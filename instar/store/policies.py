@@ -28,8 +28,8 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
 
 
 def publish(db: Database, policy: Policy) -> None:
-    """Record the artifact of a reserved version and make this version the latest policy. Publishing a version
-    again replaces its artifact, because a remote sampler is exported again before it expires."""
+    """Record the artifact of a reserved version and mark the version as published. Publishing a version again
+    replaces its artifact, because a remote sampler is exported again before it expires."""
     if _lock_state(db, policy.policy_id, policy.version) is PolicyState.TOMBSTONED:
         raise StoreError(
             f"Version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version."
@@ -49,7 +49,7 @@ def publish(db: Database, policy: Policy) -> None:
 
 
 def tombstone(db: Database, policy_id: str, version: int, reason: str) -> None:
-    """Mark a version as abandoned after a crash. The latest policy is then the newest published version."""
+    """Mark a version as abandoned after a crash. It can no longer be the latest policy."""
     if _lock_state(db, policy_id, version) is PolicyState.TOMBSTONED:
         return
     db.execute(

@@ -68,7 +68,7 @@ class PostgresDatabase:
         return self._connection.closed or is_connection_lost(error)
 
     def begin(self) -> None:
-        raise StoreError(f"{self._server.name} was opened for reading only")
+        raise StoreError(f"{self._server.name} is open for reading only; nothing can be written")
 
     def commit(self) -> None:
         self._connection.execute("COMMIT")
@@ -110,7 +110,7 @@ class PostgresWriteDatabase(PostgresDatabase):
 
     @classmethod
     def open(cls, server: PostgresServer) -> PostgresWriteDatabase:
-        """Connect, create or migrate the tables, and return the connection. Raises psycopg's errors."""
+        """Connect, create or migrate the tables, and return the connection. Does not translate errors."""
         writer = f"instar {secrets.token_hex(8)}"
         connection = server.connect(writer)
         try:
@@ -124,7 +124,7 @@ class PostgresWriteDatabase(PostgresDatabase):
 
     def register(self) -> None:
         """Insert this writer's row before the first transaction, because only an existing row can be locked.
-        Rows of writers that exited without `close` are removed."""
+        Rows of writers that exited without `close` are removed after a day."""
         self.execute(
             WRITERS.insert_sql,
             {"writer": self._writer, "number": self._transaction_number, "at": time.time()},
@@ -157,7 +157,7 @@ class PostgresWriteDatabase(PostgresDatabase):
                 raise TransactionNotCommitted(format_error(error)) from error
             return
         if result.statusmessage != "COMMIT":
-            raise StoreError(f"{self._server.name} rolled back a transaction: {result.statusmessage}")
+            raise StoreError(f"{self._server.name} did not commit a transaction: {result.statusmessage}")
 
     def close(self) -> None:
         with contextlib.suppress(psycopg.Error):  # a row that stays is removed later by another writer
@@ -174,7 +174,8 @@ class PostgresWriteDatabase(PostgresDatabase):
         )
 
     def _was_committed(self, cause: psycopg.Error) -> bool:
-        """Return True if the server committed the transaction. Wait if the server is still executing it."""
+        """Return True if the server committed the transaction. Wait if the server is still executing it.
+        Raises StoreError if this cannot be found out. ``cause`` is the error of the commit."""
         deadline = time.monotonic() + self._server.timeout
         while True:
             try:

@@ -44,8 +44,8 @@ def to_postgres_ddl(ddl: str) -> str:
 
 
 def _append_seq_column(ddl: str) -> str:
-    """Append `seq` to the DDL of an index. SQLite indexes end with the rowid implicitly, and queries for the
-    newest row rely on it."""
+    """Append `seq` to the columns of an index, if its table has `seq`. SQLite indexes end with the rowid
+    implicitly, and queries for the newest row rely on it."""
     match = _PLAIN_INDEX.match(ddl)
     if match is None or not any(table.name == match[2] and "seq" in table.columns for table in TABLES):
         return ddl
@@ -64,7 +64,7 @@ def create_or_migrate(
     """Create the store in the schema or migrate it to ``version``, in one transaction. Several processes may
     call this at the same time.
 
-    A schema from a different program or from a newer version of Instar is not changed.
+    Raises StoreError and changes nothing if the schema is from another program or a newer version of Instar.
     """
     _check_server(connection, server)
     if _read_version(connection, server, version) != version:

@@ -78,7 +78,7 @@ class PostgresServer:
     url: str
     schema: str
     timeout: float
-    """The time limit for a statement and for reconnecting, in seconds."""
+    """The timeout of a statement and of all attempts to connect, in seconds. One attempt takes up to half."""
     password: str | None = field(default=None, repr=False)
 
     @property
@@ -88,10 +88,10 @@ class PostgresServer:
     def connect(
         self, label: str, *, read_only: bool = False, retry_timeout: float | None = None
     ) -> PostgresConnection:
-        """Return a new connection in autocommit mode.
+        """Return a new connection in autocommit mode, with ``label`` as its application name.
 
-        Failures are retried for ``retry_timeout`` seconds, by default the store's timeout; then psycopg's
-        error is raised.
+        Failures are retried for ``retry_timeout`` seconds, by default the store's timeout, unless a retry
+        cannot help; then psycopg's error is raised.
         """
         deadline = time.monotonic() + (self.timeout if retry_timeout is None else retry_timeout)
         pause, has_warned = 0.05, False
@@ -164,8 +164,8 @@ class PostgresServer:
             return StoreError(f"the database rejected the row: {text}")
         if code in _DISK_FULL_CODES:
             return StoreFull(
-                f"the disk of {self.name} is full ({text}): free some space on the server. Earlier writes "
-                "are stored; the failed write was rolled back"
+                f"{self.name} has no disk space or memory left ({text}): free some on the server. Earlier "
+                "writes are stored; the failed write was rolled back"
             )
         if code in _CORRUPT_CODES:
             return self.corrupt_error(text)

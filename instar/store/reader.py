@@ -1,6 +1,6 @@
 """Threads that read concurrently with the writer, each with its own connection.
 
-Rows are decoded into objects after the read has ended, so that snapshots are short.
+Calls are decoded after their snapshot is released, so that snapshots are short.
 """
 
 from __future__ import annotations

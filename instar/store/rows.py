@@ -29,7 +29,7 @@ class RowMapping(Generic[T]):
     """Converts a dataclass to a database row and back. The columns have the names of the fields.
 
     Enums, JSON objects and arrays are converted according to the type of their field. ``text`` lists the
-    fields with text that may not be valid UTF-8. ``default_now`` is the timestamp field in which 0 is
+    fields whose text may need `sanitize_text`. ``default_now`` is the timestamp field in which 0 is
     replaced with the current time. ``excluded`` fields are not converted; `decode` takes their values from
     the caller. ``converters`` are pairs of functions that encode and decode a field.
     """

@@ -1,8 +1,8 @@
-"""The tables of the SQLite store. `migrations` updates older files.
+"""The tables of a store, with the types of SQLite. `migrations` updates older stores.
 
-A table that stores a dataclass has one column per field. Wide blobs come after the narrow columns, so that
-reading the narrow columns does not touch the blobs. Columns added by a later version come last, where a
-migration adds them.
+A table that stores a dataclass has a column for most of its fields. Wide blobs come after the narrow columns,
+so that reading the narrow columns does not touch the blobs. Columns added by a later version come last, where
+a migration adds them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from instar.store.models import DatasetRow, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Reward, Score, Session, Step, Tag
 
 VERSION = 4
-"""The schema's version, stored in ``PRAGMA user_version``. Increment it with every change to the declarations
-here."""
+"""The schema's version. SQLite stores it in ``PRAGMA user_version``. Increment it with every change to the
+declarations here."""
 
 APPLICATION_ID = 0x494E5354
 """The text ``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
@@ -89,7 +89,7 @@ def _build_insert_sql(table: str, names: tuple[str, ...], count: int) -> str:
 
 
 ROW_NUMBER = "INTEGER PRIMARY KEY"
-"""The type of a row number. Row numbers give the order in which rows were committed."""
+"""The type of a row number. Row numbers give the order in which rows were inserted."""
 
 TEXT = "TEXT NOT NULL"
 INTEGER = "INTEGER NOT NULL"
@@ -171,7 +171,7 @@ CALLS = Table(
         "session_id": SESSION_ID,
         **_build_columns(Call, "run_id", "agent_id", "policy_id", "request_id", "parent_id", "link"),
         **_build_columns(Call, "base_id", "base_tokens", "base_messages"),
-        # Checksums of the prompt and of prompt + sampled tokens; a rebuilt call is verified against them.
+        # Lengths and checksums of the prompt and of prompt + sampled tokens, to verify a rebuilt call.
         "prompt_tokens": INTEGER,
         "prompt_crc": INTEGER,
         "sampled_tokens": INTEGER,

@@ -38,7 +38,7 @@ INDEXES_BY_VERSION = {
         "CREATE INDEX judgments_by_run ON judgments (run_id)",
     ),
 }
-"""The indexes by the schema version that added them in their current form."""
+"""The indexes, by the schema version that added or last redefined them."""
 INDEXES = tuple(index for indexes in INDEXES_BY_VERSION.values() for index in indexes)
 
 

@@ -79,8 +79,8 @@ def get_groups(
         where += " AND status = ?"
         values.append(status.value)
     if unclaimed_in_epoch is not None:
-        # These are two ranges of the index. Groups claimed in exactly that epoch, which are nearly all
-        # groups, are not read.
+        # These are two ranges of the index `groups_by_claim`. Groups whose last claim is in that epoch, which
+        # are nearly all groups, are not read.
         where = (
             f"seq IN (SELECT seq FROM groups WHERE {where} AND claimed_epoch < ? UNION ALL "
             f"SELECT seq FROM groups WHERE {where} AND claimed_epoch > ? AND NOT EXISTS ("
@@ -93,8 +93,8 @@ def get_groups(
 
 
 def get_progress_details(db: Database, run_id: str, epoch: int) -> tuple[Progress, list[Group], list[Step]]:
-    """Return the progress, the ready groups without a claim in this epoch, and the steps. They must be read
-    from one snapshot, because a step that is released between two reads could be missed with its groups."""
+    """Return the progress, the ready train groups without a claim in this epoch, and the steps. Read them
+    from one snapshot: a step that is released between two reads could be missed together with its groups."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
     return get_progress(db, run_id), waiting, get_steps(db, run_id)
 
@@ -125,8 +125,8 @@ def get_session_by_external_id(db: Database, run_id: str, agent_id: str, externa
 
 
 def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
-    """Return the ids of open live sessions whose last call ended before the Unix time ``before``. A session
-    without calls counts by the time of its creation."""
+    """Return the ids of open live sessions whose last call ended before the Unix time ``before``. For a
+    session without calls, its creation time is used."""
     rows = db.execute(
         """
         SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
@@ -178,11 +178,11 @@ def remove_endpoint(db: Database, run_id: str, role: str, name: str) -> None:
     db.execute("DELETE FROM endpoints WHERE run_id = ? AND role = ? AND name = ?", (run_id, role, name))
 
 
-# --- leases: only the holder of the latest lease of a role may write as that role -----------------
+# --- leases: only the holder of the latest lease of a process name may write under that name -------
 
 
 def take_lease(db: Database, run_id: str, name: str) -> int:
-    """Take the next lease of a role and return its number. Holders of earlier leases can no longer write."""
+    """Take the next lease of a process and return its number. Holders of earlier leases cannot write."""
     row = db.execute(
         "INSERT INTO leases (run_id, name, lease) VALUES (?, ?, 1) "
         "ON CONFLICT (run_id, name) DO UPDATE SET lease = leases.lease + 1 RETURNING lease",

@@ -74,6 +74,6 @@ def _open_for_reading(path: Path) -> SqliteDatabase:
 
 def _check_readable(path: Path) -> None:
     if not path.is_file():
-        raise StoreError(f"there is no store at {path}")
+        raise StoreError(f"there is no store at {path}: no run has written to it")
     with _translate_errors(path), closing(connect(path, read_only=True)) as connection:
         migrations.check_version(connection, path)

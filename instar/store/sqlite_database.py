@@ -93,7 +93,7 @@ class SqliteDatabase(sqlite3.Connection):
     busy_timeout = BUSY_TIMEOUT_SECONDS
     _counter: CallCounter | None = None
     _last_call_row: int | None = None
-    """The row number of the last call that was inserted and not rolled back since the last commit."""
+    """The row number of the last call that was inserted since the last commit or rollback, or None."""
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT_SECONDS) -> None:
         """Make `begin` wait for the lock instead of SQLite. SQLite sleeps for up to 100 ms at a time while it
@@ -235,7 +235,7 @@ def translate_error(error: Exception, path: Path) -> StoreError:
             "Earlier writes are stored; the failed write was rolled back"
         )
     if is_busy(error):
-        return StoreError(f"{path} stayed locked by another process ({error}): find the process that hangs")
+        return StoreError(f"{path} stayed locked by another process ({error}): stop that process")
     if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY):
         return StoreError(f"cannot open {path} ({error}): check its permissions, and that it is a file")
     return StoreError(f"{path}: {error}")

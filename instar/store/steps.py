@@ -22,8 +22,8 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
     """Atomically insert a step in state ``claimed`` together with its claims. The claims cover all samples of
-    the step's groups, both the trained and the dropped ones. Raises ConflictError if a sample is already
-    claimed in the same run and epoch."""
+    the step's groups, both the trained and the dropped ones. Raises ConflictError if the step exists and
+    is not released, or if a sample is already claimed in the same run and epoch."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(
@@ -81,8 +81,9 @@ def advance_step(
     version: int | None = None,
     metrics: Json | None = None,
 ) -> None:
-    """Move a step to a later state. Repeating the current state is allowed, because a commit with an unknown
-    outcome is retried. Raises StoreError if ``state`` is earlier than the current state."""
+    """Move a step to a later state and store the values that are not None. Repeating the current state is
+    allowed, because a commit with an unknown outcome is retried. Raises StoreError if the step is not
+    claimed, or if ``state`` is earlier than its current state."""
     current = _lock_step(db, run_id, step)
     if current is None or current.state is StepState.RELEASED:
         raise StoreError(f"Step {step} of run {run_id} is not claimed.")
@@ -106,8 +107,8 @@ def advance_step(
 
 
 def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
-    """Release every unsaved step later than ``after`` with its claims, and return the numbers of the released
-    steps. If ``include_saved``, also release saved and committed steps, because their weights are lost."""
+    """Release every unsaved step later than ``after``, delete its claims, and return the released steps. If
+    ``include_saved``, also release saved and committed steps, whose weights are lost."""
     states = [state.value for state in (STATE_ORDER if include_saved else STATE_ORDER[:2])]
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? "
@@ -138,7 +139,7 @@ def _get_group_ids(db: Database, run_id: str, step: int) -> list[str | None]:
 
 
 def get_steps(db: Database, run_id: str) -> list[Step]:
-    """Return all steps that are not released."""
+    """Return all steps that are not released, in order."""
     sql = "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step"
     return STEP_ROWS.select(db, sql, (run_id, StepState.RELEASED.value))
 
@@ -155,7 +156,7 @@ def get_claims(
 
 
 def get_recent_claims(db: Database, run_id: str, epoch: int, limit: int) -> list[Claim]:
-    """Return this epoch's claims for the ``limit`` most recently claimed train groups, oldest first."""
+    """Return this epoch's claims, oldest first, for the ``limit`` claimed train groups of highest index."""
     return CLAIM_ROWS.select(
         db,
         "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "

@@ -1,8 +1,8 @@
 """The single writer of a process. Queued writes share a transaction, and therefore one wait for the disk.
 
-Each write is a function of the connection and runs in its own savepoint, so that a write that fails is undone
-alone and only its caller gets the error. If the shared transaction cannot be committed, a write may run a
-second time by itself, so it must depend on nothing but the database.
+Each write is a function of the connection and runs in its own savepoint, so that a write that fails is rolled
+back on its own and only its caller gets the error. If the shared transaction cannot be committed, a write may
+run a second time by itself, so it must depend on nothing but the database.
 
 Every statement releases the interpreter lock, and a busy event loop is slow to give it back. So consecutive
 writes of the same type are combined into few statements (`BatchableWrite`), or into a single statement if
@@ -50,8 +50,8 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def write_in_one_statement(self, db: Database, others: Sequence[Any]) -> bool:
-        """Write like `write_batch`, but in one statement that commits itself, and return True. Return False
-        and write nothing if one statement is not enough."""
+        """Write like `write_batch`, but in one autocommitted statement, and return True. Return False and
+        write nothing if one statement is not enough."""
 
     @abstractmethod
     def on_committed(self) -> None:
@@ -143,10 +143,9 @@ class Writer:
         self._db.close()
 
     def _get_next_batch(self) -> tuple[list[_WriteJob], bool]:
-        """Wait for a write. Return it with all other queued writes, and True if the writer must stop.
-
-        Writes are prepared here, while more writes may arrive.
-        """
+        """Wait for a write and return it with the writes queued behind it, at most MAX_BATCH_WRITES, and
+        whether the writer must stop. Under load, wait up to GROUPING_WAIT_SECONDS for more writes. Each write
+        is prepared as soon as it is dequeued, while more writes may arrive."""
         jobs: list[_WriteJob] = []
         job = self._queue.get()
         deadline = time.monotonic() + (GROUPING_WAIT_SECONDS if self._previous_batch_size > 1 else 0.0)
@@ -188,7 +187,7 @@ class Writer:
 
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
         deadline: float | None = None
-        while True:
+        while True:  # without a pause: if the connection is lost, `begin` waits for the server
             try:
                 return self._transact(jobs)
             except self._db.errors as error:
@@ -197,7 +196,7 @@ class Writer:
                 if not self._db.is_transient(error) or time.monotonic() > deadline:
                     raise
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
-                    raise  # the batch deadlocked with that of another writer; single writes do not
+                    raise  # a batch may deadlock with that of another writer; single writes do not
 
     def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:
