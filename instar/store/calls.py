@@ -141,8 +141,7 @@ class AddCalls(BatchableWrite):
 
 
 def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
-    """Lock the sessions of the calls, except new ones (``opened``), so that the calls of each session are
-    numbered in commit order. Raises StoreError if a session does not exist."""
+    """Lock all sessions of the calls that were not just ``opened``, to number their calls in commit order."""
     call_ids = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
     session_ids = sorted(call_ids.keys() - opened)
     if not session_ids:
@@ -213,7 +212,8 @@ def _add_annotations(db: Database, record: SessionRecord) -> None:
 
 @dataclass(slots=True)
 class FetchedCalls:
-    """Rows of the calls ``call_ids`` and their base calls, to be decoded after the read transaction."""
+    """Rows of the calls ``call_ids`` and their base calls, and their tools as JSON by hash. They are
+    decoded after the read transaction has ended."""
 
     rows: list[DatabaseRow]
     call_ids: list[str]

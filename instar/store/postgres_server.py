@@ -195,7 +195,7 @@ class PostgresServer:
 
 def _suggest_fix(text: str) -> str:
     if "password" in text:
-        return "The password is read from the variable named by store.password_env, or from ~/.pgpass"
+        return "Set the password in the variable named by store.password_env, in PGPASSWORD or in ~/.pgpass"
     if "does not exist" in text:
         return "Create it on the server: createdb, createuser"
     return "Check store.url, and that the server is running"
