@@ -15,7 +15,7 @@ SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
     """Limits for all processes of a job together. ``memory_mb`` also limits the address space of each
-    process."""
+    process, and ``processes`` also counts threads. The job has a network only if ``network`` is True."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -34,21 +34,22 @@ class SandboxJob:
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """Maps the names of files to create in the job's folder to their contents. All files are executable."""
     file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Maps environment variables to names in ``files``. The job gets the file's full path."""
+    """Maps environment variables to names in ``files``. A variable contains the full path of its file."""
     readable_paths: Sequence[Path] = ()
     """Paths that the job may read in addition to the system folders and this Python."""
     channel: socket | None = None
-    """A socket that the job inherits with the same file descriptor. This process closes its copy when the job
-    starts."""
+    """A socket that the job inherits under the same file descriptor number. This process closes its copy when
+    the job starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
     exit_code: int
-    """127 if the command does not exist; 128 + n if signal n killed the command."""
+    """127 if the command cannot be executed; 128 + n if signal n killed the command."""
     output: str
     exceeded_limit: SandboxLimitName | None
     reason: str
+    """Why the job failed, for example `it ran longer than 10 s`. Empty if it succeeded."""
 
     @property
     def ok(self) -> bool:
@@ -56,8 +57,8 @@ class SandboxResult:
 
 
 class Sandbox(ABC):
-    """Runs jobs. Several jobs may run concurrently. When ``run`` returns or is cancelled, no process of the
-    job is left."""
+    """Runs untrusted programs (jobs) in isolation. Several jobs may run concurrently. When ``run`` returns or
+    is cancelled, no process of the job is left."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""A sandbox that uses namespaces. A job sees only its own processes and files, and by default no network."""
+"""A sandbox of namespaces. A job sees its own processes, the allowed files, and by default no network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BubblewrapSandbox(Sandbox):
     def __init__(self) -> None:
         program = shutil.which("bwrap")
         if program is None:
-            raise ConfigError("bubblewrap is not installed: `bwrap` is not in PATH")
+            raise ConfigError("`bwrap` is not in PATH; install the package bubblewrap")
         seccomp.check_supported()
         self.program = program
 
@@ -53,7 +53,7 @@ def _build_namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
     flags += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if uid is None:
         flags += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-    else:  # the launcher needs both capabilities to change to that user, and loses them by the change
+    else:  # the launcher needs both capabilities to switch to that user, and loses them when it does
         flags += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return flags if limits.network else [*flags, "--unshare-net"]
 
@@ -79,9 +79,9 @@ def _build_mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
     return [*flags, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
-def _kill(root: int) -> None:
+def _kill(root_pid: int) -> None:
     # When the first process of a PID namespace exits, the kernel kills all others, before bubblewrap exits.
-    for pid in supervise.find_descendant_pids(root)[:1] or [root]:
+    for pid in supervise.find_descendant_pids(root_pid)[:1] or [root_pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

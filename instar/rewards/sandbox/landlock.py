@@ -32,7 +32,7 @@ class LandlockSandbox(Sandbox):
     def __init__(self) -> None:
         self.abi = get_landlock_abi()
         if self.abi == 0:
-            raise ConfigError("this kernel does not support Landlock, or Landlock is not enabled")
+            raise ConfigError("this kernel has no Landlock, or it is not enabled; use Linux 6.2 or newer")
         if self.abi < MIN_ABI:
             raise ConfigError(
                 f"this kernel has Landlock ABI {self.abi}; ABI {MIN_ABI} is required (Linux 6.2 or newer)"
@@ -80,7 +80,7 @@ class LandlockSandbox(Sandbox):
 
 
 def get_landlock_abi() -> int:
-    """Return the version of Landlock, or 0 if the kernel does not support it."""
+    """Return the version of Landlock's ABI, or 0 if Landlock is not supported or disabled."""
     size, flags = ctypes.c_size_t(0), ctypes.c_uint32(launcher.LANDLOCK_CREATE_RULESET_VERSION)
     return max(0, launcher.libc.syscall(launcher.SYS_LANDLOCK_CREATE_RULESET, None, size, flags))
 
@@ -106,14 +106,14 @@ def remove_leftover_folders() -> None:
                 os.close(lock_fd)
 
 
-def _kill(root: int) -> None:
+def _kill(root_pid: int) -> None:
     # The launcher kills the job's process group, which no process of the job can leave.
     with suppress(ProcessLookupError):
-        os.kill(root, signal.SIGTERM)
+        os.kill(root_pid, signal.SIGTERM)
 
 
 def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
-    """Return the total size and the number of the job's files, including open files that were deleted."""
+    """Return the bytes of the job's files, also of deleted open ones, and the count of files and folders."""
     size = count = 0
     for root, _, names in os.walk(folder):
         count += len(names) + 1

@@ -1,5 +1,5 @@
-"""Drops all privileges and executes a job. The launcher runs as a script and uses only the standard library.
-It reads its settings as JSON from stdin, and writes ``ready`` or an error to the file descriptor ``status``.
+"""Drops privileges and executes a job. The launcher runs as a script and uses only the standard library. It
+reads its settings as JSON from stdin. It writes ``ready`` or an error to the file descriptor ``status``.
 With ``landlock``, the launcher stays outside the sandbox as the job's parent, and kills all processes of the
 job when the job exits or on SIGTERM."""
 
@@ -31,7 +31,7 @@ READ_ACCESS = EXECUTE | READ_FILE | READ_DIR
 FILE_ACCESS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 SCOPE_SOCKETS_AND_SIGNALS = 3
 SCOPE_ABI = 6
-"""The first version of Landlock that restricts sockets and signals."""
+"""The first version of Landlock that restricts abstract Unix sockets and signals."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,7 +46,7 @@ def main() -> NoReturn:
 
 
 def supervise(settings: dict[str, Any]) -> NoReturn:
-    """Run the job in its own process group, and become the parent of its orphaned processes."""
+    """Run the job in its own process group, adopt its orphaned processes, and exit with its exit code."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     job = os.fork()
@@ -106,8 +106,8 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
 
 
 def change_user(uid: int, *, keep_search_access: bool) -> None:
-    """Change to the user ``uid``. With ``keep_search_access``, keep read access to all files, because Python
-    may be in a folder such as /root. Landlock then restricts the access."""
+    """Change to the user ``uid``. With ``keep_search_access``, keep the capability to read all files, if this
+    process has it, because Python may be in a folder such as /root. Landlock then restricts the access."""
     if keep_search_access:
         status = Path("/proc/self/status").read_text()
         permitted = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
@@ -127,7 +127,8 @@ def change_user(uid: int, *, keep_search_access: bool) -> None:
 def apply_landlock(
     abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
-    """Deny access to all files that are not listed. If ``allow_execute`` is False, deny all execution."""
+    """Deny access to all files outside the listed paths. Files under ``read`` may be executed only if
+    ``allow_execute`` is True. From SCOPE_ABI on, also deny signals and abstract sockets to others."""
     all_access = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", all_access, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= SCOPE_ABI else 0)
     size = 24 if abi >= SCOPE_ABI else 8
@@ -156,7 +157,7 @@ def apply_seccomp(program: bytes) -> None:
 def prctl(option: int, *arguments: Any) -> None:
     padded = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     padded += [ctypes.c_ulong(0)] * (4 - len(padded))
-    check_result(libc.prctl(option, *padded), f"prctl {option}")
+    check_result(libc.prctl(option, *padded), f"prctl with option {option}")
 
 
 def check_result(result: int, name: str) -> int:

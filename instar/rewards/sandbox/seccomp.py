@@ -18,7 +18,7 @@ _DENY = _ERRNO | errno.EPERM
 _NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET, _SECOND_ARGUMENT_OFFSET = 0, 4, 16, 24
 _X32_SYSCALL_BIT = 0x40000000
 _CLONE3_NUMBER = 435
-_FIRST_UNKNOWN_NUMBER = 450
+_FIRST_UNKNOWN_NUMBER = 450  # calls from this number on are newer than the table and fail with ENOSYS
 _NEW_NAMESPACES = 0x7E020080
 """The bits CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 _CLONE_THREAD = 0x00010000
@@ -51,7 +51,7 @@ _SYSCALL_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1
     # Memory that belongs to no process and therefore escapes the limits.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-    # If the job shares the machine's processes: calls that would let it leave its process group...
+    # Denied only with `shares_host_processes`, from here on: calls that would let a job leave its group...
     "setsid": (112, 157), "setpgid": (109, 154),
     # ...affect other processes of the same user...
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
@@ -83,9 +83,9 @@ def is_supported() -> bool:
 
 def check_supported() -> None:
     if not is_supported():
-        supported = " and ".join(_AUDIT_ARCHES)
+        supported = " or ".join(_AUDIT_ARCHES)
         raise ConfigError(
-            f"this machine is {platform.machine()}, but sandboxes run only on {supported}; use such a machine"
+            f"this machine's architecture is {platform.machine()!r}; sandboxes need {supported}"
         )
 
 
@@ -96,9 +96,10 @@ def build_filter(
     allow_signals: bool = True,
     deny_new_processes: bool = False,
 ) -> bytes:
-    """Return a filter that denies the calls that no job needs, and sockets outside ``socket_families``. With
-    ``shares_host_processes``, the filter also denies leaving the process group, affecting other processes and
-    changing file attributes."""
+    """Return a filter that denies the calls that no job needs, new namespaces, and sockets outside
+    ``socket_families``. With ``shares_host_processes``, it also denies leaving the process group, changing
+    limits or the scheduling of other processes, and changing file attributes. Sending signals is
+    denied unless ``allow_signals`` is True. ``deny_new_processes`` does not deny threads."""
     machine = platform.machine()
     column = list(_AUDIT_ARCHES).index(machine)
     numbers = {name: pair[column] for name, pair in _SYSCALL_NUMBERS.items() if pair[column] >= 0}
@@ -143,7 +144,7 @@ def _match_values(offset: int, values: Iterable[int], if_equal: int, otherwise: 
 
 
 def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
-    """Return BPF code that returns ``if_set`` if the first argument of a system call has any of the bits."""
+    """Return BPF code that returns ``if_set`` if any bit of ``mask`` is set in a call's first argument."""
     return [
         _pack(_BPF_LD, _FIRST_ARGUMENT_OFFSET),
         _pack(_BPF_JSET, mask, 0, 1),

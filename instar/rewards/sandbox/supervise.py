@@ -26,7 +26,7 @@ MB = 2**20
 LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
     "time": "it ran longer than {seconds:g} s",
     "memory": "it used more than {memory_mb} MB of memory",
-    "processes": "it had more than {processes} processes",
+    "processes": "it had more than {processes} processes and threads",
     "output": "it wrote more than {output_kb} KB of output",
     "files": "it wrote more than {files_mb} MB or more than {files} files",
 }
@@ -49,14 +49,14 @@ class SandboxLaunch:
     uid: int | None
     landlock: dict[str, Any] | None
     kill_job: Callable[[int], None]
-    """Kills all descendants of the process with this id."""
+    """Takes the id of the process that was started. Kills all processes of the job."""
     measure_files: Callable[[list[int]], tuple[int, int]]
     """Takes the job's process ids. Returns the total size in bytes and the number of the job's files."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
-    """Return the paths that a job may read: system folders, the current Python installation, and
-    ``job.readable_paths``."""
+    """Return the existing paths that a job may read: system folders, some files in /etc, the current Python
+    installation, and ``job.readable_paths``. Paths below /usr are omitted, because /usr itself is listed."""
     python = [Path(p) for p in (sys.prefix, sys.base_prefix)]
     python += [*(p.resolve() for p in python), Path(sys.executable).resolve().parent.parent]
     etc_names = (*ETC_NAMES, *(NETWORK_ETC_NAMES if limits.network else ()))
@@ -67,7 +67,7 @@ def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
 
 
 def pick_unused_uid() -> int | None:
-    """Return a user id that is not in use, or None if this process cannot change its user."""
+    """Return a random user id, very likely unused, or None if this process is not root or has few ids."""
     # The kernel limits processes per user. With its own user id, a job does not share its limit with others.
     if os.geteuid() != 0:
         return None
@@ -160,7 +160,7 @@ def _build_settings(
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit. Return the exceeded limit, or None, and the output."""
+    """Wait until the job exits or exceeds a limit, and kill it. Return the limit, or None, and output."""
     output = bytearray()
     output_full = asyncio.Event()
     tasks = [
@@ -249,7 +249,7 @@ async def _read_output(
 
 
 def find_descendant_pids(root: int) -> list[int]:
-    """Return the ids of all descendant processes. Orphans are included, because the launcher adopts them."""
+    """Return the ids of all descendants of ``root``. Orphans are included: the sandbox adopts them."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:
@@ -271,7 +271,7 @@ def _list_folder(folder: str) -> list[str]:
 
 def _measure_memory(processes: Iterable[int], kind: str) -> int:
     """Return the memory of the processes in bytes. The kind ``rss`` is fast to read but counts shared pages
-    once per process; ``pss`` is exact."""
+    once per process. The kind ``pss`` divides shared pages among their processes."""
     total = 0
     for pid in processes:
         with suppress(OSError, StopIteration, ValueError):  # the process has exited
