@@ -24,18 +24,18 @@ class JudgeAgreement:
     """How well two votes on the same question agree: 1 minus the mean difference of their scores or, for
     votes without scores, the share of equal verdicts."""
     order_agreement: float | None
-    """The share of pairs that get the same result in both orders."""
+    """The share of votes on pairs that have the same result in both orders."""
     rule_sessions: int
-    """The number of sessions that have a reward from this judge and from a rule."""
+    """The number of sessions with a reward from this judge and a rule. Of several rules, the last counts."""
     rule_same_side: float | None
     """The share of these sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
-    """Pearson's correlation of judge and rule; None if either always gives the same value."""
+    """Pearson's correlation of judge and rule; also None if either always gives the same value."""
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page_size: int = 500) -> list[JudgeAgreement]:
-    """Return the agreement of every judge in the run, sorted by name. Each query reads ``page_size``
-    sessions."""
+    """Return the agreement of every judge version in the run, sorted by name. Each query reads at most
+    ``page_size`` sessions."""
     tallies: dict[str, _Tally] = {}
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page_size):

@@ -14,13 +14,11 @@ from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
 """Parsing is tried at up to this many opening braces in a text."""
-
-
 ONLY_OBJECT = re.compile(r"\s*(?:```\w*)?\s*\{.*\}\s*(?:```)?\s*", re.DOTALL)
 
 
 class UnparseableAnswer(Exception):
-    """Raised if a reply does not contain an answer to the question."""
+    """Raised if a reply contains no valid answer to the question."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -80,7 +78,7 @@ def convert_answer(answer: Json, answer_type: type[T]) -> T:
 
 
 def _find_objects(text: str) -> list[tuple[Json, str]]:
-    """Return the JSON objects in the text, each with its source."""
+    """Return the outermost JSON objects in the text, each with its source text."""
     decoder = json.JSONDecoder(parse_constant=_reject_constant)
     objects: list[tuple[Json, str]] = []
     position = text.find("{")

@@ -30,14 +30,14 @@ ANSWER_TOOL_NAME = "answer"
 _KEEPALIVE_SECONDS = 4.0
 _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 _FORMAT_ERROR_STATUSES = (400, 404, 422)
-"""Endpoints respond with these statuses to a `response_format` that they do not support."""
+"""Endpoints respond with these statuses to a `response_format` or a tool that they do not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
     text: str
     structured_answer: Json | None = None
-    """The answer as JSON, if the endpoint returns structured answers."""
+    """The input of the tool call with the answer, or None if the endpoint returned no tool call."""
     input_tokens: int = 0
     output_tokens: int = 0
     is_truncated: bool = False
@@ -58,7 +58,7 @@ class JudgeEndpoint(ABC):
 
     @abstractmethod
     async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
-        """Return the judge's reply to a prompt. Raises ScoreError if the endpoint fails."""
+        """Return the reply to a prompt. Endpoints may ignore ``schema``. Raises ScoreError on failure."""
 
     async def close(self) -> None:
         await self._http.close()
@@ -68,7 +68,7 @@ class JudgeEndpoint(ABC):
         try:
             response = await self._http.post(url, data, headers=headers, max_bytes=MAX_RESPONSE_BYTES)
         except NoResponse as error:
-            raise ScoreError(f"the judge did not answer: {error}", retryable=True) from error
+            raise ScoreError(f"no usable response from the judge: {error}", retryable=True) from error
         if response.is_success:
             return response.body
         is_retryable = response.status in _RETRYABLE_STATUSES or response.status >= 500
@@ -116,7 +116,7 @@ def _build_request(config: JudgeRewardConfig, system: str, user: str, schema: Js
 def _parse_chat_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, ChatResponse)
     if not response.choices or (message := response.choices[0].message) is None:
-        raise ScoreError("the judge's answer is empty", retryable=True)
+        raise ScoreError("the judge's response contains no message", retryable=True)
     usage = response.usage or ChatUsage()
     content = message.content or message.refusal or ""
     return JudgeReply(
@@ -130,7 +130,7 @@ def _parse_chat_response(raw: bytes) -> JudgeReply:
 def _parse_messages_response(raw: bytes) -> JudgeReply:
     response = _decode(raw, MessagesResponse)
     if response.content is None:
-        raise ScoreError("the judge's answer is empty", retryable=True)
+        raise ScoreError("the judge's response contains no message", retryable=True)
     usage = response.usage or MessagesUsage()
     inputs = (msgspec.json.decode(block.input) for block in response.content if block.type == "tool_use")
     return JudgeReply(
@@ -155,7 +155,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env is not None else None
         if key == "":
             raise ConfigError(
-                f"reward.api_key_env: the environment variable {config.api_key_env!r} is empty or not set"
+                f"reward.api_key_env: the variable {config.api_key_env!r} is empty or not set; set it"
             )
         super().__init__(config.timeout, key)
         self._url = _build_url(config)
@@ -212,7 +212,7 @@ class RunModelEndpoint(JudgeEndpoint):
     def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
         if not context.base_url:
             raise ConfigError(
-                "reward.endpoint: 'self' requires a gateway, but none is running; set the URL of a model"
+                "reward.endpoint: 'self' requires a gateway, but none is running; use the URL of an API"
             )
         super().__init__(config.timeout, context.api_key, use_proxy=False)
         self._config = config.model_copy(update={"model": JUDGE_AGENT})

@@ -46,13 +46,16 @@ class JudgeBudget:
     @asynccontextmanager
     async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
         """Reserve ``max_cost`` dollars for one call. Wait while calls in progress have reserved the rest of
-        the budget. Raises ScoreError if the budget is spent."""
+        the budget. Raises ScoreError if the call does not fit into the unspent budget."""
         while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
             if not self._fits(budget, 0, max_cost):
                 if budget.calls is not None and self.calls >= budget.calls:
-                    raise ScoreError(f"the judge's budget of {budget.calls} answers is spent")
-                spent = f"${self.dollars:.4f} so far"
-                raise ScoreError(f"the judge's budget of ${budget.dollars:g} is spent: {spent}")
+                    raise ScoreError(f"the budget of {budget.calls} answers is spent; raise budget.calls")
+                left = max(0.0, (budget.dollars or 0.0) - self.dollars)
+                raise ScoreError(
+                    f"an answer may cost ${max_cost:.4f}, but only ${left:.4f} of the judges' budget of "
+                    f"${budget.dollars:g} is left; raise budget.dollars"
+                )
             # The calls in progress may cost less than was reserved for them.
             await self._released.wait()
         self._pending_calls += 1
@@ -215,7 +218,7 @@ def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Jso
             problem = str(error)
         else:
             return candidate
-    truncated = " (it was truncated at max_tokens)" if reply.is_truncated else ""
+    truncated = " (it was truncated; raise max_tokens)" if reply.is_truncated else ""
     raise UnparseableAnswer(f"the judge's answer cannot be parsed: {problem}{truncated}")
 
 

@@ -106,7 +106,7 @@ class ProcessJudge(StepJudge[float]):
 
 
 class FollowupJudge(StepJudge[str]):
-    """A judge that rates each call by what followed the call."""
+    """A judge that rates each call by what followed it. A tie or an unclear signal gives no reward."""
 
     shows_following = True
 

@@ -137,7 +137,7 @@ def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
 
 
 def compute_expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
-    """Return, for each session, the probability of winning against another session in the Bradley-Terry
+    """Return each session's mean probability of winning against the other sessions, in the Bradley-Terry
     model. If all pairs were compared, this is the session's share of points, moved slightly towards 0.5."""
     points = [PRIOR_DRAWS / 2] * size
     opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))

@@ -24,7 +24,7 @@ rules, or of the end of the record."""
 
 @dataclass(frozen=True, slots=True)
 class JudgePromptPart:
-    """One part of a prompt: a label from this package, and untrusted text from the session."""
+    """One part of a prompt: a label from this package, and untrusted text from the session or task."""
 
     label: str
     text: str = ""
@@ -68,8 +68,8 @@ def hash_json(value: object) -> bytes:
 
 
 def truncate_parts(parts: Sequence[JudgePromptPart], max_chars: int) -> list[JudgePromptPart]:
-    """Return the parts with at most ``max_chars`` characters in total. If the parts are longer, the middle of
-    their joined text is omitted."""
+    """Return the parts with at most ``max_chars`` characters of text in total. If the texts are longer, the
+    middle of the joined text is replaced with a note."""
     total = sum(len(part.text) for part in parts)
     if total <= max_chars:
         return list(parts)

@@ -1,4 +1,4 @@
-"""Renders a session for a judge: calls become steps, and each message appears once."""
+"""Renders a session for a judge. Each call becomes a step with the messages that its parent call lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
 MAX_FOLLOWING_CALLS = 3
-"""The maximum number of later calls that a prompt shows after a step. The next user message ends them."""
+"""The maximum number of later calls shown after a step. Nothing after the next user message is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,10 @@ class SessionStep:
     number: int
     call: Call
     before: tuple[JudgePromptPart, ...]
-    """The messages of the call that no earlier step shows."""
+    """The messages that the parent call lacks, after a note if the parent is not the previous step."""
     reply: JudgePromptPart
     after: tuple[JudgePromptPart, ...]
-    """The messages that followed the step in the same conversation."""
+    """The messages and replies that followed in the same conversation. See MAX_FOLLOWING_CALLS."""
 
     @property
     def is_complete(self) -> bool:
@@ -52,7 +52,7 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
 
 
 def _find_new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
-    """Return the messages of a call that its parent call does not have."""
+    """Return the messages of a call after those that it shares with its parent and the parent's reply."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:
@@ -113,7 +113,7 @@ def split_into_windows(
     render_step: Callable[[SessionStep], Sequence[JudgePromptPart]],
     max_chars: int,
 ) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
-    """Yield windows of consecutive steps with their prompt parts. A window has at most ``max_chars``."""
+    """Yield windows of consecutive steps with their prompt parts of at most ``max_chars`` characters."""
     window: list[SessionStep] = []
     parts: list[JudgePromptPart] = []
     size = 0

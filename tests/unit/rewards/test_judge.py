@@ -154,7 +154,7 @@ async def test_dollar_budget_is_not_exceeded_by_concurrent_questions(path: Path,
     spent = [r for r in results if isinstance(r, ScoreError)]
     assert 8 <= len(server.requests) <= 12
     assert len(spent) == 20 - len(server.requests)
-    assert all("budget of $5 is spent" in str(error) and not error.retryable for error in spent)
+    assert all("budget of $5 is left" in str(error) and not error.retryable for error in spent)
     store = SqliteStore(path)
     answers, dollars = await store.judgment_totals(RUN)
     assert answers == len(server.requests)
@@ -178,8 +178,8 @@ async def test_concurrent_questions_are_limited(path: Path, server: JudgeServer)
         ("429:2", "429", True, 2.0),
         ("503", "503", True, None),
         ("529:0.5", "529", True, 0.5),
-        ("drop", "did not answer", True, None),
-        ("truncated", "did not answer", True, None),
+        ("drop", "no usable response", True, None),
+        ("truncated", "no usable response", True, None),
         ("unparseable", "cannot be parsed", True, None),
         ("invalid", "returned an invalid response", True, None),
         ("401", "401", False, None),

@@ -109,7 +109,7 @@ async def test_run_model_follows_a_gateway_that_moved(gateway: RunningGateway) -
     context = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
     await judge.start(context)
     async with asyncio.timeout(10):
-        with pytest.raises(ScoreError, match="did not answer") as error:
+        with pytest.raises(ScoreError, match="no usable response") as error:
             await judge.score(TASK, make_answer_transcript("42"))
     assert error.value.retryable
     context.base_url = gateway.url
