@@ -19,8 +19,8 @@ MAX_REASON_CHARS = 1000
 
 
 def get_task(session: Session, group: Group | None) -> Task:
-    """Return the task of the session's group. If the session does not belong to the group, return the task in
-    the session's metadata, or `NO_TASK` if there is none."""
+    """Return the task of ``group`` if the session belongs to the group, or else the task in the session's
+    metadata, or else `NO_TASK`."""
     if group is not None and group.accepts(session):
         return group.task
     data = session.metadata.get("task")
@@ -32,7 +32,7 @@ class Transcript:
     session_id: str
     calls: Sequence[Call]
     returned: float | None
-    """The reward that the agent itself returned, or None if it returned no reward."""
+    """The reward that the agent returned. None if there is none, or if scoring begins after the rollout."""
 
     @property
     def final(self) -> Message | None:
@@ -80,7 +80,7 @@ class Scorer(ABC):
     name: str = ""
     """The name that rewards, weights and vetoes use, such as ``returned``, ``math`` or ``judge:outcome``."""
     version: str = ""
-    """A text that changes whenever the same session may get a different score."""
+    """Identifies the settings that affect the scores, for example by a hash. Empty without such settings."""
     is_background: bool = False
     """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
     concurrency_limit: asyncio.Semaphore | None = None
@@ -135,7 +135,7 @@ class RolloutScoring(ABC):
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> ScoringResult:
-        """Return the scores and rewards for the session. If a scorer fails, its score contains the error."""
+        """Return the scores and rewards for the session. If a scorer fails, its score contains the reason."""
 
 
 def describe_error(error: BaseException) -> str:

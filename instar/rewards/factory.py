@@ -20,7 +20,8 @@ class TextScorerSource(Protocol):
 
 
 def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -> list[Scorer]:
-    """Return the configured scorers. A rule without a function uses the scorer of the task set."""
+    """Return the configured scorers. A rule without a function uses the scorer of the task set. Raises
+    ConfigError if two scorers have the same name, or if `scoring.combine` names an unknown scorer."""
     scorers = [_create_scorer(config, section, taskset) for section in config.reward]
     names = [scorer.name for scorer in scorers]
     for index, name in enumerate(names):
@@ -48,7 +49,7 @@ def create_scoring(config: RunConfig, taskset: TextScorerSource | None = None) -
 
 @dataclass(frozen=True)
 class BackgroundScorers:
-    """The scorers of a run for a process that has no task set. ``live_scorers`` can score live sessions."""
+    """The scorers of a run for a process without a task set. ``live_scorers`` can score live sessions."""
 
     scorers: list[Scorer]
     live_scorers: list[Scorer]

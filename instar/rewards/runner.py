@@ -19,7 +19,7 @@ from instar.types import Channel, Group, GroupStatus, ScoreState, Session, Sessi
 POLL_SECONDS = 0.2
 FULL_SCAN_SECONDS = 30.0
 PENDING_PER_SLOT = 8
-"""The number of pending sessions per concurrent attempt. Most of them wait for a slot or a retry."""
+"""The maximum number of pending sessions per concurrent attempt. Most of them wait for a slot or a retry."""
 ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
 IDLE_STATUS = "idle"
 
@@ -41,7 +41,7 @@ class ScoringCounts:
 
 
 class ScoringRunner:
-    """Scores rollouts with the background scorers, and live sessions with ``live_scorers``."""
+    """Scores rollouts with the background scorers of ``scorers``, and live sessions with ``live_scorers``."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ScoringRunner:
             scorer.key: (asyncio.Semaphore(2 * config.concurrency), asyncio.Semaphore(config.concurrency))
             for scorer in scorers
         }
-        """For each scorer, the limit of sessions in memory and the limit of attempts."""
+        """By scorer key, the limit of sessions or groups in memory and the limit of concurrent attempts."""
         session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
         background = [scorer for scorer in session_scorers if scorer.is_background]
         group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
@@ -127,7 +127,7 @@ class _ScorerQueue:
         self.channels = channels
         self._max_pending = PENDING_PER_SLOT * runner.config.concurrency
         self._pending: dict[str, int] = {}
-        """The ``seq`` of each session that waits or is being scored."""
+        """The ``seq`` of each session that waits or is being scored, by session id."""
         self._session_done = asyncio.Event()
         self._after_seq = 0
         """The next query returns sessions with a higher ``seq``."""
@@ -144,7 +144,7 @@ class _ScorerQueue:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _start_sessions(self, tasks: asyncio.TaskGroup) -> bool:
-        """Start scoring as many sessions as allowed. Return False if no unscored session is left to start."""
+        """Start scoring as many sessions as allowed. Return False if there are no newer sessions to check."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled_seq is None:
             self._settled_seq = await store.last_ended_seq(run_id, self.channels)
@@ -193,8 +193,8 @@ class _PendingGroup:
 
 
 class _GroupQueue:
-    """The queue of groups whose sessions have all finished. A group becomes ready for training when each of
-    its completed sessions has all scores."""
+    """The queue of groups whose sessions have all finished. A group becomes ready when each of its completed
+    sessions has a score by every background scorer."""
 
     def __init__(
         self, runner: ScoringRunner, session_scorers: Sequence[Scorer], group_scorers: Sequence[GroupScorer]
@@ -207,7 +207,7 @@ class _GroupQueue:
         self._comparing: set[tuple[str, str]] = set()
         """The comparisons in progress, as pairs of group id and scorer key."""
         self._scored_during_read: set[tuple[str, str]] | None = None
-        """The pairs of session and scorer that were scored during a read of a group's scores."""
+        """The pairs (session id, scorer name) scored while a group's scores are read. None at other times."""
         self._last_full_scan = time.monotonic()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:

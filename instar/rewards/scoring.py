@@ -48,11 +48,9 @@ async def score_sessions(
     memory_slot: AsyncSlot | None = None,
     attempt_slot: AsyncSlot | None = None,
 ) -> ScoringResult:
-    """Score the sessions and return the result, or a fallback if all attempts fail.
-
-    Raises StoreError, but never an error from the scorer. ``memory_slot`` is acquired while the sessions are
-    in memory, and ``attempt_slot`` during an attempt.
-    """
+    """Score the sessions, with retries. If the scorer gives up, the scores contain the reason, and the
+    rewards are the configured fallback, or none. Raises StoreError, but never an error from the scorer.
+    ``memory_slot`` is acquired while the sessions are in memory, and ``attempt_slot`` during an attempt."""
     for attempt in range(1, config.retries + 2):
         try:
             async with memory_slot or nullcontext():
@@ -102,21 +100,21 @@ async def _score_before_deadline(
 def _check_rewards(
     scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
 ) -> tuple[Reward, ...]:
-    """Return the rewards with the scorer's name and version and an id. The store uses the id to ignore
-    repeated rewards. Raises ScoreError for an invalid reward."""
+    """Return the rewards, with the scorer's name and version and an id where they are missing. The store uses
+    the id to ignore repeated rewards. Raises ScoreError for an invalid reward."""
     checked: list[Reward] = []
     key_counts: Counter[str] = Counter()
     for reward in rewards:
         if reward.session_id not in session_ids:
             raise ScoreError(
-                f"the scorer returned a reward for session {reward.session_id}, which it did not score"
+                f"the scorer returned a reward for session {reward.session_id}, which it was not given"
             )
         if not math.isfinite(reward.value):
             raise ScoreError(f"the scorer returned the reward {reward.value}; it must be a finite number")
         try:
             json.dumps(reward.detail)
         except (TypeError, ValueError) as error:
-            raise ScoreError(f"the detail of a reward cannot be written as JSON: {error}") from error
+            raise ScoreError(f"the detail of a reward must be JSON: {error}") from error
         key = "/".join([reward.session_id, scorer.key, *([reward.call_id] if reward.call_id else [])])
         key_counts[key] += 1
         checked.append(
@@ -133,7 +131,7 @@ def _check_rewards(
 def _give_up(
     scorer: Scorer, session_ids: Sequence[str], attempts: int, reason: str, fallback: float | None
 ) -> ScoringResult:
-    logger.warning("%s failed on %s in all %d attempts: %s", scorer.key, session_ids[0], attempts, reason)
+    logger.warning("%s gave up on %s after attempt %d: %s", scorer.key, session_ids[0], attempts, reason)
     scores = tuple(
         Score(session_id, scorer.key, ScoreState.FALLBACK, attempts, reason) for session_id in session_ids
     )

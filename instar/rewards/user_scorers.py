@@ -1,5 +1,5 @@
-"""Scorers for user code: one uses the reward that the agent returned, the other calls a sync or async
-function ``rule(task, transcript, **args) -> float``, where ``task`` is a dict."""
+"""Scorers for user code: one uses the reward that the agent returned, the other calls a task set's scorer or
+a sync or async function ``rule(task, transcript, **args) -> float``, where ``task`` is a dict."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WORKER_TIMEOUT_SECONDS = 10.0
 
 
 class AgentReward(Scorer):
-    """Uses the reward that the agent function returned. Rewards that agents send are recorded by the
-    gateway instead."""
+    """Uses the reward that the agent function returned. Rewards that an agent sends to the gateway are
+    recorded by the gateway."""
 
     name = "returned"
 
@@ -60,11 +60,11 @@ class RuleReward(Scorer):
         if config.function is not None:
             self.function = registry.load_object(config.function)
             if not callable(self.function):
-                raise ConfigError(f"reward.function: {config.function} is not callable")
+                raise ConfigError(f"reward.function: {config.function} is not callable; name a function")
             self._is_async = inspect.iscoroutinefunction(self.function)
         elif text_scorer is None:
             raise ConfigError(
-                "reward.function: missing, and the task set has no scorer of its own; name a function"
+                "reward.function: missing, and there is no task set with a scorer of its own; name a function"
             )
         elif isinstance(text_scorer, WorkerTextScorer):
             check_name, check_args = text_scorer.check_name, text_scorer.check_args

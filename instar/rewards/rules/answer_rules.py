@@ -39,7 +39,7 @@ class ComparisonRule(AnswerRule[ComparisonConfigT]):
 
     @abstractmethod
     def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
-        """Return True if the answer is one of the expected answers, or None if there is no answer."""
+        """Return whether the answer is one of the expected answers, or None if there is no answer."""
 
 
 class ExactReward(ComparisonRule[rules.ExactRewardConfig]):
@@ -66,7 +66,7 @@ class NumericReward(ComparisonRule[rules.NumericRewardConfig]):
         for text in expected:
             if (number := answers.parse_number(answers.find_last_number(text) or "")) is None:
                 raise ScoreError(
-                    f"task {task.task_id!r}: its {config.expected!r} is {text!r:.100}, which has no number"
+                    f"task {task.task_id!r}: its field {config.expected!r} has no number: {text!r:.100}"
                 )
             numbers.append(number)
         if answer is None or (value := answers.parse_number(answer)) is None:
@@ -141,7 +141,7 @@ class RegexReward(WorkerRule[rules.RegexRewardConfig]):
             re.compile(config.pattern or "")
         except re.error as error:
             raise ConfigError(
-                f"reward.pattern: {config.pattern!r} is not a regular expression: {error}"
+                f"reward.pattern: {config.pattern!r} is not a valid regular expression: {error}"
             ) from error
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:

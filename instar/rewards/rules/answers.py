@@ -78,8 +78,8 @@ def compute_settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """Return the given part of the text, or None if there is no such part. If ``after`` is set, only the text
-    after its last occurrence counts."""
+    """Return the given part of the text, or None if it is missing; a missing `last_block` is the whole text.
+    If ``after`` is set, only the text after its last occurrence counts; without one, the result is None."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:
@@ -127,7 +127,7 @@ def find_last_number(text: str) -> str | None:
 
 
 def parse_number(text: str) -> float | None:
-    """Return the value of a text such as ``1,234.5``, ``$3``, ``2/3`` or ``1e-3``; None if not a number."""
+    """Return the value of a text such as ``1,234.5``, ``$3``, ``2/3`` or ``1e-3``; None for other text."""
     numerator, _, denominator = text.replace(",", "").replace("$", "").replace(MINUS, "-").partition("/")
     try:
         return float(numerator) / (float(denominator) if denominator else 1.0)
@@ -136,7 +136,7 @@ def parse_number(text: str) -> float | None:
 
 
 def get_task_field(task: Task, path: str) -> Any:
-    """Return a field of the task. The path ``a.b`` means field ``b`` of field ``a``."""
+    """Return the field at ``path``; ``a.b`` is field ``b`` of field ``a``. Raises ScoreError if missing."""
     value: Any = task.data
     for name in [path] if path in task.data else path.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -147,8 +147,8 @@ def get_task_field(task: Task, path: str) -> Any:
 
 
 def get_expected_answers(task: Task, path: str, after: str | None = None) -> list[str]:
-    """Return all correct answers of the task as text. If ``after`` is set, only the text after its last
-    occurrence counts."""
+    """Return the correct answers in the task's field ``path`` as text. If ``after`` is set, only the text
+    after its last occurrence counts, or the whole text if it does not occur."""
     value = get_task_field(task, path)
     answers = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]
     return [text.rpartition(after)[2] for text in answers] if after is not None else answers

@@ -1,6 +1,6 @@
 """A worker process that checks answers. It runs as a script with the name of a check and the check's
-arguments as JSON. It writes ``ready``, then answers each line of JSON with one line of JSON. The process
-first sandboxes itself if the machine supports this, because some libraries evaluate the answer."""
+arguments as JSON. It sandboxes itself if the machine supports this, because some libraries evaluate the
+answer. It writes ``ready`` or the ``missing`` package, then answers each line of JSON with a line of JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def create_json_schema_check() -> Check:
         try:
             validator.check_schema(schema)
         except jsonschema.SchemaError as error:
-            return {"error": f"the schema is not a JSON schema: {error.message}"}
+            return {"error": f"the expected schema is not a valid JSON schema: {error.message}"}
         try:
             value = json.loads(
                 request["answer"], object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
@@ -91,7 +91,7 @@ def create_regex_check() -> Check:
         try:
             pattern = re.compile(request["pattern"], re.IGNORECASE if request["ignore_case"] else 0)
         except re.error as error:
-            return {"error": f"{request['pattern']!r:.200} is not a regular expression: {error}"}
+            return {"error": f"{request['pattern']!r:.200} is not a valid regular expression: {error}"}
         return {"ok": getattr(pattern, request["how"])(request["answer"]) is not None}
 
     return check
@@ -122,8 +122,8 @@ CHECKS: dict[str, Callable[..., Check]] = {
 
 
 def sandbox_self() -> None:
-    """Permanently stop this process from writing files, starting programs, opening sockets and sending
-    signals. It can still read Python's files and use its open file descriptors."""
+    """Permanently stop this process from writing files, starting processes, opening sockets and sending
+    signals. It can still read the files of Python and of system libraries, and use open file descriptors."""
     paths = [*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *sys.path]
     readable = sorted({str(Path(path).resolve()) for path in paths if path and Path(path).exists()})
     prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -41,7 +41,7 @@ class TestsPeer(Peer):
         if isinstance(value, FUNCTION_TYPES) or hasattr(type(value), "__next__") or self._is_mock(value):
             return
         if not self._is_object(value):
-            raise TypeError(f"a test cannot pass a {type(value).__name__} to the answer")
+            raise TypeError(f"a test cannot pass a {type(value).__name__} to the answer; pass data instead")
 
     def authorize(self, name: Any, args: list[Any]) -> None:
         if not isinstance(name, str):
@@ -52,7 +52,7 @@ class TestsPeer(Peer):
             is_allowed = name in OPERATIONS
         if not is_allowed:
             error = AttributeError if name == "getattr" else PermissionError
-            raise error(f"an answer cannot use {name!r:.50} of an object of its tests")
+            raise error(f"the answer may not call {name!r:.50} on this object of its tests")
 
     def _can_access(self, target: Any, name: str, *, is_write: bool) -> bool:
         if not any(target is value for value in self.exported):
@@ -136,8 +136,8 @@ class Answer:
                 return proxies.label(Decoder(self.peer).decode(encoded), name)
 
     def prepare_test(self, test: str) -> tuple[str | ast.Module, dict[str, Any]]:
-        """Return the code of a test and the names of the answer that the test sees. If the answer defines
-        ``abs``, the test still uses the builtin, unless it uses no other name of the answer."""
+        """Return the code of a test and the names of the answer that the test sees. The answer's own ``abs``
+        would hide the builtin, so a test sees it only if it uses no other name of the answer."""
         assert self.names is not None
         try:
             tests = ast.parse(test)

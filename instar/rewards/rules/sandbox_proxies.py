@@ -20,10 +20,11 @@ LOCAL_FIELDS = ("_peer", "_handle", "_label", "_is_constructed", "_data")
 
 
 class RemoteObject:
-    """An object of the other process. If the peer is guarded, the other process runs an answer, which must
-    not learn the value that a result is compared with: it could return an object that equals everything. So
-    such an object never equals data, and operators with data are not supported, unless the tests created the
-    object themselves by calling a class. Only a name that begins with a capital letter counts as a class."""
+    """A proxy of an object of the other process. If the peer is guarded, the other process runs an answer,
+    which must not learn the value that a result is compared with: it could return an object that equals
+    everything. So the object never equals data, and other operators with data raise TypeError, unless the
+    tests created the object by calling a class whose name begins with a capital letter. If the object's class
+    extends a built-in type, the operators use the built-in value."""
 
     def __init__(self, peer: Any, handle: int) -> None:
         for name, value in zip(LOCAL_FIELDS, (peer, handle, "", False, None), strict=True):
@@ -184,7 +185,7 @@ def apply_operator(method: str, function: str, proxy: RemoteObject, left: Any, r
         return mark_constructed(value, is_constructed=proxy._is_constructed)
     if proxy._data is None:
         raise TypeError(
-            f"the answer returned an object of its own class, for which {method} with data is not supported"
+            f"the answer returned an object of its own class; {method!r} with data is not supported for it"
         )
     return getattr(operator, function)(get_data(left), get_data(right))
 

@@ -50,6 +50,7 @@ VALUES: dict[str, tuple[type[Any], Callable[[Any], list[Any]], Callable[..., Any
     "time": (datetime.time, lambda v: [v.isoformat()], datetime.time.fromisoformat),
     "timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], datetime.timedelta),
 }
+"""Other types that are copied, by tag: the type, and functions that split a value and build it again."""
 TAG_OF_TYPE = {kind: tag for tag, (kind, _, _) in VALUES.items()}
 DATA_OF_BASE: dict[type[Any], Callable[[Any], Any]] = {
     int: int.__pos__,
@@ -65,8 +66,8 @@ DATA_OF_BASE: dict[type[Any], Callable[[Any], Any]] = {
 }
 """For each built-in type, a function that converts an instance of a subclass to the built-in type."""
 TYPE_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions")
-"""The modules whose classes are the same in both processes. ``unittest.mock.ANY`` equals every value, so an
-answer must not be able to name any object of the tests' process."""
+"""The modules whose classes are sent by name, because they are the same in both processes. An answer can name
+only classes, so it cannot return ``unittest.mock.ANY`` of the tests' process, which equals every value."""
 
 
 class ConnectionLost(Exception):
@@ -92,7 +93,8 @@ class Peer:
     def request(
         self, function: Any, args: Iterable[Any], kwargs: Mapping[str, Any] = {}, *, writes_back: bool = False
     ) -> Any:
-        """Call a function of the other process: a proxy, or the name of a builtin or an operator."""
+        """Call a function of the other process: a proxy, or the name of a builtin or an operator. Changes to
+        mutable arguments are copied back if the call returns None or ``writes_back`` is set."""
         encoder = Encoder(self)
         message = {
             "function": function if isinstance(function, str) else encoder.encode(function),
@@ -152,7 +154,7 @@ class Peer:
         return [Encoder(self, containers).encode_container(container) for container in containers]
 
     def authorize(self, name: Any, args: list[Any]) -> None:
-        """Raise PermissionError if the other process must not make this call."""
+        """Raise PermissionError or AttributeError if the other process must not make this call."""
 
     def check_export(self, value: Any) -> None:
         """Raise TypeError if the other process must not get a proxy of the object."""
@@ -339,7 +341,7 @@ class Decoder:
         kind = getattr(sys.modules.get(module), name, None)
         is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
         package = module.partition(".")[0]
-        # If the answer raises SkipTest, the test has failed.
+        # A SkipTest of the answer becomes a different class, so that it does not skip the test.
         if is_exception and package in sys.stdlib_module_names and package != "unittest":
             return kind
         if isinstance(kind, type) and module in TYPE_MODULES:

@@ -74,7 +74,7 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
             try:
                 self.files[path.name] = path.expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"reward.files: {path} cannot be read as text: {error}") from error
+                raise ConfigError(f"reward.files: {path} cannot be read as UTF-8 text: {error}") from error
         # A changed script gives the rule a new version.
         self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
         program, *arguments = config.command
@@ -87,7 +87,7 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
         await self.require_program("sh", "-c", script, self._find_program(), setting="reward.command")
 
     def _find_program(self) -> str:
-        """Return the program to run in the sandbox: the command, or the script's interpreter."""
+        """Return the program that must exist in the sandbox: the command, or the script's interpreter."""
         if self.script is None:
             return self.command[0]
         first = self.files[self.script].partition("\n")[0]
@@ -145,7 +145,8 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         self, code: str, tests: list[str], key: str
     ) -> tuple[SandboxResult, SandboxResult | None]:
         """Run the answer and its tests in two sandboxes. Return the result of the tests and, if the answer
-        ended before the tests, the result of the answer."""
+        ended before the tests, the result of the answer, or else None. If the answer exceeds a limit, the
+        tests are stopped, and both results are the answer's."""
         answer_end, tests_end = socket.socketpair()
         try:
             command = [sys.executable, "-B", "run_answer.py", str(answer_end.fileno()), self.config.file]
@@ -173,7 +174,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
     def _parse_report(
         self, result: SandboxResult, output: str, key: str
     ) -> tuple[dict[str, int] | None, str]:
-        """Return the report of the tests, or None if there is no report, and the output before the report."""
+        """Return the report, or None if the tests did not finish, and the output before the report."""
         if isinstance(self.config.runner, list):
             return {"passed": int(result.ok), "total": 1}, output
         before, marker, report = output.rpartition(f"\n{key} ")

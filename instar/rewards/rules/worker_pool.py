@@ -38,11 +38,12 @@ class CheckWorkerPool:
         self.concurrency_limit = asyncio.Semaphore(min(MAX_WORKERS, usable_cores()))
 
     async def start(self) -> None:
-        """Start the first worker. Raises ConfigError if a package or a sandbox is missing."""
+        """Start the first worker. Raises ConfigError if a package or the required sandbox is missing."""
         self.idle_workers.append(await self._spawn())
 
     async def run_check(self, seconds: float, **request: Any) -> dict[str, Any]:
-        """Return the worker's result. If the check takes longer than ``seconds``, ``ok`` is False."""
+        """Return the worker's result. If the check takes longer than ``seconds`` or crashes two workers,
+        ``ok`` is False. Raises ScoreError if the task's data, such as the expected answer, is invalid."""
         # The first worker may die for a different reason. If two workers die, the request must be the cause.
         result = await self._try_check(seconds, request) or await self._try_check(seconds, request)
         if result is None:
@@ -88,7 +89,7 @@ class CheckWorkerPool:
             return worker
         await _kill(worker)
         if missing := status.get("missing"):
-            raise ConfigError(f"reward.type: {self.check_name} needs {missing}: pip install 'instar[rules]'")
+            raise ConfigError(f"{self.check_name} checks need {missing}: pip install 'instar[rules,tasks]'")
         raise ScoreError(f"the worker process of {self.check_name} did not start", retryable=True)
 
     async def _start_process(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:

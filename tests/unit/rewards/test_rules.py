@@ -141,7 +141,7 @@ async def test_json_schema_rule_validates_answers() -> None:
         assert (await score_text(scorer, {}, "[" * 100_000)).value == 0.0
     async with start_scorer(type="json_schema") as scorer:
         assert (await score_text(scorer, {"schema": {"const": 3}}, "3")).value == 1.0
-        with pytest.raises(ScoreError, match="not a JSON schema"):
+        with pytest.raises(ScoreError, match="not a valid JSON schema"):
             await scorer.score(Task("t", {"schema": {"type": "nothing"}}), transcript("3"))
 
 
@@ -151,7 +151,7 @@ async def test_json_schema_rule_truncates_long_reasons() -> None:
         assert (wrong.value, len(wrong.detail["reason"])) == (0.0, 500)
         assert (await score_text(scorer, {}, "{}")).value == 1.0
     async with start_scorer(type="json_schema") as scorer:
-        with pytest.raises(ScoreError, match="not a JSON schema"):
+        with pytest.raises(ScoreError, match="not a valid JSON schema"):
             await scorer.score(Task("t", {"schema": {"type": "x" * 200_000}}), transcript("3"))
 
 
