@@ -81,7 +81,7 @@ class ClusterSpec:
     masks_stale: bool = False
     """True if the stale tokens of a sample are masked; otherwise the sample is dropped."""
     versions_per_token: bool = True
-    """True if replies in progress continue with a newly loaded policy; otherwise they keep their policy."""
+    """True if tokens of one reply may have different versions, because a new policy continues the reply."""
     live_groups: Callable[[int], int] | None = None
     """Returns how many groups of the first n steps are run by agents; None if agents run all groups."""
 
@@ -107,10 +107,10 @@ class SimulationResult:
     staleness: Counter[int] = field(default_factory=Counter[int])
     """Number of trained live samples by their staleness in versions."""
     dropped: Counter[str] = field(default_factory=Counter[str])
-    """Number of samples that were not used for training, by reason."""
+    """Number of sessions without a trained sample, by reason."""
     crashes: int = 0
     finished: bool = True
-    """True if all steps were trained; otherwise the run was stuck or took too long."""
+    """True if all steps were trained; otherwise the run was stuck, given up, or took too long."""
     given_up: bool = False
     """True if the run was stopped because every session failed in several consecutive groups."""
 
@@ -125,6 +125,6 @@ class SimulationResult:
 
     @property
     def dropped_share(self) -> float:
-        """The share of live samples that were dropped as stale."""
+        """The samples that were dropped as stale, as a share of these and the trained live samples."""
         stale = self.dropped["stale"]
         return stale / max(1, stale + self.staleness.total())

@@ -30,7 +30,7 @@ class SessionCost(NamedTuple):
     """The mean cost of a session."""
 
     generated: float
-    """Number of tokens after the first token of each reply."""
+    """Number of generated tokens without the first token of each reply."""
     calls: float
     waits: float
     """Seconds spent in tools and before the first call."""
@@ -52,8 +52,8 @@ def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
     Of C concurrent sessions, those that wait for a tool or a first token generate nothing. At x sessions per
     second, the number of waiting sessions is x times the mean wait w. Therefore x times the mean number of
     tokens is at most the engines' speed at C - x·w replies. This also holds for means, because the speed is
-    concave in the batch size and the latency is linear in the number of calls. The last step is trained after
-    the end of the last session.
+    concave in the batch size and the latency is linear in the number of calls. The time of one step is added,
+    because the last step is trained after the end of the last session.
     """
     groups = cluster.count_live_groups(cluster.steps)
     live_slots = cluster.group_size * groups
@@ -117,7 +117,7 @@ def session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> Sessio
 
 
 def _slots_per_second(workload: Workload, cluster: ClusterSpec, cost: SessionCost) -> float:
-    """Return the highest rate that the engines can sustain, found by bisection."""
+    """Return the highest number of slots per second that the engines can sustain, found by bisection."""
     tokens, latency = max(1e-9, cost.generated), cost.calls * distribution_mean(workload.latency)
     low, high = 0.0, workload.speed(cluster.max_batch) * cluster.engines / tokens
     for _ in range(60):

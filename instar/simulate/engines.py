@@ -46,7 +46,7 @@ class SimulatedRequest:
     on_crash: Event
     """Called when the engine crashes after the request began."""
     engine: SimulatedEngine | None = None
-    """The engine that the request was sent to; None while no engine is up."""
+    """The engine that the request was sent to; None before that and while no engine is up."""
     is_cancelled: bool = False
 
 
@@ -87,7 +87,7 @@ class SimulatedPool:
         self._waiting_for_engine: deque[SimulatedRequest] = deque()
 
     def send(self, request: SimulatedRequest, previous: SimulatedEngine | None) -> None:
-        """Send a request to an engine. The request waits if no engine is up."""
+        """Send a request, preferably to ``previous``. It waits if no engine is up or the engine is full."""
         engine = request.engine = self._pick_engine(previous)
         if engine is None:
             self._waiting_for_engine.append(request)
@@ -152,7 +152,7 @@ class SimulatedPool:
         self._schedule_end(engine)
 
     def update(self, engine: SimulatedEngine) -> None:
-        """Add the tokens that the engine has generated since the last update."""
+        """Bring the engine's progress, tokens and busy time up to the current time."""
         now = self.clock.now
         since = max(engine.updated_at, min(engine.paused_until, now))
         if engine.active and now > since:

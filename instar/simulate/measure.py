@@ -18,7 +18,7 @@ from instar.types import Session as RecordedSession
 MAX_SESSIONS = 5000
 MAX_DISTRIBUTION_VALUES = 5000
 WARM_UP_STEPS = 1
-"""Number of steps excluded from the trainer's times. The first step compiles, allocates and fills caches."""
+"""Number of first steps that the trainer's times exclude, because they compile, allocate and fill caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ class CallTiming:
 async def measure(
     store: Store, run_id: str, records: Sequence[Json], *, engines: int, max_batch: int
 ) -> Workload:
-    """Return the workload of a run: its sessions, the fitted speed of its engines and the fitted duration of
-    its steps. ``records`` are the records of training steps in metrics.jsonl."""
+    """Return the workload of a run with ``engines`` engines: its completed sessions, the fitted speed of an
+    engine and the fitted duration of a step. ``records`` are the training steps in metrics.jsonl. Raises
+    ConfigError if the run has no completed session or no training step."""
     rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MAX_SESSIONS)
     ended = [
         row.session for row in rows if row.session.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
@@ -96,9 +97,9 @@ def _skip_warm_up(records: Sequence[Json]) -> Sequence[Json]:
 
 def fit_training(records: Sequence[Json]) -> tuple[float, float]:
     """Return (seconds of a step without tokens, seconds per token), fitted by least squares. The second value
-    is 0 if the steps differ too little in size. The fit uses the number of computed tokens if the backend
-    reports it, so that common prefixes count once. The computed share is assumed to be the same in all
-    steps."""
+    is 0 if there are fewer than 4 steps, their sizes differ too little, or the fit is not positive. The fit
+    uses the number of computed tokens if the backend reports it, so that common prefixes count once. The
+    computed share is assumed to be the same in all steps."""
     used = _skip_warm_up(records)
     seconds = np.array([record["train_seconds"] for record in used], float)
     sequence_tokens = np.array([record.get("sequence_tokens", 0) for record in used], float)
@@ -115,7 +116,7 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
 
 def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
     """Return the speed of an engine. The seconds per token are fitted as c + d · (concurrent replies - 1)
-    over all calls. The concurrency of a call is the mean number of replies that shared its engine."""
+    over all calls. The concurrency of a call is the mean number of replies per engine during the call."""
     used = [call for call in calls if call.tokens > 1 and call.ended > call.first_token]
     if not used:
         finished = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
@@ -135,7 +136,7 @@ def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> Engi
 
 def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[DistributionConfig, float]:
     """Return (latencies of calls that are alone on their engine, relative increase per additional call). Both
-    are fitted over all calls. The concurrency of a call is the mean number of calls in progress while it
+    are fitted over all calls. The concurrency of a call is the mean number of calls per engine while it
     waited."""
     seconds = np.array([max(0.0, call.first_token - call.sent) for call in calls])
     waits = np.array([(call.sent, call.first_token) for call in calls])

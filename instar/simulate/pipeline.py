@@ -18,7 +18,7 @@ from instar.simulate.engines import SimulatedEngine, SimulatedPool, SimulatedReq
 from instar.simulate.sessions import SimulatedSession, make_draw
 
 POLL_DELAY = 0.03
-"""Mean time in seconds until rollout and trainer notice each other's progress: both poll every 0.05 s."""
+"""Assumed mean seconds until rollout and trainer notice each other's progress: both poll every 0.05 s."""
 MAX_FAILED_GROUPS = 8
 """The limit in `rollout/runner` for consecutive groups without a successful session."""
 MAX_VIRTUAL_SECONDS = 1000 * 3600.0
@@ -234,7 +234,7 @@ class PipelineSimulation:
         self._fill_slot(attempt, is_trainable=cluster.trains_on_failed and attempt.replies > 0)
 
     def _on_engine_crash(self, attempt: SessionAttempt) -> None:
-        """Run the same session again, up to the limit of retries."""
+        """Run the same session again. After the last retry, the session fails."""
         if attempt.has_ended:
             return
         if attempt.retries >= self.cluster.retries:
@@ -360,5 +360,5 @@ def simulate(
     seed: int = 0,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> SimulationResult:
-    """Simulate until all steps are trained. ``on_step`` is called with the number of finished steps."""
+    """Simulate a run until it ends or is stuck. ``on_step`` is called with the number of finished steps."""
     return PipelineSimulation(workload, cluster, seed, on_step).run()

@@ -45,7 +45,8 @@ def recommend(
 ) -> Recommendation | None:
     """Return the recommended number of engines and staleness, or None if no trial trains on any sample. The
     search chooses the staleness for the most engines, then the number of engines for that staleness, and
-    finally the staleness for that number of engines. The staleness is 0 in ``sync`` mode."""
+    finally the staleness for that number of engines. The staleness is 0 in ``sync`` mode. ``on_trial`` is
+    called with a description of each trial before it runs."""
     steps = min(cluster.steps, max(STEPS_PER_TRIAL, 3 * (max_staleness + 1)))
     trials: dict[tuple[int, int], SimulationTrial] = {}
 
@@ -112,9 +113,9 @@ def _explain(chosen: SimulationTrial, cluster: ClusterSpec, trials: Sequence[Sim
         change = throughput / current.result.samples_per_hour
         parts.append(f"{change:.2f} times the throughput of the current settings")
     if result.trainer_idle < 0.1:
-        parts.append("the trainer is the bottleneck: it is always busy, so more engines would not help")
+        parts.append("the trainer is the bottleneck: it is almost always busy; more engines would not help")
     elif result.in_flight > 0.9 * cluster.concurrency:
-        parts.append("rollout.concurrency is the bottleneck: that many sessions always run")
+        parts.append("rollout.concurrency is the bottleneck: almost that many sessions always run")
     elif result.engines_used > 0.8:
         parts.append("the engines are the bottleneck")
     else:

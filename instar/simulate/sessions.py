@@ -27,7 +27,7 @@ class SimulatedTurn(NamedTuple):
 
     @property
     def tokens_after_first(self) -> int:
-        """The number of generated tokens after the first, whose time is the latency of the call."""
+        """The number of generated tokens without the first one, whose time is the latency of the call."""
         return max(0, self.generated - 1)
 
     @property
@@ -39,7 +39,7 @@ class SimulatedTurn(NamedTuple):
 class SimulatedSession:
     turns: tuple[SimulatedTurn, ...]
     start: float = 0.0
-    """Seconds before the first call."""
+    """Seconds from the start of the session to its first call."""
 
     @property
     def tokens(self) -> int:
@@ -127,7 +127,7 @@ def _parse_session(line: str, location: str) -> SimulatedSession:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         example = '{"turns": [[prompt tokens, generated tokens, tool seconds], ...]}'
-        raise ConfigError(f"{location}: the line is not a session; write {example}") from error
+        raise ConfigError(f"{location}: {line!r:.50} is not a session; write {example}") from error
     if not session.turns:
         raise ConfigError(f"{location}: the session has no turns; it needs at least one")
     for number, turn in enumerate(session.turns, 1):

@@ -1,8 +1,8 @@
 """The JSON of Anthropic's Messages API.
 
-Request types have every known field and reject unknown fields, so that no setting of an agent is silently
-ignored. Response types have only the fields that are read. Most of these fields are optional, because
-providers omit some.
+Request bodies have every known field and reject unknown fields, so that no setting of an agent is silently
+ignored. Most objects inside a body, such as messages and tools, ignore unknown fields. Response types have
+only the fields that are read. Most of these fields are optional, because providers omit some.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MessagesContentBlock(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[MessagesContentBlock] | dict[str, Any] | None = None
-    """The content of a tool result. A provider's own tool returns an object."""
+    """The content of a tool result. The result of a provider's own tool may be an object."""
     is_error: bool | None = None
     tool_name: str = ""
     # Fields of images, documents and other media:
@@ -102,7 +102,7 @@ class MessagesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     speed: str | None = None
     fallbacks: Any = None
     fallback_credit_token: Any = None
-    # Fields that are accepted only with values that have no effect:
+    # Fields of which some parts are accepted as hints and the others are rejected:
     output_config: MessagesOutputConfig | None = None
     context_management: MessagesContextManagement | None = None
     # Fields that are known and rejected unless they are empty:

@@ -1,8 +1,8 @@
 """The JSON of OpenAI's APIs: chat completions, completions and responses.
 
-Request types have every known field and reject unknown fields, so that no setting of an agent is silently
-ignored. Response types have only the fields that are read. Most of these fields are optional, because
-providers omit some.
+Request bodies have every known field and reject unknown fields, so that no setting of an agent is silently
+ignored. Most objects inside a body, such as messages and tools, ignore unknown fields. Response types have
+only the fields that are read. Most of these fields are optional, because providers omit some.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ChatContentPart(msgspec.Struct):
 
 
 class ChatRequestMessage(msgspec.Struct):
-    """A message of a chat request. Other fields (``annotations``, ...) are ignored, because agents copy them
-    from our replies."""
+    """A message of a chat request. Unknown fields (``annotations``, ...) are ignored, because agents copy
+    them from replies."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatContentPart] | None = None
@@ -94,7 +94,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Fields that identify the session:
+    # Fields that may identify the session:
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -116,7 +116,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Fields that are known and always rejected:
+    # Fields that are known and rejected unless they are null (`functions` may also be empty):
     audio: Any = None
     web_search_options: Any = None
     moderation: Any = None
@@ -241,8 +241,8 @@ class ResponsesContentPart(msgspec.Struct):
 
 
 class ResponsesInputItem(msgspec.Struct):
-    """An input item of any type. Other fields (``status``, ``phase``, ``annotations``, ``encrypted_content``,
-    ...) are ignored, because agents copy them from our responses."""
+    """An input item of any type. Unknown fields (``status``, ``phase``, ``annotations``,
+    ``encrypted_content``, ...) are ignored, because agents copy them from responses."""
 
     type: str | None = None
     id: str | None = None
@@ -326,7 +326,7 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     background: bool | None = None
     truncation: str | None = None
     context_management: list[Any] | None = None
-    # Fields that are known and always rejected:
+    # Fields that are known and rejected unless they are null:
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None
