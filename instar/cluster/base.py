@@ -19,16 +19,17 @@ from instar.errors import InstarError
 EXIT_FATAL = 70
 """Exit code of a role whose failure a restart would not fix."""
 EXIT_STOPPED = 75
-"""Exit code of a role that was stopped by a signal before it was finished."""
+"""Exit code of a role that exited after a signal to stop or drain."""
 DRAIN_SIGNAL = signal.SIGUSR1
 """Signal that makes a role accept no new work and exit after its current work."""
 LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
-"""Roles that run until they are stopped."""
+"""Roles that run until they are stopped. They are restarted even if they exit with code 0."""
 STOP_ORDER = (("rollout", "rewards", "trainer"), ("gateway",), ("engine", "teacher"))
-"""Roles that are stopped at the same time, in the order in which they depend on each other."""
+"""Groups of roles to stop, one group after the other. Roles stop before the roles that they depend on."""
 KILL_SECONDS = 5.0
-"""Time in which a killed process exits, unless it waits for a device."""
+"""How long `stop` waits for a killed process. A process that is blocked in a driver may take longer."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each of several restarts in a row. If the role dies once more, the run fails."""
 RESTART_RESET_SECONDS = 120.0
 """After running this long, a role that dies is restarted with the shortest delay again."""
 
@@ -38,7 +39,7 @@ ListenAddress = tuple[str, int]
 
 class RoleOptions(TypedDict, total=False):
     name: str | None
-    """Name of the process, unique within the role."""
+    """Name of the process, unique within the run. Default: the role."""
     python: str | None
     """Python interpreter of the role. Default: the current interpreter."""
     env: Mapping[str, str]
@@ -57,7 +58,7 @@ class RoleHandle:
     """The URL at which other roles reach this role, or an empty string if the role does not listen. The URL
     changes when the role moves to a different machine."""
     log: str = ""
-    """Path of the role's log file, preceded by the host's name if the file is on a different machine."""
+    """Path of the role's log file, prefixed with ``host:`` if the role runs on a Ray cluster."""
     restarts: int = 0
     is_stopping: bool = False
     """True if the role was told to exit. It is then not restarted."""
@@ -85,7 +86,7 @@ class Cluster(ABC):
         """Start a role, restart it whenever it dies, and return its handle."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Describe, for messages, where a role with the configured host ``host`` listens."""
+        """Return, as text for a message, where a role with the configured host ``host`` listens."""
         return host
 
     async def wait(self, name: str) -> int:
@@ -112,7 +113,7 @@ class Cluster(ABC):
         def check(watcher: asyncio.Task[None]) -> None:
             if watcher.cancelled() or (error := watcher.exception()) is None:
                 return
-            self.fail(InstarError(f"{type(error).__name__}: {error}"))
+            self.fail(InstarError(f"the watcher of {role.name} failed: {type(error).__name__}: {error}"))
             if self.roles.get(role.name) is role:
                 self.kill(role.name)
             if not role.exit_code.done():
@@ -131,15 +132,15 @@ class Cluster(ABC):
 
     @abstractmethod
     async def restart(self, name: str, timeout: float = 10.0) -> None:
-        """Stop a role, start it with the same arguments and address, and return when the process has started.
+        """Stop a role, start it with the same arguments, and return when the process has started.
 
         The role is killed if it has not exited after ``timeout`` seconds. A role that has already exited is
-        only started. The restart does not count as a failure, and ``exit_code`` stays pending.
+        only started. The restart does not count as a failure, and ``exit_code`` is pending afterwards.
         """
 
     async def stop(self, name: str, timeout: float = 10.0) -> bool:
-        """Tell the role to exit, and return True if it does. After ``timeout`` seconds, kill the role and
-        every process that it started, and return False."""
+        """Tell the role to exit, and return True if it does, has already exited or was never started. After
+        ``timeout`` seconds, kill the role and every process that it started, and return False."""
         role = self.roles.get(name)
         if role is None or role.exit_code.done():
             return True
@@ -170,6 +171,7 @@ class Cluster(ABC):
 
 
 def describe_exit(code: int) -> str:
+    """Return the cause of an exit, as in "engine-0 exited (signal SIGKILL)"."""
     if code == EXIT_STOPPED:
         return "a signal from outside the run"
     if code < 0:

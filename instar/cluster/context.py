@@ -19,7 +19,7 @@ ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
 HEARTBEAT_SECONDS = 0.5
 ROLLOUT_FINISHED = "finished"
-"""The state that a rollout announces when it has attempted all its tasks."""
+"""The state that a rollout announces when it exits because all steps are trained."""
 
 
 class RoleContext:
@@ -35,7 +35,7 @@ class RoleContext:
         self.stop = asyncio.Event()
         """Set when the role should exit soon."""
         self.is_started = False
-        """True if the role reacts to ``stop``. It is cancelled if it should exit before."""
+        """True once the role reacts to ``stop``. A role that should exit earlier is cancelled."""
         self.drain = asyncio.Event()
         """Set when the role should accept no new work and exit after its current work."""
 

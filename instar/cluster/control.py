@@ -38,7 +38,7 @@ class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     do: Literal["list", "restart", "drain", "stop", "start"]
     name: str = ""
     timeout: float = DRAIN_SECONDS
-    """The seconds that a role has to drain before it is stopped."""
+    """The seconds that `drain` and `restart` give a role to drain before it is stopped."""
 
 
 class RoleStatus(msgspec.Struct):
@@ -70,14 +70,13 @@ class RoleController:
         self._held: dict[str, asyncio.Event] = {}
         """For each held role, by name, an event that is set when the role is released."""
         self._doing: dict[str, str] = {}
-        """The action in progress for each role, by name."""
+        """What each role with an action in progress is doing, by name, such as ``draining``."""
         self._is_ending = False
 
     async def wait_for_exit(self, name: str) -> int:
-        """Return the role's exit code when it has exited by itself. Raises the first error if the run fails.
+        """Return the role's exit code once it has exited and is not held. Raises an error if the run fails.
 
-        If the role is held, wait until it has been started again and has exited, or until `release_all` is
-        called.
+        If the role is held, wait until it has been started again and has exited, or has been released.
         """
         while True:
             code = await self.cluster.wait(name)
@@ -89,7 +88,7 @@ class RoleController:
             self.cluster.raise_failure()
 
     def release_all(self) -> None:
-        """Release all roles and refuse to start roles, because the run is ending."""
+        """Release all held roles and refuse to start roles, because the run is ending."""
         self._is_ending = True
         for name in list(self._held):
             self._release(name)
@@ -128,7 +127,7 @@ class RoleController:
             # The role's socket stays open, so clients that still know the address would wait for the role.
             await self._store.remove_endpoint(self._run_id, role.role, name)
             if action in ("start", "restart"):
-                if reason := self._refusal(role):
+                if reason := self._find_refusal_reason(role):
                     raise InstarError(f"{name} cannot be started because {reason}")
                 self._doing[name] = "starting"
                 await self.cluster.restart(name)
@@ -159,10 +158,10 @@ class RoleController:
     def _hold(self, role: RoleHandle) -> None:
         """Hold the role. A role that cannot be started again is not held, because a wait for it would never
         end."""
-        if not self._refusal(role):
+        if not self._find_refusal_reason(role):
             self._held.setdefault(role.name, asyncio.Event())
 
-    def _refusal(self, role: RoleHandle) -> str:
+    def _find_refusal_reason(self, role: RoleHandle) -> str:
         """Return why the role cannot be started again, or an empty string if it can."""
         if self._is_ending:
             return "the run is ending"
@@ -259,7 +258,8 @@ async def _answer(control: RoleController, line: bytes) -> ControlResponse:
 
 async def send_control_request(path: Path, request: ControlRequest) -> list[RoleStatus]:
     """Send a request to the run that listens at ``path``, and return the roles in its response. Raises
-    InstarError if the run refuses the request, and ConnectionError or FileNotFoundError if no run listens."""
+    InstarError if the run refuses or does not answer, and ConnectionError or FileNotFoundError if no run
+    listens."""
     reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
     try:
         writer.write(msgspec.json.encode(request) + b"\n")

@@ -29,8 +29,8 @@ IDLE_STATES = {"engine": "idle", "trainer": "finished"}
 async def share_cores(
     config: RunConfig, store: Store, other: str, use_cores: Callable[[int], None], *, process_count: int = 1
 ) -> None:
-    """Until cancelled, call ``use_cores`` with the number of cores for each of this role's ``process_count``
-    processes. The number depends on whether the role ``other`` is busy on this machine."""
+    """Until cancelled, call ``use_cores`` when the number of cores for each of this role's ``process_count``
+    processes changes. In async mode, it depends on whether the role ``other`` is busy on this machine."""
     host = os.environ.get(HOST_ENV)
     cores = usable_cores()
     granted_cores = cores

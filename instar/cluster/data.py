@@ -1,4 +1,4 @@
-"""Finds the exported data of a run by name, pins its version and imports it into the run's store."""
+"""Finds a run's exported data by name or folder, pins its version and imports it into the run's store."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def open_dataset_index_in(runs_folder: Path) -> Store:
 
 
 async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> RunConfig:
-    """Return the config with each dataset pinned to a version and a content hash. A resumed run keeps the
-    versions of ``previous``, the data in its config; other runs use the current versions."""
+    """Return the config with a version and a content hash for all exported data. A resumed run keeps the
+    versions in ``previous``, the data in its config. By default, other data gets its newest version."""
     if all(section.is_live for section in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)
@@ -62,7 +62,7 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
     """Return the section of ``previous`` that each section continues, by index. It has the same source, or
     its source is a version of the dataset that the section names without a version. Of several such sections,
-    the one with the same index is used."""
+    the one with the same index is used, or else the first."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))
     matchers: tuple[Callable[[DataConfig, DataConfig], bool], ...] = (
@@ -106,7 +106,8 @@ def _pin(
         raise ConfigError(f"{path}.source: cannot use {section.source!r}: {error}") from error
     if section.content not in (None, content):
         raise ConfigError(
-            f"{path}.content: expected {section.content}, but the content of {section.source!r} is {content}"
+            f"{path}.content: expected {section.content}, but the content of {section.source!r} is "
+            f"{content}; restore the data, or start a new run with the current data"
         )
     source = section.source if row is None else f"{DATASET_PREFIX}{row.name}@{row.version}"
     return section.model_copy(update={"source": source, "content": content})
@@ -138,7 +139,7 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
         manifest = await run_in_daemon_thread(lambda: verify_content(folder))  # noqa: B023 - awaited
         if manifest.hash != section.content:
             raise DataError(
-                f"{folder} has changed since the run started; its content hash was {section.content}"
+                f"{folder} has changed since the run started; restore its content {section.content}"
             )
         imported = await import_for_training(
             store,

@@ -18,8 +18,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """The reaction to signals. The first signal calls ``on_first``, which by default cancels the current
-    task. The second signal, or a timer after ``seconds``, calls ``kill`` and exits immediately."""
+    """Handles SIGINT and SIGTERM. The first signal calls ``on_first``, which by default cancels the current
+    task. The second signal, or a timer after ``seconds``, calls ``kill`` and exits the process."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -46,7 +46,7 @@ class Interrupts:
 
 @contextmanager
 def handle_interrupts() -> Generator[Interrupts]:
-    """Handle signals in the block. A task that was cancelled by a signal raises KeyboardInterrupt."""
+    """Handle signals in the block. KeyboardInterrupt is raised if the block is cancelled after a signal."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts  # only the main thread can handle signals

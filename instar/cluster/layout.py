@@ -25,7 +25,7 @@ from instar.types import Json
 
 
 def public_settings(config: RunConfig) -> Json:
-    """Return the settings without the agent's environment variables, which often contain keys."""
+    """Return the settings as JSON without the agent's environment variables, which often contain keys."""
     return config.model_dump(mode="json", exclude={"rollout": {"agent": {"env"}}})
 
 
@@ -35,7 +35,7 @@ def engine_names(config: RunConfig) -> list[str]:
 
 
 def teacher_names(config: RunConfig) -> list[str]:
-    """Return the names of the teacher's processes, or an empty list if the teacher is not an engine."""
+    """Return the names of the teacher's processes, or an empty list if no engine is used as a teacher."""
     section = config.trainer.reference
     if not isinstance(section, EngineReferenceConfig) or section.weight == 0:
         return []
@@ -47,7 +47,7 @@ def teacher_config(config: RunConfig) -> RunConfig:
     assert isinstance(section, EngineReferenceConfig)
     changes: Json = {"model": section.model, "engine": section.engine}
     if isinstance(config.backend, CloudSection):
-        # On a training service, the teacher has a different name from the student.
+        # `base_model` is the name of the student on a training service.
         changes["backend"] = config.backend.model_copy(update={"base_model": None})
     return config.model_copy(update=changes)
 
@@ -64,7 +64,8 @@ def _count(engine: EngineConfig) -> int:
 
 
 def engine_process_config(config: RunConfig, index: int) -> RunConfig:
-    """Return the config of one engine process: one part of a mixed engine, or one of several servers."""
+    """Return the config of the engine process ``index``, with only its own part of a mixed engine and its own
+    server of a list of vLLM servers."""
     engine = config.engine
     if isinstance(engine, MixedEngineConfig):
         for part in engine.parts:
@@ -77,8 +78,8 @@ def engine_process_config(config: RunConfig, index: int) -> RunConfig:
 
 
 def engine_python(config: RunConfig) -> str | None:
-    """Return the interpreter of an engine process with a config from `engine_process_config`. The `python` of
-    a vLLM section is the interpreter of the vLLM server, which is a separate process."""
+    """Return the interpreter of an engine process with a config from `engine_process_config`, or None for the
+    current interpreter. A vLLM section's `python` is for the vLLM server, which is a separate process."""
     return None if isinstance(config.engine, VllmEngineConfig) else config.engine.python
 
 
@@ -96,7 +97,7 @@ class RunFolder:
         return self.logs / f"{name}.log"
 
     def create(self, config: RunConfig) -> None:
-        """Write the resolved config. Every role reads its own part from this file."""
+        """Create the folder and write the resolved config, which every role reads."""
         self.logs.mkdir(parents=True, exist_ok=True)
         scratch = self.config_file.with_suffix(".partial")
         scratch.touch(mode=0o600)  # an agent's environment may contain keys
@@ -105,8 +106,8 @@ class RunFolder:
         self.metrics.touch()  # the rollout, which may be the first to write to it, has the user's umask
 
     def make_private(self) -> str:
-        """Make the folder private if an earlier version of Instar created it. Return a message for the user,
-        or an empty string if the folder was private."""
+        """Remove other users' access if an earlier version of Instar created the folder. Return a message for
+        the user, or an empty string if other users had no access."""
         mode = self.path.stat().st_mode & 0o777
         if not mode & 0o077:
             return ""
@@ -126,14 +127,14 @@ class RunFolder:
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(
-                f"{self.config_file} was written by a different version of Instar: "
+                f"{self.config_file} is invalid; a different version of Instar may have written it: "
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             ) from error
         # The folder may have been moved since the config was written.
         return config.model_copy(update={"dir": self.path})
 
     def lock(self, name: str, *, wait: float = 20.0) -> int:
-        """Lock a role until this process exits. If the lock is taken, wait for up to ``wait`` seconds."""
+        """Lock a role until the returned descriptor is closed. Wait up to ``wait`` seconds for the lock."""
         self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait
@@ -145,6 +146,6 @@ class RunFolder:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
                     raise InstarError(
-                        f"the {name} of {self.path} is already running in a different process"
+                        f"the {name} of {self.path} is already running in a different process; stop it first"
                     ) from None
                 time.sleep(0.05)

@@ -89,7 +89,7 @@ class LiveRun:
 
     @property
     def judge_key_variables(self) -> set[str]:
-        """The environment variables with the keys of judges, which agents must not see."""
+        """The names of the environment variables with the keys of judges, which agents must not see."""
         names = (getattr(section, "api_key_env", None) for section in self.config.reward)
         return {name for name in names if name}
 
@@ -98,9 +98,9 @@ class LiveRun:
 async def serve_run(
     config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
-    """Start the engines and the gateway, yield the run when they answer, and finally stop all roles. ``live``
-    must be True if clients outside of the run open sessions, so that these sessions are scored. Ctrl-C
-    cancels the start, and also the block unless it changes ``interrupts``."""
+    """Start the engines, the gateway and, if needed, the rewards role, yield the run, and finally stop all
+    roles. ``live`` must be True if clients outside of the run open sessions, so that these sessions are
+    scored. Ctrl-C cancels the start, and also the block unless it sets ``interrupts.on_first``."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
@@ -165,7 +165,7 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
             "different name."
         )
     if resume and not exists:
-        raise ConfigError(f"--resume: there is no run in {folder.path}")
+        raise ConfigError(f"--resume: there is no run in {folder.path}; start it without --resume")
 
 
 async def _create_cluster(
@@ -195,7 +195,7 @@ async def _stop_watchers(run: LiveRun) -> None:
 
 
 async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
-    """Start a role, register its address in the store and return its handle."""
+    """Start a role under a new lease, register its address, if any, in the store, and return its handle."""
     lease = await run.store.take_lease(run.run_id, options.get("name") or role)
     options["env"] = {**options.get("env", {}), LEASE_ENV: str(lease)}
     handle = await run.cluster.start(role, *arguments, **options)
@@ -214,7 +214,7 @@ async def start_rollout(run: LiveRun, *arguments: str) -> None:
 
 
 async def start_teacher(run: LiveRun) -> None:
-    """Start the teacher's processes if the teacher is an engine."""
+    """Start the teacher's processes if the teacher is an engine, and wait until they answer."""
     for index, name in enumerate(teacher_names(run.config)):
         teacher = engine_process_config(teacher_config(run.config), index)
         is_cloud = isinstance(teacher.engine, CloudEngineConfig)
@@ -240,7 +240,7 @@ async def _start_with_secrets(
 
 
 async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> None:
-    """Wait until every process of the ``roles`` answers."""
+    """Wait until every process of the ``roles`` answers. Raises InstarError after ``timeout`` seconds."""
     import aiohttp
 
     deadline = time.monotonic() + timeout

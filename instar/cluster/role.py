@@ -1,8 +1,8 @@
 """The entry point of a role process: ``python -m instar.cluster.role ROLE RUN_DIR``.
 
-The supervisor starts this process. A role reads its part of the config from the run's folder, announces
-itself in the store, stops gracefully on SIGTERM, drains on SIGUSR1, and exits immediately when its supervisor
-exits. Keys are passed in the environment, never on the command line.
+The supervisor starts this process. A role reads the config from the run's folder, announces itself in the
+store, stops gracefully on SIGTERM, drains on SIGUSR1, and exits immediately when its supervisor exits. Keys
+are passed in the environment, never on the command line.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m instar.cluster.role")
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--name", help="the name of this process, unique within the role")
+    parser.add_argument("--name", help="the name of this process, unique within the run")
     parser.add_argument("--lifeline", type=int, required=True, help="a pipe that closes with the supervisor")
     parser.add_argument("--fd", type=int, help="the socket to listen on")
-    parser.add_argument("--evaluate", metavar="LABEL")
+    parser.add_argument("--evaluate", metavar="LABEL", help="run only this evaluation (role rollout)")
     arguments = parser.parse_args()
     os.umask(USER_UMASK)  # the code of agents, rules and models runs in the roles
     configure_logging()

@@ -46,8 +46,8 @@ async def train(
     """Train until the run is finished, and return the run. ``on_started`` is called when the engines and the
     gateway answer.
 
-    Raises the first error if the run fails. After Ctrl-C, the run finishes the current step, saves a
-    checkpoint and returns with ``is_stopped_by_user`` set.
+    Raises the first error if the run fails, and KeyboardInterrupt if Ctrl-C stops its start. After a later
+    Ctrl-C, the run finishes its step, saves a checkpoint and returns with ``is_stopped_by_user`` set.
     """
     _check_trainable(config)
     config, notes = check_run(config, os.environ)
@@ -110,7 +110,7 @@ def _check_teacher(config: RunConfig) -> None:
     if isinstance(section.engine, CloudEngineConfig) and not isinstance(config.backend, CloudConfig):
         raise ConfigError(
             "trainer.reference.engine.type: cloud requires that the backend is a training service, but "
-            f"backend.type is {config.backend.type!r}; use local"
+            f"backend.type is {config.backend.type!r}; set trainer.reference.engine.type to local"
         )
 
 
@@ -119,7 +119,7 @@ def _check_same_backend(config: RunConfig, previous: RunConfig) -> None:
     backends cannot load each other's state. `auto` may have resolved to a different backend."""
     if previous.backend.type != config.backend.type:
         raise ConfigError(
-            f"backend.type: this run was trained by {previous.backend.type}, and now resolves to "
+            f"backend.type: this run was trained by {previous.backend.type}, but the setting now resolves to "
             f"{config.backend.type}; set backend.type to {previous.backend.type}, or choose a different name"
         )
 
@@ -139,7 +139,7 @@ async def run_phases(run: LiveRun, stop: asyncio.Event) -> None:
 
 
 async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
-    """Train until the trainer exits, then stop the rollout if it is still running."""
+    """Train until the trainer exits or ``stop`` is set, then stop the trainer and the rollout."""
     cluster = run.cluster
     starts = [start_trainer(run)]
     if run.config.trains_live:
@@ -162,7 +162,7 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
 
 
 async def _stop_training(run: LiveRun) -> int:
-    """Let the trainer finish its step, for a limited time, and return its exit code, or 0 if it was killed.
+    """Let the trainer finish its step in `trainer.stop_timeout`. Return its exit code, or 0 if it was killed.
     Stop the rollout meanwhile, so that it does not slow the trainer down."""
     cluster, seconds = run.cluster, run.config.trainer.stop_timeout
     is_stopped, _ = await asyncio.gather(cluster.stop("trainer", seconds), cluster.stop("rollout"))
@@ -200,7 +200,7 @@ async def _run_until(stop: asyncio.Event, run: LiveRun, coroutine: Coroutine[Any
 
 
 async def finish_scoring(run: LiveRun, stop: asyncio.Event) -> None:
-    """Wait up to MAX_SCORING_SECONDS until the remaining sessions are scored."""
+    """Wait up to MAX_SCORING_SECONDS until the rewards role, if any, has scored the remaining sessions."""
     if REWARDS not in run.cluster.roles or stop.is_set():
         return
     deadline = time.monotonic() + MAX_SCORING_SECONDS
@@ -212,7 +212,7 @@ async def finish_scoring(run: LiveRun, stop: asyncio.Event) -> None:
         if not states or states[0].startswith(IDLE_STATUS) or run.cluster.roles[REWARDS].exit_code.done():
             return
         await _pause(HEARTBEAT_SECONDS, stop)
-    run.cluster.log("some sessions have no score yet; resume the run with --resume to score them")
+    run.cluster.log("some sessions may have no score yet; resume the run with --resume to score them")
 
 
 async def _pause(seconds: float, stop: asyncio.Event) -> None:
@@ -221,7 +221,7 @@ async def _pause(seconds: float, stop: asyncio.Event) -> None:
 
 
 def _is_evaluated(run: LiveRun, label: str) -> bool:
-    """Return True if a resumed run has already completed this evaluation in every mode."""
+    """Return True if the run completed this evaluation in every mode before it was resumed."""
     assert run.config.eval is not None
     modes = {
         record["mode"]
@@ -232,7 +232,7 @@ def _is_evaluated(run: LiveRun, label: str) -> bool:
 
 
 def _stop_after_step(run: LiveRun) -> asyncio.Event:
-    """Return an event that is set by the first Ctrl-C."""
+    """Return an event that the first Ctrl-C or SIGTERM sets from now on, instead of cancelling the run."""
     stop = asyncio.Event()
     seconds = run.config.trainer.stop_timeout
 

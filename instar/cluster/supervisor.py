@@ -38,7 +38,7 @@ ROLE_URL_ENV = "INSTAR_ROLE_URL"
 LEASE_ENV = "INSTAR_LEASE"
 """The environment variable with the lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""The variable with the host's name. If there are several hosts, the paths of log files start with it."""
+"""The environment variable with the address of the role's machine. Only roles on a Ray cluster have it."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -48,14 +48,15 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         listener = bind(host, port)
     except OSError as error:
-        raise InstarError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
+        hint = "check gateway.host and gateway.port"
+        raise InstarError(f"cannot listen on {host}:{port}: {error.strerror}; {hint}") from error
     listener.set_inheritable(True)
     return listener
 
 
 def listener_url(listener: socket.socket, host: str = "") -> str:
-    """Return the URL of the socket. ``host`` replaces the address that the socket is bound to. An address
-    such as 0.0.0.0 is replaced with the loopback address."""
+    """Return the URL of the socket. ``host``, if not empty, replaces the address that the socket is bound to.
+    An address such as 0.0.0.0 is replaced with the loopback address."""
     bound_host, port = listener.getsockname()[:2]
     host = host or bound_host
     if ipaddress.ip_address(host).is_unspecified:
@@ -93,7 +94,7 @@ class ChildProcess(RoleHandle):
 
 class Supervisor(Cluster):
     def __init__(self, folder: RunFolder, *, log: Callable[[str], None], host: str = "") -> None:
-        """Create a cluster on this machine. Other machines reach it at ``host``."""
+        """``host``, if not empty, replaces the host in the roles' URLs and precedes the paths of their logs."""
         super().__init__(log=log)
         self.folder = folder
         self._host = host
@@ -191,7 +192,7 @@ class Supervisor(Cluster):
         if code == EXIT_FATAL:
             cause = f"{child.name}: {await self.tail(child.name, 1)}\n(log: {child.log})"
         else:
-            symptom = f"exited ({describe_exit(code)}), and again after each restart"
+            symptom = f"exited ({describe_exit(code)}), and restarting it did not help"
             cause = f"{child.name}: {symptom}\n(log: {child.log})\n{await self.tail(child.name)}"
         self.fail(InstarError(cause))
 
@@ -236,6 +237,6 @@ class Supervisor(Cluster):
 
 
 def _normalize_exit_code(code: int) -> int:
-    """Return 0 if a stopping role exited normally or was killed by the stop signal. Roles handle stop signals
-    while they work, so such a signal can only kill a role before or after its work."""
+    """Return 0 if a stopping role exited because of a stop signal or was killed by it, else ``code``. Roles
+    handle stop signals while they work, so such a signal can only kill a role before or after its work."""
     return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

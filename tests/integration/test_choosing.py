@@ -72,4 +72,4 @@ def test_resume_with_another_backend_is_rejected(model: Path, tmp_path: Path) ->
     (run.run_dir / "config.json").write_text(json.dumps(recorded))
     run.start(resume=True)
     assert run.wait(50) == 1
-    assert "backend.type: this run was trained by weaver, and now resolves to local" in run.output.read_text()
+    assert "this run was trained by weaver, but the setting now resolves to local" in run.output.read_text()

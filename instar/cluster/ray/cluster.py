@@ -46,7 +46,7 @@ PLACEMENT_SECONDS = 60.0
 MAX_PLACEMENT_ATTEMPTS = 5
 SHUTDOWN_SECONDS = 30.0
 EXIT_LOST = -int(signal.SIGKILL)
-"""Exit code of a role that was lost with its node."""
+"""Exit code of a role that was killed or lost with its actor."""
 
 
 class ActorLostError(Exception):
@@ -62,8 +62,7 @@ class RoleActor(RoleHandle):
     shares_folder: bool = False
     moves: int = 0
     generation: int = 1
-    """1 for the role's first process on the current actor, one more for each process that replaced it.
-    Reports about earlier processes are ignored."""
+    """1 for a new actor, and one more after each `restart`. Exit codes from before a restart are ignored."""
     placed_at: float = 0.0
 
 
@@ -97,7 +96,7 @@ class RayCluster(Cluster):
         cls, config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
     ) -> Self:
         """Connect to the cluster and return it. Raises ConfigError if the cluster cannot be reached or cannot
-        run this config."""
+        run this config, and InstarError if it does not answer in time."""
         assert isinstance(config.cluster, RayClusterConfig)
         ray = await connect(resolve_address(config.cluster))
         cluster = cls(ray, config, folder, directory, log=log)
@@ -161,7 +160,7 @@ class RayCluster(Cluster):
 
     async def _place(self, actor: RoleActor) -> None:
         """Create the actor on a node with free resources, and start its role. Raises InstarError if there is
-        no such node. If the role is told to exit in the meantime, it is marked as exited."""
+        no such node or the role cannot start. A role that is told to exit meanwhile is marked as exited."""
         reason = ""
         for _ in range(MAX_PLACEMENT_ATTEMPTS):
             await self._create(actor)
@@ -277,7 +276,10 @@ class RayCluster(Cluster):
         if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
             actor.moves = 0
         if actor.moves >= len(RESTART_BACKOFF):
-            raise InstarError(f"{actor.name} was lost {actor.moves + 1} times: {reason}\n(log: {actor.log})")
+            raise InstarError(
+                f"{actor.name} was lost {actor.moves + 1} times in a row; the last reason: {reason}\n"
+                f"(log: {actor.log})"
+            )
         self.log(f"{actor.name} is lost ({reason}); restarting it on a node with free resources")
         await asyncio.sleep(RESTART_BACKOFF[actor.moves])
         actor.moves += 1
@@ -316,7 +318,7 @@ class RayCluster(Cluster):
 
     async def _ask(self, answer: Any, seconds: float) -> Any:
         """Return an actor's answer. Raises ActorLostError if the actor has exited, TimeoutError if it cannot
-        be reached, and any error that the actor raised."""
+        be reached or does not answer within ``seconds``, and any error that the actor raised."""
         errors = self._ray.exceptions
         try:
             async with asyncio.timeout(seconds):
@@ -357,7 +359,7 @@ class RayCluster(Cluster):
                 )
             except (ActorLostError, TimeoutError) as error:
                 raise InstarError(
-                    f"{name} cannot be restarted: its node {actor.host} does not answer"
+                    f"{name} cannot be restarted: its actor on {actor.host} has exited or does not answer"
                 ) from error
         if actor.exit_code.done():
             actor.exit_code = asyncio.get_running_loop().create_future()

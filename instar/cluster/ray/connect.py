@@ -26,8 +26,8 @@ def resolve_address(section: RayClusterConfig) -> str:
 
 
 async def connect(address: str) -> Any:
-    """Connect to the cluster and return the `ray` module. Raises ConfigError if the cluster does not
-    answer."""
+    """Connect to the cluster and return the `ray` module. Raises ConfigError if the package is missing, the
+    address is wrong or nothing listens there, and InstarError if the cluster does not answer in time."""
     if find_spec("ray") is None:
         raise ConfigError("cluster.type: ray requires the package ray; run: pip install 'instar[ray]'")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads this variable during the import
@@ -58,13 +58,13 @@ async def connect(address: str) -> Any:
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cluster.address: cannot connect to the Ray cluster at {address}: {error}"
+            f"cluster.address: cannot connect to the Ray cluster at {address}; is it running? ({error})"
         ) from error
     return ray
 
 
 async def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nothing listens at a host:port address. Ray itself would try for 90 seconds."""
+    """Raise ConfigError if nothing listens at a host:port address. Ray itself would try for much longer."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return

@@ -1,7 +1,7 @@
 """The actor that runs one role on its node, and the data that it exchanges with the driver.
 
 The driver polls the actor continuously. If the polls stop for too long, the actor kills its role, because the
-driver has then started the role on a different node.
+driver has exited, or has started the role on a different node.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RoleSpec:
     """Config of the run as JSON."""
     folder: Path
     driver_token: str
-    """Content of the `driver` file, which identifies the driver's own folder."""
+    """Content of the file `driver` in the run's folder, which identifies the driver's own folder."""
     cwd: Path
     env: Mapping[str, str] = field(repr=False)
     exclude_env: frozenset[str]
@@ -60,7 +60,7 @@ class RoleSpec:
     """Address to listen on. If there are several machines, the node's address replaces a loopback address."""
     is_single_machine: bool
     driver_timeout: float
-    """Seconds without a call from the driver after which the role is killed."""
+    """Seconds without a call of `RoleHost.report` after which the role is killed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PlacedRole:
 @dataclass(frozen=True)
 class RoleReport:
     generation: int
-    """1 for the role's first process, one more for each process that replaced it."""
+    """1 at first, and one more after each call of `RoleHost.restart`. Restarts after a crash do not count."""
     restarts: int
     exit_code: int | None
     failure: str | None
@@ -121,7 +121,7 @@ class RoleHost:
         return PlacedRole(host, str(ray_context.get_node_id()), role.url, role.log, shares)
 
     def _prepare_folder(self, spec: RoleSpec) -> bool:
-        """Return True if the run's folder is the driver's own. Otherwise write the config to the folder."""
+        """Return True if the run's folder is the driver's own. Otherwise write the config to it."""
         os.umask(PRIVATE_UMASK)
         token_file = spec.folder / "driver"
         if token_file.is_file() and token_file.read_text() == spec.driver_token:
@@ -133,7 +133,7 @@ class RoleHost:
         return False
 
     async def report(self) -> RoleReport:
-        """Return the state of the role. The driver calls this method continuously."""
+        """Return the state of the role and its events since the last call. The driver polls this method."""
         self._last_call = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
@@ -148,7 +148,7 @@ class RoleHost:
         )
 
     async def read_metrics(self, offset: int) -> bytes:
-        """Return the content of the run's metrics file on this node, starting at ``offset``."""
+        """Return the content of the run's metrics file on this node, starting at byte ``offset``."""
         path = self._folder.path / "metrics.jsonl"
         if not path.is_file():
             return b""
@@ -165,7 +165,7 @@ class RoleHost:
         self._supervisor.kill(self._name)
 
     async def restart(self, timeout: float) -> int:
-        """Restart the role and return the generation of its new process."""
+        """Restart the role and return its new generation (see `RoleReport`)."""
         assert self._supervisor is not None
         await self._supervisor.restart(self._name, timeout)
         self._generation += 1
@@ -176,7 +176,7 @@ class RoleHost:
         return await self._supervisor.tail(self._name, lines)
 
     async def _exit_when_driver_is_lost(self, timeout: float) -> None:
-        """Kill the role and exit if the driver makes no call for ``timeout`` seconds."""
+        """Kill the role and exit if the driver does not call `report` for ``timeout`` seconds."""
         while time.monotonic() - self._last_call < timeout:  # noqa: ASYNC110 - set by calls of the driver
             await asyncio.sleep(POLL_SECONDS)
         try:
@@ -194,7 +194,7 @@ def forwarded_env(
     config: RunConfig, environment: Mapping[str, str], exclude: frozenset[str]
 ) -> dict[str, str]:
     """Return the driver's variables that a role on a different node may need: variables that are always
-    forwarded, variables that settings refer to, and variables in `cluster.env`."""
+    forwarded, variables that settings refer to, and variables in `cluster.env`, but none in ``exclude``."""
     assert isinstance(config.cluster, RayClusterConfig)
     names = {
         *ALWAYS_FORWARDED_VARIABLES,

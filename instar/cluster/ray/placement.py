@@ -42,7 +42,7 @@ def parse_nodes(nodes: Iterable[Mapping[str, Any]]) -> list[ClusterNode]:
 
 def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -> PlacementConfig:
     """Return the configured placement of the role. By default, a process gets one core and the GPUs that it
-    can use, or a fraction of them if the cluster has too few."""
+    can use, or a fraction of either if the cluster has too few cores or GPUs."""
     section = config.cluster
     assert isinstance(section, RayClusterConfig)
     if (configured := section.placement.get(role)) is not None:  # pyright: ignore[reportArgumentType] - any role

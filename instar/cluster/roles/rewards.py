@@ -55,4 +55,4 @@ async def run_rewards(context: RoleContext) -> None:
 
 async def _wait_for_stop(context: RoleContext) -> None:
     await context.stop.wait()
-    await asyncio.sleep(STOP_GRACE_SECONDS)  # the next run repeats the scores that are then interrupted
+    await asyncio.sleep(STOP_GRACE_SECONDS)  # scores that take longer are repeated by the next run

@@ -32,7 +32,7 @@ async def run_trainer(context: RoleContext) -> None:
     async with AsyncExitStack() as resources:
         backend = create_backend(context.config)
         config, warnings = apply_capabilities(context.config, backend.capabilities)
-        os.umask(PRIVATE_UMASK)  # the model, which other users may share, has been downloaded
+        os.umask(PRIVATE_UMASK)  # only now, because the downloaded model may be shared with other users
         engines = EngineConnections(
             EndpointDirectory(store, context.run_id),
             os.environ[ENGINE_TOKEN_ENV],
@@ -56,8 +56,8 @@ async def run_trainer(context: RoleContext) -> None:
                 monitor.record("warning", 0, {"text": warning})
             sync = await create_sync_route(config, backend, connected)
             resources.push_async_callback(sync.close)
-            logger.info("the weights reach the engines by %s", sync.description)
-            loop = Trainer(
+            logger.info("sync route: %s", sync.description)
+            trainer = Trainer(
                 TrainingRun(config, context.run_id, context.policy_id),
                 store=store,
                 backend=backend,
@@ -65,24 +65,24 @@ async def run_trainer(context: RoleContext) -> None:
                 monitor=monitor,
                 penalty=penalty,
             )
-            loop.is_rollout_finished = not config.trains_live
+            trainer.is_rollout_finished = not config.trains_live
             context.is_started = True
             async with background_tasks(
-                call_when_set(loop.stop, context.stop, context.drain),
-                _watch_rollout(store, context.run_id, loop),
+                call_when_set(trainer.stop, context.stop, context.drain),
+                _watch_rollout(store, context.run_id, trainer),
                 share_cores(config, store, "engine", backend.use_cores),
-                context.heartbeat(store, lambda: loop.doing),
+                context.heartbeat(store, lambda: trainer.doing),
             ):
-                await loop.run()
-    await context.announce(store, loop.doing)
+                await trainer.run()
+    await context.announce(store, trainer.doing)
     await store.close()
 
 
-async def _watch_rollout(store: Store, run_id: str, loop: Trainer) -> None:
+async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:
     """Tell the trainer when the rollout has finished and all its groups are scored, so that the trainer stops
     after the remaining groups."""
-    while not loop.is_rollout_finished:
+    while not trainer.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):
-            loop.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
+            trainer.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
         await asyncio.sleep(HEARTBEAT_SECONDS)

@@ -25,6 +25,6 @@ async def test_run_with_ray_sync_records_exact_logprobs(
     run.assert_consistent()
     assert await check_every_token(run, model) == {0, 1, 2}
     log = (run.run_dir / "logs" / "trainer.log").read_text()
-    assert f"weights reach the engines by ray: the object store of the cluster at {cluster}" in log
+    assert f"sync route: ray: the object store of the cluster at {cluster}" in log
     assert "did not reach an engine" not in log
     assert not list(find_server_pids(run))
