@@ -48,8 +48,7 @@ class EndpointDirectory:
         return [entry.url for entry in entries if include_draining or not entry.doing.startswith(DRAINING)]
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> list[str]:
-        """Return the URLs of the role as soon as there is one. Raises EngineUnavailable after ``timeout``
-        seconds."""
+        """Return the role's URLs once there is one. Raises EngineUnavailable after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not (urls := await self.list_urls(role)):
             if time.monotonic() > deadline:
@@ -88,8 +87,7 @@ class EngineConnections:
         return [engine for engine, answered in zip(engines, answers, strict=True) if answered] or engines
 
     async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
-        """Return the current engines once one has answered. Raises EngineUnavailable after ``timeout``
-        seconds."""
+        """Return the engines once one has answered. Raises EngineUnavailable after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not (engines := await self.list_current()):
             if time.monotonic() > deadline:

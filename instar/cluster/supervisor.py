@@ -94,7 +94,7 @@ class ChildProcess(RoleHandle):
 
 class Supervisor(Cluster):
     def __init__(self, folder: RunFolder, *, log: Callable[[str], None], host: str = "") -> None:
-        """``host``, if not empty, replaces the host in the roles' URLs and precedes the paths of their logs."""
+        """``host``, if not empty, is the host in the roles' URLs and precedes the paths of their logs."""
         super().__init__(log=log)
         self.folder = folder
         self._host = host

@@ -43,8 +43,9 @@ class RequestOptions(TypedDict, total=False):
 class HttpClient:
     """An HTTP client. The first request opens its aiohttp session.
 
-    ``secret`` is replaced with ``***`` in the text of every error. An idle connection stays open for
-    ``keep_alive`` seconds; with 0, each connection is closed after its response.
+    ``secret`` is replaced with ``***`` in the text of NoResponse. An idle connection stays open for
+    ``keep_alive`` seconds; with 0, each connection is closed after its response. ``connect_timeout`` is None
+    if only ``timeout``, which includes the response, limits a connection attempt.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
@@ -64,8 +65,8 @@ class HttpClient:
     ) -> HttpResponse:
         """Send a request and return its response. Redirects are not followed.
 
-        Raises NoResponse if no complete response arrives within ``timeout`` seconds, or if the response is
-        longer than ``max_bytes``.
+        Raises NoResponse if no complete response arrives within ``timeout`` seconds (default: the client's),
+        or if the response is longer than ``max_bytes`` (default: no limit).
         """
         timeout = options.get("timeout")
         seconds = self.timeout if timeout is None else timeout
@@ -94,7 +95,7 @@ class HttpClient:
         return await self.request("POST", url, body, **options)
 
     def redact(self, text: str) -> str:
-        """Remove the secret from the text. Servers may quote a key that they reject."""
+        """Return the text with ``***`` for the secret. Servers may quote a key that they reject."""
         return text.replace(self.secret, "***") if self.secret else text
 
     async def close(self) -> None:
@@ -124,5 +125,5 @@ async def _read_at_most(response: aiohttp.ClientResponse, limit: int | None) -> 
     async for chunk in response.content.iter_chunked(1 << 16):
         content += chunk
         if len(content) > limit:
-            raise NoResponse(f"the response is longer than {limit} bytes")
+            raise NoResponse(f"the response was discarded, because it is longer than {limit} bytes")
     return bytes(content)

@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client without TLS for engines and providers on the same network, such as vLLM and Ollama.
 
 The HTTP client takes most of the time that the gateway needs to forward a request, and this client is several
-times faster than aiohttp. It raises the errors of aiohttp, so that callers handle both clients in the same
-way.
+times faster than aiohttp. A failed response raises an error of aiohttp, so that callers handle both clients
+in the same way. A failed connection attempt raises OSError or TimeoutError.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PlainClient:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         head = "\r\n".join(lines)
         if head.count("\n") != len(lines) - 1:
-            raise ValueError("a header name or value contains a line break")
+            raise ValueError("the request target, a header name or a header value contains a line break")
         return head.encode() + b"\r\n\r\n"
 
     def _pop_idle(self) -> _Connection | None:
@@ -191,7 +191,7 @@ class PlainResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def readany(self) -> bytes:
-        """Wait for data and return the unread bytes, or an empty string at the end of the body."""
+        """Wait for data and return the unread bytes, or no bytes at the end of the body."""
         while not self._parts:
             if self._error is not None:
                 raise self._error

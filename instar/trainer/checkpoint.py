@@ -29,7 +29,7 @@ class TrainerState(msgspec.Struct, frozen=True):
     step: int
     """The last step whose update is in the weights."""
     seconds: float
-    """The training time until the checkpoint, in seconds."""
+    """The seconds on the trainer's `TrainingTimer` when the checkpoint was saved."""
     baseline: Json = {}
     """The state of the running baseline; empty if the advantage estimator has none."""
 
@@ -96,8 +96,8 @@ def read_trainer_state(path: Path) -> TrainerState:
 async def load_newest_intact(
     run_dir: Path, backend: Backend, steps: Sequence[int]
 ) -> tuple[TrainerState, frozenset[Path]]:
-    """Load the newest intact checkpoint of the saved ``steps`` into the backend. Return the trainer's state
-    and the newer checkpoints, which are damaged. Raises InstarError if no checkpoint is intact."""
+    """Load the newest intact checkpoint of the saved ``steps`` (oldest first) into the backend. Return the
+    trainer's state and the newer, damaged checkpoints. Raises InstarError if no checkpoint is intact."""
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
         path = checkpoint_path(run_dir, step)
@@ -124,7 +124,7 @@ async def load_newest_intact(
 
 
 async def _load_state(backend: Backend, path: Path) -> str | None:
-    """Load the backend's state. Return None, or the reason why the state cannot be used."""
+    """Load the backend's state. Return None, or the reason if a value in the state is not finite."""
     try:
         await backend.load_state(path / "backend")
     except NonFiniteError as error:  # an earlier version of Instar may have saved such weights
@@ -146,7 +146,7 @@ def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path])
 
 
 def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Path]:
-    """Return the complete entries of a folder except the newest ``count`` and those in ``exclude``."""
+    """Return the complete entries of a folder, if it exists, except the newest ``count`` and ``exclude``."""
     if not folder.is_dir():
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))

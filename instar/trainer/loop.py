@@ -2,8 +2,9 @@
 
 A step is first *claimed* (the store freezes its samples with their rewards and advantages), then *submitted*
 to the backend, then *saved* (a checkpoint contains its update), and then *committed* (its version is
-published). After a crash at any moment, or when a service has lost the session, `recover` loads the last
-saved state and releases the claims of later steps.
+published). Steps between two checkpoints publish their versions before they are saved. After a crash at any
+moment, or when a service has lost the session, `recover` loads the last saved state and releases the claims
+of later steps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from instar.types import Artifact, Json, Policy, StepState
 logger = logging.getLogger(__name__)
 
 EPOCH = 0
-"""The only epoch, because live groups and corrections are used for training once."""
+"""The epoch of claims on live groups and corrections, which are used once. Exported data has own epochs."""
 MAX_LOST_SESSIONS = 5
 """The run tolerates this number of lost sessions in a row without a trained step."""
 RENEWAL_LIFETIME_FRACTION = 2 / 3
@@ -50,7 +51,7 @@ RENEWAL_LIFETIME_FRACTION = 2 / 3
 
 @dataclass
 class TrainingTimer:
-    """Measures the time spent training, across restarts."""
+    """Measures the wall-clock time of training, including waits. A restart continues at the checkpoint."""
 
     previous_seconds: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
@@ -101,7 +102,7 @@ class Trainer:
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
-        """True if no more groups will arrive."""
+        """True if no more live groups will arrive."""
 
     # --- running -----------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class Trainer:
         self.step = self.saved_step = self.saved_version = 0
 
     async def _run_step(self) -> bool:
-        """Wait for a batch and train on it. Return False if no data is left."""
+        """Wait for a batch and train on it. Return False if no data is left. The wait may also time out."""
         await self._renew_head()
         self.doing = f"waiting for the data of step {self.step + 1}"
         head = await self.store.latest_policy(self.policy_id)
@@ -156,7 +157,7 @@ class Trainer:
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """Return the seconds to wait for data. The run's time and the sampler's lifetime limit the wait."""
+        """Return the seconds to wait for data, limited by the run's time and the sampler's lifetime, if any."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
@@ -188,7 +189,7 @@ class Trainer:
         if batch.samples or corrections.samples:
             metrics |= await self._update_weights(batch, corrections, step)
         else:
-            logger.info("step %s: all advantages are zero, so nothing was trained", step)
+            logger.info("step %s: the batch has no samples to train on, so nothing was trained", step)
         self.step = step
         metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - started
         metrics["elapsed"] = self.timer.seconds
@@ -234,7 +235,7 @@ class Trainer:
         batch, metrics = await correct_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(
-                "step %s: every token is beyond trainer.off_policy.drop_above, so nothing was trained", step
+                "step %s: every token is beyond trainer.off_policy.drop_above, so no sample was trained", step
             )
         elif self.penalty is not None:
             samples, penalty_metrics = await self.penalty.apply(batch.samples, batch.scales)
@@ -255,13 +256,14 @@ class Trainer:
         return version
 
     async def _publish_files(self, version: int) -> None:
-        """Write the files of a version that was pushed over a live route. Engines that start while the
-        trainer is busy or stopped load these files, and the files remain after the run."""
+        """Write the files of a version that has none, for example after a push over a live route. Engines
+        that start while the trainer is busy or stopped load these files, and the files remain after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
-        """Commit all steps up to the last saved one, publish it if necessary, and return its version."""
+        """Commit the steps up to the last saved one, publish it if necessary, and return its version. Remove
+        outdated checkpoints."""
         rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
@@ -321,8 +323,8 @@ class Trainer:
     # --- recovery ----------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Load the last saved state that is intact, release the claims of later steps and tombstone their
-        versions."""
+        """Load the last saved state that is intact, or start from the base model. Release the claims of later
+        steps, tombstone their versions, and push the head to the engines."""
         self.doing = "recovering"
         rows = await self.store.steps(self.run_id)
         saved = [

@@ -55,7 +55,7 @@ def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def read_metrics(run_dir: Path) -> Iterator[Json]:
-    """Yield every record in order. A crash may leave an incomplete last line, which is skipped."""
+    """Yield every record in order. Lines that are not JSON, which a crash may leave, are skipped."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return

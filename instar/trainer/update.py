@@ -19,8 +19,8 @@ CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The results of one step. ``corrections`` is for users' corrected replies, which the policy imitates.
-    ``samples`` and ``corrections`` are None if the step had none."""
+    """The results of one step. ``corrections`` is the result on users' corrected replies, which the policy
+    imitates. ``samples`` and ``corrections`` are None if the step had none."""
 
     samples: ForwardBackwardResult | None
     corrections: ForwardBackwardResult | None
@@ -30,8 +30,8 @@ class UpdateResult:
 async def correct_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """Apply the off-policy correction. Return the corrected batch, without samples that have no trained
-    tokens, and its metrics."""
+    """Apply the off-policy correction, unless `proximal` is `behavior`. Return the corrected batch, without
+    samples that have no trained tokens, and its metrics."""
     if config.proximal == "behavior":
         return batch, {}
     started = time.monotonic()
@@ -44,7 +44,7 @@ async def correct_off_policy(
 
 
 def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
-    """Divide the loss's penalty by ``divisor``, like the advantages of the samples."""
+    """Return the loss with the `beta` of `dro` divided by ``divisor``, like the advantages of the samples."""
     if loss.name != "dro":
         return loss
     beta = DEFAULT_BETA if loss.beta is None else loss.beta
@@ -52,7 +52,7 @@ def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
 
 
 def schedule_adam(settings: TrainerConfig, step: int, seconds: float) -> AdamConfig:
-    """Return the optimizer's settings for a step that begins after ``seconds`` of training."""
+    """Return the optimizer's settings for ``step``, which begins after ``seconds`` of training."""
     factor = min(1.0, step / (settings.warmup_steps + 1))
     if settings.schedule == "linear":
         progress = (step - 1) / settings.steps

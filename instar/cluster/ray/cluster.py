@@ -276,10 +276,8 @@ class RayCluster(Cluster):
         if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
             actor.moves = 0
         if actor.moves >= len(RESTART_BACKOFF):
-            raise InstarError(
-                f"{actor.name} was lost {actor.moves + 1} times in a row; the last reason: {reason}\n"
-                f"(log: {actor.log})"
-            )
+            loss = f"{actor.name} was lost {actor.moves + 1} times in a row, and is not restarted again"
+            raise InstarError(f"{loss}; the last reason: {reason}\n(log: {actor.log})")
         self.log(f"{actor.name} is lost ({reason}); restarting it on a node with free resources")
         await asyncio.sleep(RESTART_BACKOFF[actor.moves])
         actor.moves += 1
