@@ -40,4 +40,4 @@ def _get_task_messages(task: Json) -> list[Any]:
         case {"question": str() as text} | {"prompt": str() as text}:
             return [{"role": "user", "content": text}]
         case _:
-            raise ValueError("the task has no 'messages', 'question' or 'prompt' field; add one of them")
+            raise ValueError("the task needs a list 'messages', or a string 'question' or 'prompt'")

@@ -48,8 +48,8 @@ class Gsm8kTextAgent(OpenAIAgent):
 
 class Gsm8kToolAgent(OpenAIAgent):
     """An agent that calculates, checks its answer, and tries again if the answer is wrong. It returns the
-    number of turns and the reward, which is 1 if the first check succeeds and halves with every failed
-    check."""
+    number of turns and the reward, which is 1 if the first check succeeds, halves with every failed check,
+    and is 0 if no check succeeds."""
 
     async def __call__(
         self,

@@ -64,8 +64,7 @@ def _count(engine: EngineConfig) -> int:
 
 
 def engine_process_config(config: RunConfig, index: int) -> RunConfig:
-    """Return the config of the engine process ``index``, with only its own part of a mixed engine and its own
-    server of a list of vLLM servers."""
+    """Return the config of one engine process, with its part of a mixed engine and its own vLLM server."""
     engine = config.engine
     if isinstance(engine, MixedEngineConfig):
         for part in engine.parts:

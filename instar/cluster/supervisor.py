@@ -48,8 +48,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         listener = bind(host, port)
     except OSError as error:
-        hint = "check gateway.host and gateway.port"
-        raise InstarError(f"cannot listen on {host}:{port}: {error.strerror}; {hint}") from error
+        raise InstarError(f"cannot listen on {host}:{port}: {error.strerror}; check gateway.port") from error
     listener.set_inheritable(True)
     return listener
 

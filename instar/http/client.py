@@ -44,8 +44,7 @@ class HttpClient:
     """An HTTP client. The first request opens its aiohttp session.
 
     ``secret`` is replaced with ``***`` in the text of NoResponse. An idle connection stays open for
-    ``keep_alive`` seconds; with 0, each connection is closed after its response. ``connect_timeout`` is None
-    if only ``timeout``, which includes the response, limits a connection attempt.
+    ``keep_alive`` seconds; with 0, each connection is closed after its response.
     """
 
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)

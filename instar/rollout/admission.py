@@ -1,8 +1,9 @@
 """Limits how far generation may run ahead of training.
 
 A step consumes ``groups_per_step`` groups, some of which may come from exported data. A group may start if
-the groups before it fill at most ``max_staleness`` more steps, so that the policy advances by at most that
-many versions until a step uses the group. If ``max_staleness`` is 0, generation and training alternate.
+the groups before it fill at most ``max_staleness`` steps that are not trained yet. The policy then advances
+by at most that many versions until a step uses the group. If ``max_staleness`` is 0, generation and training
+alternate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from instar.store.base import Progress, Store
 from instar.types import StepState
 
 EPOCH = 0
-"""The epoch of all claims. There is only one, because every group is claimed once."""
+"""The epoch of claims on live groups, which are claimed once. Exported data is claimed once per epoch."""
 MAX_STATE_AGE_SECONDS = 0.25
 """Time after which the state is computed again even if the counts in the store have not changed."""
 
@@ -34,13 +35,12 @@ class Admission:
         self.run_id = run_id
         self.steps = config.trainer.steps
         self.count_groups = config.count_live_groups
-        self.steps_ahead = config.max_staleness + 1
+        self.steps_ahead = config.max_staleness + 1  # including the step that is trained next
         self._state: AdmissionState | None = None
         self._read_at = 0.0
 
     async def read_state(self) -> AdmissionState:
-        """Return the current state. It is computed again only after a change, or after
-        MAX_STATE_AGE_SECONDS."""
+        """Return the state. It is computed again after a change of the progress or MAX_STATE_AGE_SECONDS."""
         progress = await self.store.progress(self.run_id)
         is_old = time.monotonic() - self._read_at > MAX_STATE_AGE_SECONDS
         if self._state is None or self._state.progress != progress or is_old:

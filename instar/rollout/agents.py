@@ -1,4 +1,4 @@
-"""The two kinds of agents: an async Python function and a program."""
+"""The two built-in kinds of agents: an async Python function and a program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
 STDOUT_TAIL_BYTES = 64 * 1024
-"""The number of bytes at the end of a program's output that are searched for a reward."""
+"""The number of bytes at the end of a program's output in which the line with the reward must be."""
 STDERR_TAIL_BYTES = 800
 SECRET_VARIABLES = frozenset(
     {

@@ -30,7 +30,7 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Attempt the task once and return the result. Raises AgentError, or an error of the HTTP client."""
+        """Attempt the task once. An exception fails the session, or repeats it if it is transient."""
 
     async def close(self) -> None:  # noqa: B027 — optional
         """Release resources."""

@@ -30,7 +30,7 @@ ReportProgress = Callable[[int, int], None]
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
 POLL_SECONDS = 0.1
 SCORING_GRACE_SECONDS = 60.0
-"""Grace period after the longest scorer timeout, after which unscored tasks count as failed."""
+"""How much longer than all attempts of a scorer an evaluation waits for the next score."""
 
 
 class Evaluator:
@@ -44,7 +44,8 @@ class Evaluator:
         combine: CombineRewards,
     ) -> None:
         if config.eval is None or config.rollout is None:
-            raise ConfigError("eval: eval.tasks or rollout.agent is missing; an evaluation needs both")
+            missing = "eval.tasks" if config.eval is None else "rollout.agent"
+            raise ConfigError(f"{missing} is missing; an evaluation needs eval.tasks and rollout.agent")
         self.config = config
         self.eval = config.eval
         # A failed session counts as 0 in an evaluation, regardless of the settings for training.
@@ -62,7 +63,7 @@ class Evaluator:
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
 
     async def last_evaluated_version(self) -> int:
-        """Return the newest version that was evaluated completely in all modes, or 0 if there is none."""
+        """Return the newest version evaluated during training in all modes, or 0 if there is none."""
         groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.READY)
         task_counts = Counter(group.group_id.rpartition("/")[0] for group in groups)
         modes: dict[int, set[str]] = {}
@@ -73,7 +74,7 @@ class Evaluator:
         return max((version for version in modes if modes[version] >= set(self.eval.modes)), default=0)
 
     async def try_evaluate_all(self, label: str) -> None:
-        """Evaluate all modes. Failures other than ConfigError are only logged, so that training continues."""
+        """Evaluate all modes. Failures other than ConfigError become warnings, so that training continues."""
         try:
             await self.evaluate_all(label)
         except ConfigError:
@@ -131,8 +132,8 @@ class Evaluator:
         return create_agent(config.model_copy(update={"args": {**config.args, **mode.agent_args}}))
 
     async def _open_groups(self, name: str) -> list[Group]:
-        """Return one group of size 1 for each task. Groups of tasks that were already evaluated are returned
-        as they are, already closed."""
+        """Return one group of size 1 for each task. Groups of an interrupted evaluation with this name are
+        used again, and are already closed if their task is finished."""
         existing = {group.group_id: group for group in await self.store.groups(self.run_id, Channel.VAL)}
         first_index = max((group.index for group in existing.values()), default=-1) + 1
         ids = [f"{self.run_id}/val/{name}/{index:06d}" for index in range(len(self.tasks))]
@@ -167,7 +168,7 @@ class Evaluator:
                 last_counts, last_change = counts, time.monotonic()
             elif time.monotonic() - last_change > max_wait:
                 logger.warning(
-                    "%d tasks have no score, and no session was scored for %.0f s", remaining, max_wait
+                    "gave up on the scores of %d tasks: no session was scored for %.0f s", remaining, max_wait
                 )
                 return
             await asyncio.sleep(POLL_SECONDS)

@@ -65,7 +65,7 @@ class GatewayClient:
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail_session(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
-        """End the session as failed, with ``reward`` as its fallback reward, and return its state."""
+        """End the session as failed, like `complete_session`. ``reward``, if any, is its fallback reward."""
         rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)
         return await self._post(f"/sessions/{session_id}/fail", body, EndedSession)

@@ -120,7 +120,7 @@ class RolloutRunner:
                 self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return a group's task. Every epoch uses all tasks once, shuffled if `rollout.shuffle` is set."""
+        """Return a group's task. Each pass uses every task once, shuffled if `rollout.shuffle` is set."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[self._shuffled_indices(epoch)[position]]
 

@@ -1,7 +1,7 @@
 """Runs one slot of a group: an agent's session from its start to its end, with retries and refills.
 
-A transient error (a lost connection, status 429, 502 or 503) abandons the session and starts a new one. Any
-other error of the agent fails the session. An error of the control API stops the rollout.
+Up to `rollout.retries` times, a transient error (a lost connection, status 429, 502 or 503) starts a new
+session. Later and other errors of the agent fail the session. An error of the control API stops the rollout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RolloutSlot:
     number: int
     attempt: int = 0
     refills: int = 0
-    """The number of sessions that have replaced failed sessions."""
+    """The number of earlier sessions in this slot that replaced failed sessions."""
     seed_index: int | None = None
     """The number that replaces the group's index in the seeds of the sessions, or None to use the index."""
 
@@ -55,7 +55,7 @@ class SlotResult:
     session_id: str
     status: SessionStatus
     reason: str | None = None
-    """The error that failed the session or its scoring, if any."""
+    """Why the session failed or was abandoned, or why its scoring failed, if so."""
     reward: float | None = None
 
     @property
@@ -169,7 +169,7 @@ class SlotRunner:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
         ended = await self.gateway.complete_session(session_id, scoring.rewards, metadata, scoring.scores)
         if ended.status is not SessionStatus.COMPLETED:
-            return self._count_failure(session_id, "the agent itself ended the session")
+            return self._count_failure(session_id, f"the session had already ended as {ended.status}")
         if not ended.changed:
             # The session had already ended. Either the agent completed the session itself, or the response
             # to an earlier request was lost; in that case recording the scores again changes nothing.
@@ -201,7 +201,7 @@ class SlotRunner:
 
 
 async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-    """Return the coroutine's result. Raises AgentTimeout after ``seconds``. Messages begin with ``name``."""
+    """Return the coroutine's result. Raises AgentTimeout after ``seconds``, with ``name`` in the message."""
     return await run_with_deadline(
         seconds,
         coroutine,

@@ -86,7 +86,7 @@ def python_tasks(config: PythonTasksConfig) -> TaskSet:
 
 def read_json_lines(path: Path, *, start: int = 0, limit: int | None = None) -> Iterator[tuple[int, Json]]:
     """Yield up to ``limit`` objects from a file with one JSON object per line, after skipping ``start``
-    objects. Each object comes with its line number, starting at 1. The file may be compressed with gzip."""
+    objects. Each object comes with its line number, starting at 1. A file named `*.gz` is decompressed."""
     stop = None if limit is None else start + limit
     open_file = gzip.open if path.suffix == ".gz" else open
     try:
@@ -96,7 +96,7 @@ def read_json_lines(path: Path, *, start: int = 0, limit: int | None = None) -> 
                 yield number, _parse_object(line, f"{path}, line {number}")
     except (OSError, EOFError, zlib.error) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"tasks.path: cannot read {path}: {reason}") from error
+        raise ConfigError(f"tasks: cannot read {path}: {reason}") from error
 
 
 def _parse_object(line: bytes, location: str) -> Json:

@@ -157,7 +157,7 @@ class Trainer:
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """Return the seconds to wait for data, limited by the run's time and the sampler's lifetime, if any."""
+        """Return the seconds until the run must end or renew its sampler, or None if it never must."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
@@ -257,13 +257,12 @@ class Trainer:
 
     async def _publish_files(self, version: int) -> None:
         """Write the files of a version that has none, for example after a push over a live route. Engines
-        that start while the trainer is busy or stopped load these files, and the files remain after the run."""
+        that start while the trainer is busy or stopped load these files, which remain after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
-        """Commit the steps up to the last saved one, publish it if necessary, and return its version. Remove
-        outdated checkpoints."""
+        """Commit all steps up to the last saved one, publish it if necessary, and return its version."""
         rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)

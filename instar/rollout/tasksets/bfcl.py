@@ -39,7 +39,7 @@ def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
 
 
 def score(task: Json, transcript: Transcript) -> float:
-    """Return 1 if the checker accepts the tool calls of the last reply, else 0."""
+    """Return 1 if BFCL's checker accepts the tool calls of the last reply, else 0."""
     final = transcript.final
     tool_calls = final.get("tool_calls", []) if final else []
     try:

@@ -83,4 +83,4 @@ def _create_dataset(part: ReasoningGymPart, size: int, seed: int) -> Any:
     try:
         return gym.create_dataset(part.dataset, size=size, seed=seed, **part.args)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError(f"tasks.dataset: reasoning-gym cannot create {part.dataset!r}: {error}") from error
+        raise ConfigError(f"tasks: reasoning-gym cannot create {part.dataset!r}: {error}") from error

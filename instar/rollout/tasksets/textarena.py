@@ -40,7 +40,7 @@ class TextArenaGame:
         with self._isolated_rng():
             self._env = arena.make(f"{name}-raw", **args)
             self.player_count = self._reset(seed)
-        self._action: Any = arena.ObservationType.PLAYER_ACTION
+        self._player_action_type: Any = arena.ObservationType.PLAYER_ACTION
         self.is_done = False
 
     def _reset(self, seed: int) -> int:
@@ -56,7 +56,7 @@ class TextArenaGame:
     def observe(self) -> tuple[int, str]:
         """Return the player whose turn it is, and the new messages for that player."""
         player, messages = self._env.get_observation()
-        own_action = (player, self._action)
+        own_action = (player, self._player_action_type)
         return player, "\n".join(text for sender, text, kind in messages if (sender, kind) != own_action)
 
     def move(self, text: str) -> None:
@@ -66,6 +66,7 @@ class TextArenaGame:
             self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 
     def rewards(self) -> dict[int, float] | None:
+        """Close the game and return the rewards by player, or return None if the game is not over."""
         return self._env.close()[0] if self.is_done else None
 
     @contextmanager

@@ -27,7 +27,9 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
         load_dataset = environment.get_dataset if config.split == "train" else environment.get_eval_dataset
         rows: list[Json] = load_dataset(limit).to_list()
     except ValueError as error:
-        raise ConfigError(f"tasks.environment: {config.environment} has no dataset: {error}") from error
+        raise ConfigError(
+            f"tasks.split: cannot load {config.split!r} of {config.environment}: {error}"
+        ) from error
     common: Json = {"environment": config.environment, "args": config.args}
     data = [{**common, "input": to_json(row)} for row in rows]
     return TaskSet([Task(f"{config.split}-{number}", record) for number, record in enumerate(data)])

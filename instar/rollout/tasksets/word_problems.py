@@ -47,7 +47,7 @@ ProblemMaker = Callable[[random.Random], WordProblem]
 
 
 def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) -> list[Json]:
-    """Return distinct problems of the split. The kinds alternate, so that every prefix has the same mix."""
+    """Return distinct problems of the split. The kinds alternate, so that they are mixed evenly."""
     rng = random.Random(f"gsm8k/{seed}/{split}")
     makers = [PROBLEM_MAKERS[index % len(PROBLEM_MAKERS)] for index in range(size)]
     return [problem.to_record() for problem in generate_problems(rng, makers, held_out=split == "heldout")]

@@ -243,7 +243,7 @@ async def test_signal_during_a_restart_reaches_the_new_process(
 def test_open_listener_on_a_used_port_names_the_setting() -> None:
     taken = open_listener("127.0.0.1", 0)
     port = int(listener_url(taken).rsplit(":", 1)[1])
-    with pytest.raises(InstarError, match=f"cannot listen on 127.0.0.1:{port}.*check gateway.host"):
+    with pytest.raises(InstarError, match=f"cannot listen on 127.0.0.1:{port}.*check gateway.port"):
         open_listener("127.0.0.1", port)
     taken.close()
 
