@@ -78,7 +78,7 @@ async def run_with_deadline(
 ) -> T:
     """Return the coroutine's result, or raise ``on_timeout`` after ``seconds``.
 
-    After the timeout, the coroutine is cancelled and has ``grace`` seconds to stop before it is abandoned.
+    If time runs out or the caller is cancelled, the coroutine is cancelled, and abandoned after ``grace`` s.
     ``on_cancel`` is raised if the coroutine cancels itself.
     """
     task = asyncio.create_task(coroutine)

@@ -41,7 +41,7 @@ _COLUMN_TYPES: dict[Any, ColumnType] = {
 
 
 def get_field_types(cls: type) -> dict[str, FieldType]:
-    """Return the type of each field of a dataclass. Objects, lists and mappings are JSON."""
+    """Return the type of each field of a dataclass. Enums are text; objects, lists and mappings are JSON."""
     return {name: _get_field_type(hint) for name, hint in get_type_hints(cls).items()}
 
 

@@ -1,8 +1,8 @@
-"""Errors, named by the boundary that the failure crossed.
+"""The errors that Instar raises, by the part that failed.
 
 InstarError
 ├── ConfigError        a setting is invalid; the message has its path and the allowed values
-├── StoreError         the database rejected an operation
+├── StoreError         an operation on the store failed
 │   ├── StoreTooNew        a newer version of Instar wrote the database
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          the disk is full
@@ -10,16 +10,16 @@ InstarError
 │   └── ConflictError      a row that must be unique exists already (for example a sample claimed twice)
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
-│   ├── EngineUnavailable  the engine cannot be reached or is not ready: try again
-│   └── PromptTooLong      prompt + reply exceed the model's context
+│   ├── EngineUnavailable  an engine or the gateway cannot be reached or is not ready: try again
+│   └── PromptTooLong      the prompt does not fit into the model's context
 ├── BackendError       a training backend failed
-│   ├── NonFiniteError     a loss or gradient is not finite; the step was not applied
-│   ├── BackendUnavailable the backend cannot be reached, or exceeded the deadline
+│   ├── NonFiniteError     a loss, a gradient or a weight is not finite
+│   ├── BackendUnavailable the backend cannot be reached, or did not answer before the deadline
 │   └── BackendLost        the service lost the training session: load the last saved state and train again
-├── DataError          exported data cannot be read, or does not match its manifest
+├── DataError          data cannot be exported or read, or does not match its manifest
 ├── SyncError          a policy could not be transferred to an engine
 ├── ScoreError         a scorer could not score a session
-├── AgentError         an agent program failed
+├── AgentError         an agent failed
 │   └── AgentTimeout       the agent exceeded its deadline
 └── Interrupted        the user asked to stop
 """
@@ -112,7 +112,7 @@ class Interrupted(InstarError):
 
 
 class ScoreError(InstarError):
-    """A scorer could not score a session. ``retry_after`` is the shortest wait in seconds before a retry."""
+    """A scorer failed. A retry may succeed if it is ``retryable``, after at least ``retry_after`` seconds."""
 
     def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
         super().__init__(message)

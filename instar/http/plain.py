@@ -17,7 +17,7 @@ from aiohttp import ClientPayloadError, ServerDisconnectedError
 from multidict import CIMultiDict
 
 MAX_UNREAD_BYTES = 1 << 18
-"""If a response has more unread bytes than this, the connection stops reading."""
+"""If a response has more unread bytes than this, the connection stops reading until they are read."""
 
 
 class PlainClient:

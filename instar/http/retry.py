@@ -28,7 +28,7 @@ class RetryPolicy:
     jitter: tuple[float, float] = (0.5, 1.0)
 
     def delay(self, failures: int, *, at_least: float = 0.0, rng: random.Random | None = None) -> float:
-        """Return the seconds to wait after a failure that follows ``failures`` earlier ones."""
+        """Return the seconds to wait after ``failures`` + 1 failures in a row, at least ``at_least``."""
         doubled = self.first_delay * 2 ** min(failures, MAX_DOUBLINGS)
         return max(at_least, min(self.max_delay, doubled) * (rng or random).uniform(*self.jitter))
 

@@ -31,7 +31,7 @@ SECRET_VARIABLES = frozenset(
         "INSTAR_PROTOCOL_KEYS",
     }
 )
-"""Environment variables with keys of the run itself or of people. Agents must not see them."""
+"""Environment variables with Instar's own keys and passwords. Agents must not see them."""
 
 
 def create_agent(config: AgentConfig) -> Agent:

@@ -42,7 +42,7 @@ from instar.types import Artifact, Json, Policy, StepState
 logger = logging.getLogger(__name__)
 
 EPOCH = 0
-"""The epoch of claims on live groups and corrections, which are used once. Exported data has own epochs."""
+"""The epoch of claims on live groups and corrections, which are used once; not of exported data."""
 MAX_LOST_SESSIONS = 5
 """The run tolerates this number of lost sessions in a row without a trained step."""
 RENEWAL_LIFETIME_FRACTION = 2 / 3
@@ -51,7 +51,7 @@ RENEWAL_LIFETIME_FRACTION = 2 / 3
 
 @dataclass
 class TrainingTimer:
-    """Measures the wall-clock time of training, including waits. A restart continues at the checkpoint."""
+    """Measures the wall-clock time of training, including waits. A restart continues from the saved time."""
 
     previous_seconds: float = 0.0
     started_at: float = field(default_factory=time.monotonic)
@@ -130,7 +130,7 @@ class Trainer:
         self.step = self.saved_step = self.saved_version = 0
 
     async def _run_step(self) -> bool:
-        """Wait for a batch and train on it. Return False if no data is left. The wait may also time out."""
+        """Wait for a batch and train on it, unless the wait times out. Return False if no data is left."""
         await self._renew_head()
         self.doing = f"waiting for the data of step {self.step + 1}"
         head = await self.store.latest_policy(self.policy_id)

@@ -58,7 +58,8 @@ async def connect(address: str) -> Any:
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"cluster.address: cannot connect to the Ray cluster at {address}; is it running? ({error})"
+            f"cluster.address: cannot connect to the Ray cluster at {address}; check that it is running. "
+            f"Ray's error: {error}"
         ) from error
     return ray
 

@@ -78,5 +78,5 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
         assert tasks.scorer(task, task.data["answer"]) == 1.0
         assert tasks.scorer(task, f"I think so. Answer: {task.data['answer']}") == 1.0
         assert tasks.scorer(task, "no idea") < 1.0
-    with pytest.raises(ConfigError, match=r"tasks\.dataset: .*nothing_like_it"):
+    with pytest.raises(ConfigError, match=r"tasks: .*nothing_like_it"):
         load(type="reasoning_gym", dataset="nothing_like_it")
