@@ -1,4 +1,4 @@
-"""Types that both wire protocols share, and the conversion of exceptions to client errors."""
+"""Types that the Tinker and Weaver protocols share, and the conversion of exceptions to client errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProtocolError(InstarError):
-    """An error that is reported to the client. ``category`` says who caused it."""
+    """An error that is reported to the client with the HTTP ``status``. ``category`` says who caused it."""
 
     def __init__(self, message: str, status: int = 400, category: Literal["user", "server"] = "user") -> None:
         super().__init__(message)
@@ -30,8 +30,8 @@ class ProtocolError(InstarError):
 
 
 def to_protocol_error(error: Exception) -> ProtocolError:
-    """Convert an exception to the error to report. An unexpected exception is logged, and the client receives
-    only its type, because its text may contain internals."""
+    """Convert an exception to the error to report. An unexpected exception is logged. If it is not an
+    InstarError, the client receives only its type, because its text may contain internals."""
     if isinstance(error, ProtocolError):
         return error
     if isinstance(error, (EngineUnavailable, BackendUnavailable)):
@@ -54,7 +54,7 @@ def convert_errors() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """The limits of a server. Requests above a limit are rejected."""
+    """The limits and timeouts of a server."""
 
     max_body: int = 256 * 1024 * 1024
     """The maximum size of a request body, in bytes."""
@@ -63,17 +63,18 @@ class ServiceLimits:
     max_samplers: int = 8
     """The maximum number of sampling policies in memory. The least recently used policy is evicted first."""
     max_operations: int = 1024
-    """The maximum number of operations that wait or run at the same time."""
+    """The maximum number of operations that wait or run at the same time, and of samples per request."""
     max_rank: int = 256
     session_ttl: float = 600.0
-    """A session ends, and its models are freed, after this many seconds without a heartbeat."""
+    """A session ends, and its models are freed, after this many seconds without a heartbeat. Every request
+    for the session or its models counts as a heartbeat."""
     idle_before_eviction: float = 90.0
-    """After this many seconds without a heartbeat, other sessions may take a session's memory. Clients send a
-    heartbeat every 10 or 30 seconds."""
+    """After this many seconds without a heartbeat, a session may be ended to make room for a new model.
+    Clients send a heartbeat every 10 or 30 seconds."""
     result_ttl: float = 3600.0
-    """The result of a finished operation is kept for this many seconds."""
+    """The result of a finished operation is kept for this many seconds if it is not delivered."""
     sequence_gap_timeout: float = 120.0
-    """If a sequence id is missing for this many seconds, later operations fail."""
+    """If a sequence id is missing for this many seconds, the operations that wait for it fail."""
 
 
 TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")
@@ -83,6 +84,7 @@ TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")
 class AdapterSpec:
     rank: int = 16
     seed: int | None = None
+    """None to choose a random seed."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = False
@@ -102,7 +104,7 @@ class CheckpointInfo:
     """A checkpoint on the server's disk. Training can continue from a "state", but not from a "sampler"."""
 
     path: str
-    """The path that clients use, such as `tinker://<model>/weights/<name>`."""
+    """The path in the `CheckpointStore`, such as `tinker://<model>/weights/<name>`."""
     kind: Literal["state", "sampler"]
     model_id: str
     base_model: str
@@ -110,6 +112,7 @@ class CheckpointInfo:
     created_at: float
     size_bytes: int
     expires_at: float | None = None
+    """The Unix time in seconds, like ``created_at``. None if the checkpoint does not expire."""
     has_optimizer: bool = False
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Maps each of `TRAINED_PARTS` to True if it was trained."""
+    """The values of the `TRAINED_PARTS` in the `AdapterSpec`."""

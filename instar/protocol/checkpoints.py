@@ -1,13 +1,13 @@
 """Stores checkpoints in folders that are written atomically and survive a restart of the server.
 
-    <folder>/<model>/weights/<name>/           a state
-    <folder>/<model>/sampler_weights/<name>/   a sampler
+    <folder>/<model>/weights/<name>/           a "state", from which training can continue
+    <folder>/<model>/sampler_weights/<name>/   a "sampler", which can only be sampled from
         checkpoint.json                        the owner and the CheckpointInfo
         adapter/                               the weights to sample from
-        state/                                 the training state (only in a state)
+        state/                                 the training state (missing in a sampler)
 
-Clients use the path `tinker://<model>/weights/<name>`. The scheme is ignored, because it differs between
-protocols.
+The path of a checkpoint is `tinker://<model>/weights/<name>` or `tinker://<model>/sampler_weights/<name>`.
+`CheckpointStore.find` accepts any other scheme too, because the scheme differs between protocols.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _CheckpointMetadata(msgspec.Struct, frozen=True):
 
 class CheckpointStore:
     """The checkpoints in a folder, which is locked against other servers until `close`. Expired checkpoints
-    and checkpoints of other owners are treated as missing."""
+    and checkpoints of other owners are treated as missing. Raises ConfigError if the folder is locked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +72,7 @@ class CheckpointStore:
             try:
                 meta = msgspec.json.decode(file.read_bytes(), type=_CheckpointMetadata)
             except (OSError, ValueError) as error:  # one damaged checkpoint must not stop the server
-                logger.warning("ignored the checkpoint %s, because %s: %s", file.parent, METADATA_FILE, error)
+                logger.warning("ignored a checkpoint, because %s cannot be read: %s", file, error)
                 continue
             self._metadata[meta.info.path] = meta
 
@@ -89,25 +89,26 @@ class CheckpointStore:
         ttl: float | None,
     ) -> CheckpointInfo:
         """Store the checkpoint that ``fill`` writes to a folder. Return ``info`` with the checkpoint's path,
-        size and times. ``fill`` is called before the first await, so that it saves the model as it is now."""
+        size and times. A checkpoint at the same path is replaced. The new one expires after ``ttl`` seconds
+        (None: never). ``fill`` is called before the first await, so that it saves the model as it is now."""
         if _NAME_PATTERN.fullmatch(name) is None:
             raise ProtocolError(
-                f"checkpoint name: received {name!r}; use at most 128 letters, digits, '.', '_' and '-', and "
+                f"checkpoint name: received {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', and "
                 "do not begin with '.'"
             )
         if ttl is not None and not ttl > 0:
-            raise ProtocolError(f"ttl: received {ttl:g}; it must be more than 0 seconds")
+            raise ProtocolError(f"ttl_seconds: received {ttl:g}; it must be more than 0 seconds")
         (self._folder / SCRATCH_FOLDER).mkdir(exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH_FOLDER))
         try:
             await fill(scratch)
-            meta = await asyncio.to_thread(self._store, scratch, owner, name, info, ttl)
+            meta = await asyncio.to_thread(self._move_into_place, scratch, owner, name, info, ttl)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         self._metadata[meta.info.path] = meta
         return meta.info
 
-    def _store(
+    def _move_into_place(
         self, scratch: Path, owner: str, name: str, info: CheckpointInfo, ttl: float | None
     ) -> _CheckpointMetadata:
         now = time.time()
@@ -130,22 +131,23 @@ class CheckpointStore:
         return meta
 
     def find(self, path: str, owner: str) -> CheckpointInfo:
-        """Return the checkpoint at a path. Raises ProtocolError 404 if the checkpoint is missing."""
+        """Return the checkpoint at a path. Raises ProtocolError: 400 for a bad path, 404 if there is none."""
         match = _PATH_PATTERN.fullmatch(path)
         if match is None:
             raise ProtocolError(
-                f"checkpoint path: received {path!r}; expected tinker://<model>/weights/<name>"
+                f"checkpoint path: received {path!r}; expected tinker://<model>/weights/<name> or "
+                "tinker://<model>/sampler_weights/<name>"
             )
         meta = self._metadata.get("tinker://{}/{}/{}".format(*match.groups()))
         if meta is None or meta.owner != owner or _is_expired(meta):
-            raise ProtocolError(f"there is no checkpoint {path}", 404)
+            raise ProtocolError(f"there is no checkpoint {path}, or it has expired", 404)
         return meta.info
 
     def get_folder(self, info: CheckpointInfo) -> Path:
         return self._folder / info.path.removeprefix("tinker://")
 
     def list_checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        """Return the owner's checkpoints, oldest first."""
+        """Return the owner's checkpoints of one model (None: of all models), oldest first."""
         checkpoints = [
             meta.info
             for meta in self._metadata.values()

@@ -1,4 +1,4 @@
-"""HTTP code that both protocols share: routes, API keys, request bodies and JSON."""
+"""HTTP code that the Tinker and Weaver protocols share: routes, API keys, request bodies and JSON."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class KeyStore:
         self._hashes = [hash_key(key) for key in keys]
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the owner of the request's key. Raises ProtocolError 401 if the key is not accepted."""
+        """Return the owner of the request's key. Raises ProtocolError 401 if it is missing or invalid."""
         key = headers.get(self._header, "").strip()
         if not key:
             raise ProtocolError(f"the API key is missing; send it in the {self._header} header", 401)
         owner = self._find_owner(key)
         if owner is None:
-            raise ProtocolError("this server does not accept the API key of the request", 401)
+            raise ProtocolError(f"the API key in the {self._header} header is not valid for this server", 401)
         return owner
 
     def _find_owner(self, key: str) -> str | None:
@@ -44,7 +44,7 @@ class KeyStore:
 
 class ProtocolRouter(Generic[T]):
     """Registers routes under ``/api/v1`` that require an API key. ``parse_request`` receives the HTTP request
-    and its owner, and returns the request that handlers receive."""
+    and its owner, and returns the request that handlers receive. Errors become an ``error_response``."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json(body: bytes | memoryview | msgspec.Raw, message_type: type[T]) -> T:
-    """Decode JSON into ``message_type``. Raises ProtocolError with the name of an invalid field."""
+    """Decode JSON into ``message_type``. Raises ProtocolError if the JSON or a field is invalid."""
     try:
         return msgspec.json.decode(body, type=message_type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -112,7 +112,7 @@ def find_sequence_id(body: bytes) -> int | None:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return a JSON response. NumPy arrays become lists and NaN becomes null."""
+    """Return a JSON response. NumPy arrays become lists. NaN and infinity become null."""
     return Response(
         orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json"
     )

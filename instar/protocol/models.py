@@ -37,7 +37,7 @@ class ServedLocalBackend(LocalBackend):
         return super()._optim_step(adam)
 
     async def save_weights(self, path: Path) -> None:
-        """Save the state without the optimizer's moments."""
+        """Save a training state with the current weights and a new optimizer."""
 
         def save() -> None:
             fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
@@ -52,7 +52,7 @@ class ClientSession:
     session_id: str
     owner: str
     last_seen: float
-    """The time of the last request, from `time.monotonic`."""
+    """The time of the last request for the session or its models, from `time.monotonic`."""
 
 
 class CoreSharing:
@@ -60,9 +60,9 @@ class CoreSharing:
 
     Two computations whose threads run on the same cores take far more than twice as long, because the threads
     wait for each other in every operation. Therefore training and sampling each get half of the cores while
-    both run. A client that alternates between them always gets all cores, because the number of threads can
-    change the last bits of a sum. ``set_sampler_cores`` is called when the number of cores for sampling
-    changes.
+    both run. A single client that trains and samples in turn always gets all cores, so its results do not
+    depend on timing: the number of threads can change the last bits of a sum. ``set_sampler_cores`` is called
+    when the number of cores for sampling changes.
     """
 
     def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
@@ -72,7 +72,7 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
-        """Reserve cores for a model during the block. ``set_cores`` receives the number of cores."""
+        """Reserve cores for a model during the block. ``set_cores`` is called with their number."""
         set_cores(self._compute_share(others=self._sampling_count))
         self._change_training_count(+1)
         try:
@@ -137,7 +137,8 @@ class TrainingModel:
             return await self._backend.optim_step(adam)
 
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
-        """Save the model atomically. An existing checkpoint with this name is replaced."""
+        """Save a checkpoint to resume training from, with the optimizer's state if ``optimizer`` is True. An
+        existing checkpoint with this name is replaced. It expires after ``ttl`` seconds (None: never)."""
 
         async def fill(folder: Path) -> None:
             save = self._backend.save_state if optimizer else self._backend.save_weights
@@ -147,7 +148,7 @@ class TrainingModel:
         return await self._write_checkpoint("state", name, fill, ttl, has_optimizer=optimizer)
 
     async def export(self, name: str, *, ttl: float | None = None) -> CheckpointInfo:
-        """Save the current weights as a sampler."""
+        """Save the current weights as a checkpoint to sample from. The arguments are those of `save`."""
         return await self._write_checkpoint(
             "sampler", name, lambda folder: self._backend.publish(folder / ADAPTER_FOLDER), ttl
         )
@@ -157,7 +158,7 @@ class TrainingModel:
         info = self._checkpoints.find(path, self.owner)
         if info.kind != "state":
             raise ProtocolError(
-                f"{path} cannot be loaded, because it was saved as a sampler and not as a state"
+                f"{path} cannot be loaded, because it was saved only for sampling; load a training state"
             )
         if optimizer and not info.has_optimizer:
             raise ProtocolError(f"{path} was saved without its optimizer; load it without the optimizer")
@@ -171,7 +172,7 @@ class TrainingModel:
             raise ProtocolError(text, error.status, error.category) from error
 
     async def end(self) -> None:
-        """End the model after all earlier calls."""
+        """Close the model once all earlier calls have finished. Later calls raise ProtocolError 404."""
         self._has_ended = True
         await self._backend.close()
 
@@ -188,7 +189,7 @@ class TrainingModel:
 
     def _check_not_ended(self) -> None:
         if self._has_ended:
-            raise ProtocolError(f"the model {self.model_id} has ended", 404)
+            raise ProtocolError(f"the model {self.model_id} has ended; create a new one", 404)
 
     async def _write_checkpoint(
         self,
@@ -226,7 +227,7 @@ def create_backend(
 
 
 def select_lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
-    """Return the name suffixes of the linear layers to adapt. PEFT's all-linear excludes the output layer."""
+    """Return the name suffixes of the linear layers to adapt. "all-linear" excludes only the output layer."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
         return "all-linear"
     head = base.get_output_embeddings()
@@ -237,5 +238,5 @@ def select_lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str
         if isinstance(module, nn.Linear) and (adapter.train_unembed if module is head else is_trained):
             suffixes.add(".".join(name.split(".")[-2:]))
     if not suffixes:
-        raise ProtocolError("train_attn, train_mlp and train_unembed are all false; set at least one of them")
+        raise ProtocolError("train_attn, train_mlp and train_unembed select no layers; set another to true")
     return sorted(suffixes)

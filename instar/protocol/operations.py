@@ -17,14 +17,12 @@ DELIVERED_RESULT_TTL_SECONDS = 300.0
 
 OperationFunction = Callable[[], Awaitable[Any]]
 REJECTED = "rejected request"
-"""The kind of an operation that only uses up the sequence id of a request that could not be parsed."""
-_CONTINUE = "continue with the next sequence id that was not sent"
+"""The kind of an operation that only uses up the sequence id of a request that was rejected."""
+_CONTINUE = "continue with the sequence id after the highest one that was sent"
 
 
 @dataclass(frozen=True, slots=True)
 class OperationResult:
-    """The value or the error of a finished operation."""
-
     value: Any = None
     error: ProtocolError | None = None
 
@@ -52,7 +50,7 @@ class _SequenceQueue:
     """The offset of the last operation that was started."""
     is_running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
-    """The operations by sequence id, including finished operations with a kept result."""
+    """The operations by sequence id, including finished operations whose result is kept."""
     gap_timer: asyncio.TimerHandle | None = None
 
     def cancel_gap_timer(self) -> None:
@@ -94,8 +92,9 @@ class OperationScheduler:
     ) -> str:
         """Submit an operation and return its id. If an earlier operation has the same ``key`` and owner, or
         the same queue and sequence id, return the id of that operation. ``offset`` is the difference between
-        ``seq`` and the client's sequence id, which errors name. Raises ProtocolError 429 if there are too
-        many operations, and 409 if the earlier operation is of a different kind."""
+        ``seq`` and the client's sequence id, which errors name. Raises ProtocolError: 400 if ``seq`` is out
+        of range, 409 if the earlier operation is of a different kind or its result has expired, 429 if there
+        are too many operations, and 503 if the server is closing."""
         self._sweep()
         repeated = self._find_repeated(kind, owner, queue_name, seq, offset, key)
         if repeated is not None:
@@ -135,7 +134,7 @@ class OperationScheduler:
 
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
         """Return the result of the operation, or None if the operation is not done after ``timeout`` seconds.
-        Raises ProtocolError 404 if the operation is unknown."""
+        Raises ProtocolError 404 if the operation is unknown or its result has expired."""
         self._sweep()
         operation = self._operations.get(operation_id)
         if operation is None or operation.owner != owner:
@@ -148,7 +147,7 @@ class OperationScheduler:
         return operation.result.result()
 
     def close_queue(self, queue_name: str) -> None:
-        """Fail the operations that are waiting in the queue."""
+        """Remove the queue and fail the operations that are waiting in it."""
         sequence_queue = self._queues.pop(queue_name, None)
         if sequence_queue is not None:
             sequence_queue.cancel_gap_timer()
@@ -198,7 +197,7 @@ class OperationScheduler:
     # --- running ---
 
     def _advance(self, queue: _SequenceQueue) -> None:
-        """Start the next operation in a queue. If its sequence id has not arrived, start the gap timer."""
+        """Start the next operation in a queue. If only later ones have arrived, start the gap timer."""
         if queue.is_running or self._is_closed:
             return
         operation = queue.operations.get(queue.next_seq)
@@ -217,8 +216,8 @@ class OperationScheduler:
             queue,
             ProtocolError(
                 f"the operation was not run, because sequence id {queue.next_seq - queue.offset} of "
-                f"{queue.name} did not arrive within {self._limits.sequence_gap_timeout:g} s; repeat the "
-                f"operations since then and {_CONTINUE}"
+                f"{queue.name} did not arrive within {self._limits.sequence_gap_timeout:g} s; repeat "
+                f"that operation and the later ones, and {_CONTINUE}"
             ),
         )
         # Otherwise all later operations would wait for a sequence id that the client may never send.

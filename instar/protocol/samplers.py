@@ -25,7 +25,7 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
 ENGINE_WAIT_SECONDS = 600.0
-"""The maximum wait for an engine while all engines sample from other policies."""
+"""The maximum time to wait until an engine is free and has loaded the policy."""
 BASE_MODEL_KEY = ""
 
 
@@ -38,8 +38,8 @@ class _PooledEngine:
 
 class SamplerPool:
     """A pool of at most ``max_engines`` engines. If all engines are loaded, a new policy replaces the
-    least recently used one. The engines in use share the KV memory, and an unused engine keeps its share
-    until another engine is used."""
+    least recently used policy that is not in use. The engines in use share the KV memory, and an unused
+    engine keeps its share until another engine is used."""
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
         self._model_config = model
@@ -69,7 +69,7 @@ class SamplerPool:
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
         """Return ``count`` replies sampled from the weights in ``adapter`` (None: the base model), which
-        ``key`` identifies. The first reply uses the request's seed, the others derive seeds from it."""
+        ``key`` identifies. If ``params`` has a seed, the first reply uses it and the others derive theirs."""
         ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
         async with self._borrow_engine(key, adapter) as engine:
             return await map_concurrently(
@@ -129,7 +129,7 @@ class SamplerPool:
                 if key not in self._engines:
                     await self._load_policy(key, adapter)
         except TimeoutError as error:
-            raise ProtocolError("all samplers are in use; try again later", 503, "server") from error
+            raise ProtocolError("no sampler was free in time; try again later", 503, "server") from error
         # Nothing else runs until the next await, so no other policy can be loaded into the engine.
         pooled = self._engines[key]
         self._engines.move_to_end(key)

@@ -37,9 +37,9 @@ async def serve_protocol(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a protocol until ``stop`` is set. ``on_ready`` is called with the server's address. ``folder``
-    contains the checkpoints, including those of an earlier run. ``base_model`` is the model's name for
-    clients. Raises ConfigError if the protocol is unknown or the address cannot be bound."""
+    """Serve a protocol until ``stop`` is set. ``on_ready`` is called with the server's URL. ``folder``
+    contains the checkpoints, also those of an earlier run. ``base_model`` is the model's name for clients.
+    Raises ConfigError if the protocol is unknown, or the address, the folder or the model cannot be used."""
     from instar.protocol.service import TrainingService  # imports torch
 
     if protocol not in APPS:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class TrainingService:
     """Runs models and samplers in this process after `start`. ``base_model`` is the name that clients use, by
     default the model's name. ``folder`` contains the checkpoints. ``threads`` is torch's number of threads in
-    each model and each sampler. An ``owner`` is the hash of a client's key."""
+    each model and each sampler (None: see `CoreSharing`). An ``owner`` is the hash of a client's key."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TrainingService:
         self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the base model. Raises ConfigError if the folder is in use or the model cannot be loaded."""
+        """Load the base model. Raises ConfigError if this fails or another server uses the folder."""
         self.checkpoints = CheckpointStore(self._folder)
         try:
             self._base = await asyncio.to_thread(load_base, self._model_config)
@@ -99,7 +99,7 @@ class TrainingService:
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        """Return a new model. Raises ProtocolError if the base model is not served or a limit is reached."""
+        """Return a new model. Raises ProtocolError if an argument is invalid or there are too many models."""
         session = self.heartbeat(session_id, owner)
         self._check_new_model(base_model, adapter)
         await self._evict_idle_sessions()
@@ -137,7 +137,7 @@ class TrainingService:
             raise ProtocolError(f"seed: received {adapter.seed}; it must be a signed 64-bit integer")
 
     async def _evict_idle_sessions(self) -> None:
-        """End idle sessions until another model fits. Raises ProtocolError 429 if no session is idle."""
+        """End idle sessions until another model fits. Raises ProtocolError 429 if too few are idle."""
         limit = self.limits.max_models
         while len(self._models) + self._models_in_creation >= limit:
             sessions = [self._sessions[model.session_id] for model in self._models.values()]
@@ -147,7 +147,7 @@ class TrainingService:
             await self._end_session(oldest.session_id)
 
     def find_model(self, model_id: str, owner: str) -> TrainingModel:
-        """Return the model with this id. Raises ProtocolError 404 if the model is unknown or has ended."""
+        """Return the model with this id and record a heartbeat. Raises ProtocolError 404 if there is none."""
         model = self._models.get(model_id)
         if model is None or model.owner != owner:
             raise ProtocolError(f"there is no model {model_id}, or it has ended", 404)
@@ -164,7 +164,7 @@ class TrainingService:
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Return ``count`` sequences sampled from the checkpoint ``sampler``, or from the base model."""
+        """Return ``count`` sequences sampled from the checkpoint at ``sampler`` (None: the base model)."""
         if not 1 <= count <= self.limits.max_operations:
             raise ProtocolError(f"num_samples: received {count}; allowed: 1 to {self.limits.max_operations}")
         key, adapter = self._resolve_policy(sampler, owner)
@@ -172,13 +172,13 @@ class TrainingService:
             return await self._sampler_pool.sample(key, adapter, prompt, params, count)
 
     async def compute_logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
-        """Return the logprob of every token (NaN at index 0)."""
+        """Return the logprob of every token (NaN at index 0). ``sampler`` is the same as in `sample`."""
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
             return await self._sampler_pool.compute_logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """Return the policy key and the adapter folder for a sampler, or for the base model."""
+        """Return the policy key and the adapter folder (None: the base model) of a checkpoint path."""
         if sampler is None:
             return BASE_MODEL_KEY, None
         info = self.checkpoints.find(sampler, owner)

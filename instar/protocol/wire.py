@@ -1,4 +1,4 @@
-"""Request fields that both protocols share, and their conversion to configs and sampling parameters."""
+"""Request fields that the Tinker and Weaver protocols share, and their conversion to Instar's types."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SamplingFields(Struct, kw_only=True):
 
 
 def build_loss_config(loss: str, options: Mapping[str, Any]) -> LossConfig:
-    """Build the settings of a loss. The keys of ``options`` are those of `LOSS_OPTIONS`."""
+    """Build the settings of a loss. The keys of ``options`` must be keys of `LOSS_OPTIONS`."""
     fields = {LOSS_OPTIONS[name]: value for name, value in options.items()}
     try:
         return LossConfig.model_validate({"name": loss, **fields})
@@ -89,8 +89,8 @@ def _make_invalid_value_error(section: str, error: ValidationError) -> ProtocolE
 
 
 def align_with_tokens(target_values: NDArray[Any], token_count: int, *, first: float) -> Floats:
-    """Shift the targets' values by one, so that index i describes token i of the sample.
-    ``first`` is the value of the first token, which is not a target."""
+    """Shift the targets' values by one, so that index i describes token i of the sample. ``first`` is the
+    value of the first token, which is not a target. Values after the last token are dropped."""
     aligned = np.empty(token_count, np.float32)
     aligned[:1] = first
     aligned[1:] = target_values[: max(token_count - 1, 0)]

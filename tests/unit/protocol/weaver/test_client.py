@@ -244,7 +244,7 @@ def test_unsupported_options_are_rejected_by_name(connect: Connect) -> None:
 
 
 def test_keys_are_checked_and_isolate_objects(connect: Connect, trainer: TrainingClient) -> None:
-    with pytest.raises(WeaverAPIError, match="does not accept the API key") as caught:
+    with pytest.raises(WeaverAPIError, match="is not valid for this server") as caught:
         connect(api_key="sk-wrong")
     assert (caught.value.status_code, caught.value.code) == (401, "unauthorized")
     saved = trainer.save_state(name="mine")
