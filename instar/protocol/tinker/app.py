@@ -29,7 +29,7 @@ from instar.types import Json
 
 _CHECKPOINT_TYPES = {"state": "training", "sampler": "sampler"}
 HOLD_SECONDS = 30.0
-"""A request for a result is held open for this long. Clients give up after 45 s."""
+"""A request for a result is held open for at most this long. Clients give up after 45 s."""
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
@@ -82,7 +82,7 @@ class TinkerSessionRoutes(TinkerRoutes):
         return json_response({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: TinkerRequest) -> Response:
-        with _replace_404_by_410():  # clients stop their heartbeat only for 410
+        with _convert_404_to_410():  # clients stop their heartbeat only for 410
             self._service.heartbeat(request.parse(TinkerSessionRef).session_id, request.owner)
         return json_response({"type": "session_heartbeat"})
 
@@ -99,9 +99,9 @@ class TinkerSessionRoutes(TinkerRoutes):
 
     async def retrieve(self, request: TinkerRequest) -> Response:
         request_id = request.parse(TinkerRetrieveFuture).request_id
-        # An unknown operation was started before a restart of this server. On a 410, clients submit sampling
-        # requests again and report training requests as lost.
-        with _replace_404_by_410():
+        # An unknown operation was started before a restart of this server, or its result has expired. On a
+        # 410, clients submit sampling requests again and report training requests as lost.
+        with _convert_404_to_410():
             result = await self._operations.wait(request_id, request.owner, HOLD_SECONDS)
         if result is None:
             fields = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -117,7 +117,7 @@ class TinkerSessionRoutes(TinkerRoutes):
 
 
 @contextlib.contextmanager
-def _replace_404_by_410() -> Generator[None]:
+def _convert_404_to_410() -> Generator[None]:
     try:
         yield
     except ProtocolError as error:
@@ -186,7 +186,7 @@ class TinkerListingRoutes(TinkerRoutes):
     async def delete_checkpoint(self, request: TinkerRequest) -> Response:
         checkpoint_id = request.path_param("checkpoint_id")
         if checkpoint_id.endswith("/publish"):
-            raise ProtocolError("checkpoints cannot be published on this server")
+            raise ProtocolError("this server can neither publish nor unpublish checkpoints")
         path = f"tinker://{request.path_param('run_id')}/{checkpoint_id}"
         self._service.checkpoints.delete(path, request.owner)
         return Response(status_code=204)
@@ -210,7 +210,7 @@ def _checkpoint_fields(info: CheckpointInfo) -> Json:
 
 
 def _run_fields(run_id: str, checkpoints: Sequence[CheckpointInfo]) -> Json:
-    """Build the fields of a training run from its checkpoints, which must be ordered from new to old."""
+    """Build the fields of a training run from its checkpoints, newest first."""
     newest = checkpoints[0]
     fields = _base_run_fields(run_id, newest.base_model, newest.rank, _to_datetime(newest.created_at))
     for name, kind in (("last_checkpoint", "state"), ("last_sampler_checkpoint", "sampler")):

@@ -2,12 +2,12 @@
 
 A datum has inputs ``x[0..n)`` and one target for each input. The server computes next-token logprobs, so each
 target except the last must be the next input: ``target[i] == x[i+1]``. The sample is ``x + [target[n-1]]``,
-and entry ``i`` of a datum's tensors applies to token ``i + 1`` of the sample. Every token is trained, so that
-every logprob is returned; a token with weight or advantage 0 does not contribute to the gradient.
+and entry ``i`` of a datum's tensors applies to token ``i + 1`` of the sample. All targets are trained, so
+that all logprobs are returned. A target with weight or advantage 0 changes the gradient only in `dro`.
 
-Two kinds of tokens are masked, and their logprob is returned as NaN: tokens with weight or advantage 0 whose
-target is a filler instead of the next input, and tokens with advantage 0 whose old logprob is NaN. `dro`
-rejects filler targets, because its regularization does not depend on the advantage.
+Two kinds of targets are masked, and their logprob is returned as NaN: targets with weight or advantage 0 that
+are a filler instead of the next input, and targets with advantage 0 whose old logprob is NaN. `dro` rejects
+fillers, because its regularization does not depend on the advantage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TinkerDatum:
 
 
 def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
-    """Return one sample for each datum. Raises ProtocolError with the index of an invalid datum."""
+    """Return one sample for each datum. Raises ProtocolError if the loss or a datum is invalid."""
     if loss not in LOSSES:
         raise ProtocolError(f"loss_fn: received {loss!r}; supported: {', '.join(LOSSES)}")
     if not datums:
@@ -54,12 +54,12 @@ def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
 def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
     count = len(datum.tokens)
     if count == 0:
-        raise ProtocolError(f"{name}: model_input has no tokens")
+        raise ProtocolError(f"{name}: model_input has no tokens; send at least one")
     _check_tensors(name, datum, loss)
     last_target = int(datum.tensors["target_tokens"][-1])
     # The last target is checked here, because no input confirms it and a larger number would be truncated.
     if not 0 <= last_target < 1 << 31:
-        raise ProtocolError(f"{name}: target_tokens[{count - 1}] is {last_target}, which is not a token id")
+        raise ProtocolError(f"{name}: target_tokens[{count - 1}] is {last_target}; it must be a token id")
     coefficients = datum.tensors.get("weights" if loss == "cross_entropy" else "advantages")
     mask = np.ones(count + 1, np.float32)
     mask[0] = 0
@@ -93,7 +93,7 @@ def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
                 continue
             raise ProtocolError(f"{name}: loss_fn_inputs.{key} is missing; {loss} requires it")
         if len(tensor) != len(datum.tokens):
-            raise ProtocolError(f"{name}: {key} has {len(tensor)} entries for {len(datum.tokens)} tokens")
+            raise ProtocolError(f"{name}: {key} has {len(tensor)} entries; expected {len(datum.tokens)}")
         if (key == "target_tokens") != (tensor.dtype.kind == "i"):
             expected = "integers" if key == "target_tokens" else "floats"
             raise ProtocolError(f"{name}: {key} has dtype {tensor.dtype}; it must contain {expected}")
@@ -109,8 +109,9 @@ def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array 
         invalid = fillers[coefficients[fillers] != 0]
     if len(invalid):
         index = int(invalid[0])
+        exception = "" if loss == "dro" else ", unless its weight or advantage is 0"
         raise ProtocolError(
             f"{name}: target_tokens[{index}] is {int(targets[index])}, but the next input token is "
-            f"{int(datum.tokens[index + 1])}; each target must be the next input token"
+            f"{int(datum.tokens[index + 1])}; each target must be the next input token{exception}"
         )
     mask[fillers + 1] = 0

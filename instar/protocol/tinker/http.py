@@ -51,7 +51,7 @@ class TinkerRequest:
     def query_int(self, name: str, default: int) -> int:
         text = self.http.query_params.get(name, str(default))
         if not text.isdecimal():
-            raise ProtocolError(f"{name}: received {text!r}; it must be a whole number")
+            raise ProtocolError(f"{name}: received {text!r}; it must be an integer of at least 0")
         return int(text)
 
     @property
@@ -125,7 +125,7 @@ class TinkerKeyStore(KeyStore):
 
 
 def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """Return True if the request's key has Tinker's prefix or is a token. Other keys must be exchanged."""
+    """Return True if the key has Tinker's prefix or is a token. Other keys must be exchanged for a token."""
     return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
 
 
@@ -134,7 +134,7 @@ def _encode_json(value: Json) -> str:
 
 
 def _decode_json(text: str) -> Json:
-    """Return the decoded JSON object, or an empty object if the text is not part of a token."""
+    """Return the decoded JSON object, or an empty object if the text does not encode one."""
     try:
         value = orjson.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
     except ValueError:

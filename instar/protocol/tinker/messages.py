@@ -15,8 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 # Tensor dtypes.
 FLOAT32, INT64, INT32 = 1, 2, 3
-# Stop reasons.
-STOP, LENGTH = 0, 1
+STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 
 _PACKAGE = "instar.tinker"
 _SCALARS = ("double", "int64", "int32", "bool", "string", "bytes")

@@ -1,4 +1,4 @@
-"""Parses forward and backward passes from protobuf or JSON."""
+"""Parses requests for forward and forward-backward passes from protobuf or JSON."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ _LOSS_OPTIONS = {
 }
 _MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]+)"')
 _DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT32: np.int32}
+_DTYPE_NAMES = ", ".join(f"{number} ({dtype.__name__})" for number, dtype in _DTYPES.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class TinkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class TinkerPass:
-    """A request for a pass. Later requests wait for its sequence id, so an error in the data is raised only
-    when the pass runs."""
+    """A request for a pass. Later requests wait for its sequence id, so an error in the data is kept in
+    ``batch`` and raised only when the pass runs."""
 
     model_id: str
     seq: int | None
@@ -82,7 +83,7 @@ def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
 
 
 def find_rejected_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
-    """Return the ids in a request that cannot be parsed, as far as they can be read."""
+    """Return the ids in a rejected request. An id that cannot be read is empty or None."""
     if is_protobuf:
         message = messages.ForwardBackwardRequest()
         with contextlib.suppress(DecodeError):  # the fields before the error are set
@@ -116,7 +117,7 @@ def _parse_protobuf_datum(index: int, datum: Any) -> TinkerDatum:
     parts: list[Array] = []
     for chunk in datum.model_input:
         if chunk.image or chunk.dmel:
-            raise ProtocolError(f"datum {index}: received an image or audio; only text is supported")
+            raise ProtocolError(f"datum {index}: received an image or audio; send only text")
         parts.append(_decode_elements(index, "model_input", chunk.encoded_text.tokens, np.int32))
     tensors = {
         entry.key: _parse_protobuf_tensor(index, entry.key, entry.value) for entry in datum.loss_fn_inputs
@@ -129,7 +130,7 @@ def _parse_protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
         raise ProtocolError(f"datum {index}: {name} is sparse or not one-dimensional; send a dense vector")
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype}; supported: float32, int64")
+        raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype}; supported: {_DTYPE_NAMES}")
     return _decode_elements(index, name, tensor.dense, dtype)
 
 
@@ -138,7 +139,7 @@ def _decode_elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
         return np.frombuffer(data, dtype)
     except ValueError as error:
         raise ProtocolError(
-            f"datum {index}: {name} has {len(data)} bytes, which is not a multiple of its dtype's size"
+            f"datum {index}: {name} has {len(data)} bytes; expected a multiple of {np.dtype(dtype).itemsize}"
         ) from error
 
 
@@ -160,11 +161,11 @@ def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
     parts: list[Array] = []
     for chunk in chunks:
         if chunk.tokens is None:
-            raise ProtocolError(f"{name}: received a chunk of type {chunk.type!r}; supported: encoded_text")
+            raise ProtocolError(f"{name}: a chunk of type {chunk.type!r} has no tokens; send encoded_text")
         try:
             parts.append(np.asarray(chunk.tokens, np.int32))
         except OverflowError as error:
-            raise ProtocolError(f"{name}: a token id does not fit into 32 bits") from error
+            raise ProtocolError(f"{name}: a token id is not a signed 32-bit integer") from error
     return _concatenate(parts)
 
 

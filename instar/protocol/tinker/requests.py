@@ -44,7 +44,7 @@ class TinkerSaveWeights(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
-    """False if an existing checkpoint must not be replaced. Older clients do not send this field."""
+    """False if an existing checkpoint must not be replaced. Older clients omit this and replace it."""
 
 
 class TinkerSaveForSampler(TinkerModelRequest):

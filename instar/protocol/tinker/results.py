@@ -23,6 +23,7 @@ _REDUCTIONS = {
     "ratio_max": "max",
 }
 """Clients combine each metric over the parts of a batch with this function. The default is the mean."""
+_STOP_REASONS = {"stop": messages.STOP_REASON_STOP, "length": messages.STOP_REASON_LENGTH}
 _OUTPUT_TYPE = "ArrayRecord"
 
 
@@ -70,13 +71,13 @@ class TinkerPassResult:
 class TinkerSampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
-    """The prompt's logprobs, with NaN where none was requested. None if no logprobs were requested."""
+    """The prompt's logprobs (NaN at index 0 and where none was requested). None if none was requested."""
 
     def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()
         for sequence in self.sequences:
             message.sequences.add(
-                stop_reason=messages.STOP if sequence.stop_reason == "stop" else messages.LENGTH,
+                stop_reason=_STOP_REASONS[sequence.stop_reason],
                 tokens=np.asarray(sequence.token_ids, np.int32).tobytes(),
                 logprobs=np.asarray(sequence.logprobs, np.float32).tobytes(),
             )

@@ -33,13 +33,13 @@ class TinkerSamplingSession:
     session_id: str
     owner: str
     path: str | None
-    """The sampler's path; None for the base model."""
+    """The checkpoint's path; None for the base model."""
     is_ephemeral: bool = False
-    """True if the weights have no name and are deleted when the session ends."""
+    """True if the client did not name the weights. They are deleted when it finishes the session."""
 
 
 class TinkerSamplingSessions:
-    """The sampling sessions of all owners, and the models of each session."""
+    """The sampling sessions of all owners, and the ids of the models by client session."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, TinkerSamplingSession] = OrderedDict()
@@ -48,7 +48,7 @@ class TinkerSamplingSessions:
     def open(
         self, session_id: str, seq_id: int, owner: str, path: str | None, *, is_ephemeral: bool = False
     ) -> str:
-        """Return the sampling session's id. The same session and sequence id always get the same id."""
+        """Open a sampling session, or replace the one with the same sequence id. Return its id."""
         sampling_id = f"{session_id}:sample:{seq_id}"
         self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, is_ephemeral)
         while len(self._sessions) > MAX_SESSIONS:
@@ -59,12 +59,12 @@ class TinkerSamplingSessions:
         session = self._sessions.get(sampling_id)
         if session is None or session.owner != owner:
             raise ProtocolError(
-                f"there is no sampling session {sampling_id}; it has ended, or the server was restarted", 404
+                f"there is no sampling session {sampling_id}, or it has ended; create a new one", 404
             )
         return session
 
     def end(self, session_id: str) -> tuple[list[str], list[str]]:
-        """Remove a session and return the ids of its models and the paths of its ephemeral weights."""
+        """Remove a client session. Return the ids of its models and the paths of its ephemeral weights."""
         sampling_ids = [name for name, s in self._sessions.items() if s.session_id == session_id]
         ended = [self._sessions.pop(name) for name in sampling_ids]
         paths = [session.path for session in ended if session.is_ephemeral and session.path is not None]
@@ -72,8 +72,6 @@ class TinkerSamplingSessions:
 
 
 class TinkerRoutes:
-    """Base class for groups of route handlers."""
-
     def __init__(
         self, service: TrainingService, operations: OperationScheduler, sessions: TinkerSamplingSessions
     ) -> None:
@@ -163,13 +161,13 @@ def _check_supported(body: TinkerSampleRequest) -> None:
         "record_stability_info": bool(body.record_stability_info),
     }
     if names := [name for name, is_set in unsupported.items() if is_set]:
-        raise ProtocolError(f"this server does not support {', '.join(names)}; remove them from the request")
+        raise ProtocolError(f"this server does not support {', '.join(names)}; omit every such field")
 
 
 def _to_params(fields: TinkerSamplingParams, max_context: int) -> SamplingParams:
     if fields.stop == []:
         raise ProtocolError(
-            "stop: received []; an empty list is not supported, because generation stops at end-of-text"
+            "stop: received []; stopping at end-of-text cannot be disabled; omit stop or list a stop sequence"
         )
     stop: list[str | int] = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return fields.to_params(

@@ -32,7 +32,7 @@ from instar.protocol.tinker.sampling import TinkerRoutes
 from instar.types import Json
 
 EPHEMERAL_TTL_SECONDS = 7 * 86400.0
-"""Unnamed weights are kept for this long, unless their session ends earlier."""
+"""By default, unnamed weights are kept for this long, unless the client finishes their session earlier."""
 OPTIMIZER = "adamw"
 TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
@@ -50,11 +50,11 @@ class TinkerTrainingRoutes(TinkerRoutes):
             ("save_weights_for_sampler", self.save_for_sampler),
             ("load_weights", self.load_weights),
         ):
-            router.add("POST", path, self._use_up_rejected_ids(handler))
+            router.add("POST", path, self._consume_rejected_seq_ids(handler))
 
-    def _use_up_rejected_ids(self, handler: TinkerHandler) -> TinkerHandler:
-        """Return a handler that uses up the sequence id of a request that ``handler`` rejects, because
-        clients do not send the sequence id again and later operations wait for it."""
+    def _consume_rejected_seq_ids(self, handler: TinkerHandler) -> TinkerHandler:
+        """Return a handler that uses up the sequence id of an invalid request (400 or 409), because clients
+        do not send the sequence id again and later operations wait for it."""
 
         async def handle(request: TinkerRequest) -> Response:
             try:
@@ -79,7 +79,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                     f"optimizer_config.type: received {optimizer!r}; supported: {OPTIMIZER!r}"
                 )
             if body.lora_config is None:
-                raise ProtocolError("lora_config is missing; this server trains only LoRA adapters")
+                raise ProtocolError("lora_config is missing; send it to train a LoRA adapter")
             adapter = body.lora_config.to_adapter_spec()
             model = await self._service.create_model(body.session_id, request.owner, body.base_model, adapter)
             self._sessions.model_ids[body.session_id].append(model.model_id)
@@ -131,7 +131,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
 
         async def run(model: TrainingModel) -> Json:
             if body.adam_params is None:
-                raise ProtocolError(f"adam_params is missing; this server supports only {OPTIMIZER!r}")
+                raise ProtocolError("adam_params is missing; send the settings of AdamW")
             step = await model.optim_step(body.adam_params.to_config())
             return {"metrics": drop_non_finite({"grad_norm": step.grad_norm, **step.metrics})}
 
@@ -147,7 +147,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                 for info in self._service.checkpoints.list_checkpoints(request.owner, model.model_id)
             ):
                 raise ProtocolError(
-                    f"the checkpoint {name!r} already exists; choose another name or set overwrite"
+                    f"the checkpoint {name!r} already exists; choose another name, or set overwrite to true"
                 )
             saved = await model.save(name, optimizer=True, ttl=body.ttl_seconds)
             return {"type": "save_weights", "path": saved.path}
@@ -166,10 +166,10 @@ class TinkerTrainingRoutes(TinkerRoutes):
                 raise ProtocolError("path and sampling_session_seq_id are missing; send one of them")
             name = f"ephemeral-{seq_id}"
             saved = await model.export(name, ttl=body.ttl_seconds or EPHEMERAL_TTL_SECONDS)
-            session = self._sessions.open(
+            sampling_session_id = self._sessions.open(
                 model.session_id, seq_id, request.owner, saved.path, is_ephemeral=True
             )
-            return {"type": "save_weights_for_sampler", "sampling_session_id": session}
+            return {"type": "save_weights_for_sampler", "sampling_session_id": sampling_session_id}
 
         return self._submit(request, "save_weights_for_sampler", body, run)
 
@@ -198,7 +198,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         body: TinkerModelRequest,
         run: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
-        """Submit an operation. Raises ProtocolError 404 if the model has ended."""
+        """Submit an operation to the model's queue. Raises ProtocolError 404 if the model has ended."""
         model = self._service.find_model(body.model_id, request.owner)
         request_id = self._operations.submit(
             kind,
@@ -230,5 +230,5 @@ async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult
 
 def _require_name(path: str | None) -> str:
     if not path:
-        raise ProtocolError("path is missing; send the name of the checkpoint")
+        raise ProtocolError("path is missing or empty; send the name of the checkpoint")
     return path

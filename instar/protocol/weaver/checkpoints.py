@@ -21,7 +21,7 @@ def to_weaver_path(info: CheckpointInfo) -> str:
 
 
 def to_service_path(path: str) -> str:
-    """Convert a client's path to the path that `CheckpointStore` uses."""
+    """Convert a client's path to a path that `CheckpointStore.find` accepts."""
     parts = path.removeprefix(SCHEME).split("/", 2)
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SERVICE_FOLDERS:
         raise ProtocolError(

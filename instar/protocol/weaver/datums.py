@@ -8,7 +8,7 @@ to target i, which is token i + 1 of the sample::
     loss_mask      0    1    1    1            advantages  nan  0   .5   .5   .5
     advantages     0   .5   .5   .5
 
-A target of -100 means that the token has no target.
+A target of -100 means that the token has no target. Other trained targets must be the next token.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class WeaverBatch:
     """None if the client requested only logprobs."""
     samples: list[Sample]
     is_scored: list[NDArray[np.bool_]]
-    """One array per datum. Entries are True for targets that are tokens of the sample."""
+    """One array per datum. An entry is True if the target is the next token, so that its logprob is known."""
     datum_ids: list[str | None]
 
 
@@ -137,7 +137,7 @@ def _parse_datum(
     if datum.model_input is None:
         raise ProtocolError(f"datum {index}: model_input is missing; managed datasets are not supported")
     if "router_replay" in datum.metadata:
-        raise ProtocolError(f"datum {index}: router replay is not supported")
+        raise ProtocolError(f"datum {index}: router replay is not supported; remove metadata.router_replay")
     tokens = datum.model_input.decode_tokens(pack)
     inputs = _LossInputs(datum.loss_fn_inputs, pack, index, len(tokens))
     targets = inputs.read_ints("target_tokens")
@@ -156,7 +156,7 @@ def _parse_datum(
         position = int(invalid_targets[0])
         raise ProtocolError(
             f"datum {index}: target_tokens[{position}] is {targets[position]}, but the next input token is "
-            f"{tokens[position + 1]}; each target must be the next input token"
+            f"{tokens[position + 1]}; send the next input token, or {NO_TARGET} for no target"
         )
     size = len(ids)
     sample = Sample(
@@ -174,7 +174,7 @@ def _parse_datum(
 def _read_loss_tensors(
     inputs: _LossInputs, loss_fn: str, is_scored: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the mask, the advantages and the old logprobs for the targets."""
+    """Return the mask, the advantages or weights, and the old logprobs. NaN stands for unused values."""
     nans = np.full(len(is_scored), np.nan, np.float32)
     ones = np.ones(len(is_scored), np.float32)
     if loss_fn == LOGPROBS_ONLY:
@@ -213,7 +213,7 @@ class _LossInputs:
         with np.errstate(over="ignore"):
             values = self._read_values(name).astype(np.float32)
         if not np.isfinite(values).all():
-            raise self._make_error(name, "has a number that is not finite")
+            raise self._make_error(name, "has a number that is not finite in float32")
         return values
 
     def read_ints(self, name: str) -> Ints:
@@ -226,14 +226,14 @@ class _LossInputs:
 
     def _read_values(self, name: str) -> NDArray[Any]:
         if name not in self._tensors:
-            raise self._make_error(name, "is missing")
+            raise self._make_error(name, "is missing; this loss requires it")
         tensor = parse_json(self._tensors[name], WeaverTensor)
         if tensor.location is not None:
             values = self._pack.read_array(tensor.location)
         elif tensor.data is not None:
             values = np.array(tensor.data, np.float64)
         else:
-            raise self._make_error(name, "has no data")
+            raise self._make_error(name, "has neither data nor $tensor; send one of them")
         if len(values) != self._length:
             raise self._make_error(
                 name, f"has {len(values)} entries, but model_input has {self._length} tokens"
@@ -245,7 +245,7 @@ class _LossInputs:
 
 
 def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
-    """Return `loss_fn_outputs`: the logprobs of each datum's targets. An unknown logprob is NaN."""
+    """Return `loss_fn_outputs`: the logprobs of each datum's targets. Unscored targets have NaN."""
     outputs: list[dict[str, Any]] = []
     for values, is_scored, datum_id in zip(logprobs, batch.is_scored, batch.datum_ids, strict=True):
         target_logprobs = np.full(len(is_scored), np.nan, np.float32)

@@ -32,7 +32,7 @@ ERROR_CODES = {
 }
 RETRYABLE_STATUSES = frozenset({429, 503})
 HOLD_SECONDS = 25.0
-"""A request is held open for this long. The SDK gives up after 60 s."""
+"""A request is held open for at most this long. The SDK gives up after 60 s."""
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ class WeaverRequest:
     content_type: str
     body: bytes
     call_id: str | None
-    """The trace context, which is equal for all attempts of a call; None if the client sends none."""
+    """Equal for all attempts of a call: the trace context or the digest of a manifest. None if unknown."""
 
     @property
     def media_type(self) -> str:
@@ -102,7 +102,7 @@ class WeaverOperationRoutes:
         key: str | None,
         timeout: float,
     ) -> Any:
-        """Run an operation and return its value. Requests with the same ``key`` share the operation."""
+        """Run an operation and return its value or raise its error. Requests with one ``key`` share it."""
         operation_id = self._operations.submit(kind, request.owner, function, key=key)
         result = await self._operations.wait(operation_id, request.owner, timeout)
         if result is None:

@@ -70,10 +70,10 @@ class TensorPack:
         if dtype is None or (location.format, location.codec) != ("raw-tensor", "raw"):
             raise ProtocolError(
                 f"a tensor has dtype {location.dtype!r}, format {location.format!r} and codec "
-                f"{location.codec!r}; supported: {', '.join(DTYPES)}, raw-tensor, raw"
+                f"{location.codec!r}; supported: dtype {', '.join(DTYPES)}; format raw-tensor; codec raw"
             )
         if len(location.shape) != 1 or location.shape[0] < 0:
-            raise ProtocolError(f"a tensor has shape {location.shape}; only one dimension is supported")
+            raise ProtocolError(f"a tensor has shape {location.shape}; only one dimension >= 0 is allowed")
         if location.shape[0] * dtype.itemsize != location.size_bytes:
             raise ProtocolError(
                 f"size_bytes: received {location.size_bytes}, but shape {location.shape} and dtype "
@@ -88,7 +88,7 @@ class TensorPack:
 
 
 def unpack_request(request: WeaverRequest, max_bytes: int) -> tuple[WeaverRequest, TensorPack]:
-    """Return the JSON request and its tensors, which may have at most ``max_bytes`` bytes."""
+    """Return the JSON request and its tensors, which have at most ``max_bytes`` decoded bytes."""
     if request.media_type == JSON:
         return request, TensorPack()
     parts = _split_parts(request)
@@ -123,7 +123,7 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
         position = end + len(delimiter)
     if not body.startswith(b"--", position) or not {"manifest", "tensor_pack"} <= parts.keys():
         raise ProtocolError(
-            f"the {MULTIPART} body is incomplete; send the parts 'manifest' and 'tensor_pack'"
+            f"the {MULTIPART} body is incomplete or malformed; send the parts 'manifest' and 'tensor_pack'"
         )
     return parts
 
@@ -145,7 +145,8 @@ def _decode_pack(pack: memoryview, info: TensorPackInfo, max_bytes: int) -> byte
         )
     if not 0 <= info.decoded_size_bytes <= max_bytes:
         raise ProtocolError(
-            f"decoded_size_bytes: received {info.decoded_size_bytes}; allowed: up to {max_bytes}", 413
+            f"tensor_pack.decoded_size_bytes: received {info.decoded_size_bytes}; allowed: 0 to {max_bytes}",
+            413,
         )
     try:
         with zstandard.ZstdDecompressor().stream_reader(pack) as reader:

@@ -136,7 +136,7 @@ def test_token_without_old_logprob_and_advantage_is_masked() -> None:
             r"datum 1: target_tokens\[1\] is 9, .* next .* is 3",
         ),
         ("dro", {"target_tokens": [9, 3, 4]}, None, r"datum 1: target_tokens\[0\] is 9"),
-        ("cispo", {"advantages": [0.0]}, None, "datum 1: advantages has 1 entries for 3 tokens"),
+        ("cispo", {"advantages": [0.0]}, None, "datum 1: advantages has 1 entries; expected 3"),
         ("cispo", {"target_tokens": [2, 3, -1]}, None, r"datum 1: target_tokens\[2\] is -1"),
         ("gspo", {}, None, "loss_fn: received 'gspo'; supported: cross_entropy,"),
         (
