@@ -1,4 +1,4 @@
-"""The interface of renderers, which convert between messages and tokens, and of the message graph."""
+"""The interfaces of renderers and stream parsers, and the place of a request in the message graph."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from instar.types import Ids, Link, Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call. ``index`` is the position of the call in the reply. The first piece has the
-    call's id and name, and each piece has a part of the arguments."""
+    """A piece of a tool call. ``index`` is the position of the call in the reply. Only the first piece has
+    the call's id and name. The arguments of all pieces are concatenated."""
 
     index: int
     id: str = ""
@@ -32,7 +32,7 @@ class ReplyDelta:
 
 
 class StreamParser(ABC):
-    """Converts sampled tokens to a reply while they arrive. The concatenated deltas equal ``message``."""
+    """Converts sampled tokens to a reply while they arrive. All deltas together equal ``message``."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]: ...
@@ -44,7 +44,7 @@ class StreamParser(ABC):
     @property
     @abstractmethod
     def message(self) -> Message:
-        """The reply up to now. It is complete after ``finish``."""
+        """The reply up to now. It is complete, with all arguments of its tool calls, after ``finish``."""
 
 
 class Renderer(ABC):
@@ -68,7 +68,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the prompt for the next reply. Raise RenderError if the template rejects the messages."""
+        """Return the prompt for the next reply. Raises RenderError if the template rejects the messages."""
 
     @abstractmethod
     def extend(
@@ -90,9 +90,9 @@ class Renderer(ABC):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        """Return a parser for a reply. If ``eager`` is True, the arguments of a tool call are emitted before
-        the call is complete. A malformed call becomes plain text, unless a piece of it was already
-        emitted."""
+        """Return a parser for a reply to ``prompt_ids``, which ends before the first ``stop`` string. If
+        ``eager`` is True, the arguments of a tool call may be emitted before the call is complete. A
+        malformed call becomes plain text, unless a piece of it was already emitted."""
 
     @abstractmethod
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
@@ -100,7 +100,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without added special tokens."""
+        """Return the tokens of a text, without added start and end tokens. May raise PromptTooLong."""
 
     def parse(
         self,
@@ -121,16 +121,16 @@ class Renderer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph. If a provider renders the prompt, it is empty here."""
+    """The place of a request in its session's graph. A prompt that a provider renders is empty at first."""
 
     prompt_ids: Ids
     link: Link
     parent_id: str | None = None
     base_id: str | None = None
-    """The recorded call with which the request shares its first ``base_tokens`` and ``base_messages``."""
+    """The recorded call that shares the request's first ``base_tokens`` and ``base_messages``, or None."""
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
-    """The index of the first redacted message if the base call shares it, or else None."""
+    """The index of the base call's first redacted message if the request shares it, or else None."""

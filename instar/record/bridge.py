@@ -41,8 +41,8 @@ class TemplateBridge:
         has_structured_calls: bool,
         tool_sets: Sequence[Sequence[Tool]] = ((),),
     ) -> None:
-        """Create a bridge and verify it with each of the ``tool_sets``. ``structured_calls`` is True if the
-        template itself formats the tool calls of a reply."""
+        """Create a bridge and verify it with each of the ``tool_sets``. ``has_structured_calls`` is True if
+        the template itself formats the tool calls of a reply."""
         self._render = render
         self._encode = encode
         self._stop_ids = frozenset(stop_ids)
@@ -75,8 +75,8 @@ class TemplateBridge:
     def _render_continuation(
         self, history_index: int, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the tokens after a placeholder reply, starting with its end-of-turn token. Return an empty
-        list if the end-of-turn token is not found, or None if the template rejects the conversation."""
+        """Return the tokens after a placeholder reply, starting with its end-of-turn token; an empty list if
+        it is missing or the new messages change the tokens up to it; None if the template rejects them."""
         history = self._build_history(history_index, new_messages)
         try:
             prompt_length = len(self._render(history[:-1], tools, generation=False))
@@ -91,7 +91,7 @@ class TemplateBridge:
         return conversation[end:]
 
     def _build_history(self, history_index: int, new_messages: Sequence[Message]) -> list[Message]:
-        """Return a placeholder conversation that ends with a reply and can be continued with ``new``."""
+        """Return a placeholder conversation that ends with a reply and can precede ``new_messages``."""
         question = Message(role="user", content="Hi")
         reply = Message(
             role="assistant", content=_PLACEHOLDER_REPLIES[history_index % len(_PLACEHOLDER_REPLIES)]
@@ -119,7 +119,7 @@ class TemplateBridge:
     def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
         probes = _build_probes(role)
         outcomes = [self._is_history_independent(new, tools) for new in probes]
-        # A template must accept the first probe, but it may reject the longer ones.
+        # A template must accept the first probe, but it may reject the others.
         if outcomes[0] is None or False in outcomes:
             return False
         return role == "tool" or self._matches_full_render(probes[0], tools)
@@ -132,7 +132,7 @@ class TemplateBridge:
         return all(tokens and tokens == accepted[0] for tokens in accepted) if accepted else None
 
     def _matches_full_render(self, new_messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """Return True if prompt + reply + continuation equals the rendered conversation."""
+        """Return True if prompt + reply + continuation equals the rendered conversation for every history."""
         for i in range(_HISTORY_COUNT):
             if (continuation := self._render_continuation(i, new_messages, tools)) is None:
                 continue

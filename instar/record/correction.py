@@ -13,15 +13,15 @@ _REASONING_END = "\n</think>\n\n"
 
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
-    """Encode ``text`` as a reply to the call's prompt, including the end-of-reply token. Raise RenderError if
-    the model's format would parse the tokens as a different text."""
+    """Encode ``text`` as a reply to the call's prompt, including the end-of-reply token. Raises RenderError
+    unless the model's format parses the tokens as this text or as tool calls."""
     prompt, end = call.prompt_ids.tolist(), _find_end_token(renderer, call)
     # If the prompt opens the reasoning, the text follows the end of the reasoning.
     for prefix in ("", _REASONING_END):
         ids = [*renderer.encode(prefix + text), end]
         if _is_parsed_as(renderer, call, prompt, ids, text):
             return np.asarray(ids, np.int32)
-    raise RenderError("the text of the correction is not a valid reply in this model's format")
+    raise RenderError("the correction is not a valid reply in this model's format: it is parsed differently")
 
 
 def _find_end_token(renderer: Renderer, call: Call) -> int:

@@ -50,15 +50,16 @@ _MARKER_PATTERN = re.compile("|".join(map(re.escape, MARKERS)))
 @dataclass(slots=True)
 class ReplyChannel:
     pieces: list[str] = field(default_factory=list[str])
+    """The emitted text of the reasoning or of the content."""
     base: str = ""
-    """The complete text when the current run began."""
+    """The text that the library had parsed when the current run began."""
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
     def get_unemitted(self, complete_text: str) -> str:
-        """Return the part of the complete text that was not emitted yet."""
+        """Return the complete text without its common prefix with the emitted text."""
         emitted = self.text
         if complete_text.startswith(emitted):
             return complete_text[len(emitted) :]
@@ -66,7 +67,7 @@ class ReplyChannel:
         return complete_text[next((i for i, (a, b) in pairs if a != b), len(complete_text)) :]
 
     def ends_with_run(self, text: str, run: str) -> bool:
-        """Return True if ``text`` is the channel's text before the run, followed by the run."""
+        """Return True if ``text`` is ``base`` followed by the run, apart from white space between them."""
         if text == self.base or not text.startswith(self.base) or not text.endswith(run):
             return False
         return self.base.startswith(text[: len(text) - len(run)].rstrip())
@@ -84,7 +85,7 @@ class FamilyStreamParser(StreamParser):
         has_bare_calls: bool,
         eager: bool,
     ) -> None:
-        """Create a parser. ``bare_calls`` is True if the format writes calls as JSON without markers."""
+        """Create a parser. ``has_bare_calls`` is True if the format writes calls as JSON without markers."""
         self._parse = parse
         self._decode = decode
         self._tools = tools
@@ -291,7 +292,7 @@ class FamilyRenderer(TokenizerRenderer):
         try:
             return self._render(messages, tools)
         except RenderError:
-            # Some formats allow only one system message, so the first system messages are joined.
+            # Some formats allow only one system message, so system messages at the start are joined.
             roles = [message["role"] for message in messages]
             count = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
             if count < 2:
@@ -310,7 +311,7 @@ class FamilyRenderer(TokenizerRenderer):
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
     def _check_messages(self, messages: Sequence[Message]) -> None:
-        # A format may trim messages, and leave out reasoning in earlier replies.
+        # A format may trim messages and leave out parts of replies, so only these texts are certain.
         self._check_length(*(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
 
     def supports_tools(self) -> bool:

@@ -45,7 +45,7 @@ class MessageGraph:
 
     @property
     def next_request_number(self) -> int:
-        """The number of requests that are finished or in flight."""
+        """The number of requests that succeeded or are in flight."""
         return self.finished_requests + self._in_flight.total()
 
     @property
@@ -53,7 +53,7 @@ class MessageGraph:
         return len(self._finished)
 
     def count_known(self, chain: HashChain) -> int:
-        """Return the number of messages at the start of the request that are recorded with its tools."""
+        """Return the number of recorded messages at the start of the request, or 0 if its tools differ."""
         known = self._count_recorded(chain)
         node = self._by_prefix.get(chain.canonical[known])
         return known if node is not None and node.tools_digest == chain.tools_digest else 0
@@ -85,8 +85,8 @@ class MessageGraph:
         return placement or self._place_branch(chain, messages, tools, renderer)
 
     def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
-        """Return the place of a prompt without messages. Its parent is the call with the longest prompt and
-        reply that are a prefix of the prompt."""
+        """Return the place of a prompt without messages. It is a sibling of a call with the same prompt, or
+        else continues the recent call with the longest prompt and reply that are a prefix of it."""
         parent = self._find_text_parent(prompt) if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             rest = prompt[parent.prompt_and_reply[0] :] if parent and parent.prompt_and_reply else prompt
@@ -105,7 +105,7 @@ class MessageGraph:
         return Placement(ids, Link.EXTENDS, parent.call_id, parent.call_id, shared, 0, key)
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
-        """Add the prompt that a provider returned to a placement without tokens."""
+        """Add the prompt that a provider returned. If it does not extend its base, the link becomes BRANCH."""
         base = self._nodes.get(placement.base_id or "")
         shared = _stored_prefix_length(base, prompt_ids) if base else 0
         link = placement.link
@@ -215,7 +215,7 @@ class MessageGraph:
 
     def match_strength(self, chain: HashChain, messages: Sequence[Message]) -> tuple[bool, int]:
         """Return how well a request continues this session: True if the session made the request's latest
-        tool call, and the number of messages that are equal in every byte."""
+        tool call, and the number of messages at its start that are equal in every byte."""
         ids = map(normalize_call_id, hashing.latest_tool_call_ids(messages))
         has_tool_call = any(call_id in self._by_tool_call for call_id in ids)
         for prefix in reversed(chain.canonical[1:]):
@@ -224,7 +224,7 @@ class MessageGraph:
         return has_tool_call, 0
 
     def find_recorded(self, key: bytes) -> list[str]:
-        """Return the call ids of the newest finished request with this key, ordered by choice."""
+        """Return the call ids of the newest successful request with this key, ordered by choice."""
         return _newest_request(node for node in self._by_request.get(key, ()) if node.is_ok)
 
     def has_call(self, call_id: str) -> bool:

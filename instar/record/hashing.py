@@ -1,9 +1,9 @@
 """Hashes of every prefix of a request's messages, by which requests are compared.
 
-The canonical chain ignores the parts of a reply that agents change: the white space around the content, the
-ids of the tool calls, and the white space in their arguments. The exact chain covers every byte and
-determines how many messages a call shares with its base call in the store. The hashes are keyed, so that they
-reveal nothing about redacted text.
+The canonical chain ignores what agents change: the reasoning of a reply, the white space around its content,
+the ids of tool calls, the format of their arguments, and the tool names of results. The exact chain covers
+every field and determines how many messages a call shares with its base call in the store. The hashes are
+keyed, so that they reveal nothing about redacted text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def is_prompt_digest(packed: bytes) -> bool:
 
 
 def unpack_prompt_digest(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
-    """Return the prompt's digest, and the length and the digest of prompt + reply."""
+    """Return the prompt's digest, and the length in characters and the digest of prompt + reply."""
     prompt, length, prompt_and_reply = _PROMPT_DIGEST.unpack(packed)
     return prompt, (length, prompt_and_reply)
 
@@ -157,5 +157,5 @@ def tool_call_ids(message: Message) -> tuple[str, ...]:
 
 
 def latest_tool_call_ids(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the ids in the last message that has tool calls."""
+    """Return the ids in the last message that has tool calls, or an empty tuple."""
     return next((tool_call_ids(message) for message in reversed(messages) if message.get("tool_calls")), ())

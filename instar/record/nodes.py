@@ -14,7 +14,7 @@ from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
 _BRIDGE_TOKENS = 1024
-"""A renderer needs this many tokens from the end of a prompt to continue it."""
+"""A renderer needs at most this many tokens from the end of a prompt to continue it."""
 
 
 @dataclass(slots=True)
@@ -33,20 +33,20 @@ class CallNode:
     base_tokens: int
     base_messages: int
     prompt: Ids
-    """The part of the prompt after the first ``base_tokens`` tokens of the base call."""
+    """The prompt without its first ``base_tokens`` tokens, which are those of the base call."""
     sampled: Ids
     reply: Message | None
     """The reply if it has tool calls, else None. It is compared with the agent's messages, because agents may
     change the arguments of tool calls."""
     message_count: int
     first_redacted_message: int | None
-    """The index of the first redacted message. The index of the reply is ``message_count``."""
+    """The index of the first redacted message (0 for tools), or None. The reply is at ``message_count``."""
     tools_digest: bytes = b""
     reply_digest: bytes = b""
     exact: list[bytes] = field(default_factory=list[bytes])
     """The part of the exact chain after ``base_messages``, including the reply."""
     prompt_and_reply: tuple[int, bytes] | None = None
-    """The length and the digest of prompt + reply, if the prompt was sent as text."""
+    """The length and the digest of prompt + reply if the prompt was sent as text, else None."""
 
     def prompt_ids(self) -> Ids:
         sequence = self.sequence()
@@ -69,7 +69,7 @@ class CallNode:
         return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
     def count_shared_messages(self, exact: Sequence[bytes]) -> int:
-        """Return the number of messages at the start of ``exact`` that are also in this call."""
+        """Return the number of messages at the start of ``exact`` that this call has (its reply included)."""
         node: CallNode | None = self
         limit = len(exact) - 1
         while node is not None:

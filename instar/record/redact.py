@@ -21,7 +21,7 @@ _REASON_PREFIX = "redacted from message "
 
 
 def format_redaction_reason(message_index: int, reason: str | None) -> str:
-    """Return why a call with a redacted secret is not trainable."""
+    """Return why a call is not trainable: its first redacted message and, if set, another ``reason``."""
     return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
 
 
@@ -97,12 +97,12 @@ class Redactor:
                 patterns.append(re.compile(pattern))
             except re.error as error:
                 raise ConfigError(
-                    f"gateway.redact.patterns[{i}]: {pattern!r} is not a regular expression: {error}"
+                    f"gateway.redact.patterns[{i}]: {pattern!r} is not a valid regular expression: {error}"
                 ) from error
         return Redactor(SECRET_PATTERNS if config.secrets else (), patterns)
 
     def redact_text(self, text: str) -> str:
-        """Return the text with its secrets redacted, or the same object if it contains none."""
+        """Return the text with its secrets replaced."""
         if self._has_marker(text):
             for secret in self.secret_patterns:
                 if any(marker in text for marker in secret.markers):
@@ -134,6 +134,7 @@ class Redactor:
         return clean
 
     def redact_tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+        """Return the tools with their secrets redacted, or the same object if they contain none."""
         cleaned = tuple(cast(Tool, self.redact_value(cast(Json, tool))) for tool in tools)
         return cleaned if cleaned != tools else tools
 

@@ -1,4 +1,4 @@
-"""Renderers, which convert messages to prompts.
+"""Renderers, which convert messages to prompts and sampled tokens to replies.
 
 The `renderers` library has renderers for some model families. For other models, the renderer uses the model's
 own chat template. `TemplateBridge` extends a prompt without rendering the history again. If the template does

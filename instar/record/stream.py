@@ -19,7 +19,7 @@ _REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Detokenizer:
-    """Converts tokens to text. It decodes only a window of the last tokens, so that its cost is constant."""
+    """Converts tokens to text. It decodes only the last tokens, so that the cost per token is constant."""
 
     _MAX_WINDOW_TOKENS, _KEPT_TOKENS = 32, 8
 
@@ -99,8 +99,9 @@ def complete_call_delta(index: int, call: ToolCall) -> ReplyDelta:
 
 
 class ReplyScanner:
-    """Splits text into reasoning, content and tool calls. White space next to a call is dropped. The text
-    begins inside reasoning if ``is_in_reasoning`` is True, and is not split if ``is_plain_text`` is True."""
+    """Splits text into reasoning, content and tool calls. White space after reasoning and next to a call is
+    dropped. Calls are content unless ``should_parse_calls`` is True. The text begins inside reasoning if
+    ``is_in_reasoning`` is True, and is not split if ``is_plain_text`` is True."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class TokenBound:
                 self._weights[byte] = 1 / longest[character]
 
     def count(self, text: str) -> int:
-        """Return a number that the number of tokens of the text is not less than."""
+        """Return a lower bound for the number of tokens of the text."""
         data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
         bound = 0.0
         if self._is_nfc and not text.isascii():
@@ -50,7 +50,7 @@ class TokenBound:
 
 
 def _is_lossless(backend: Any) -> bool:
-    """Return True if the tokens of a text contain all bytes of the normalized text, and only NFC is used."""
+    """Return True for a byte-level BPE that keeps all bytes of a text, or of its NFC normalization."""
     if backend.pre_tokenizer is None or backend.truncation is not None:
         return False
     if any(t.lstrip or t.rstrip or t.normalized for t in backend.get_added_tokens_decoder().values()):

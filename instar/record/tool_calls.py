@@ -78,7 +78,7 @@ def format_call(call: ToolCall) -> str:
 
 
 def parse_call(body: str) -> ToolCall | None:
-    """Parse a call and keep its arguments as generated. Return None if the call is not valid."""
+    """Parse the text between a call's markers. Keep its arguments as generated. Return None if invalid."""
     try:
         members = _split_members(body.strip())
         name = parse_call_name(members["name"])
@@ -180,7 +180,7 @@ class JsonObjectTracker:
 
     def __init__(self) -> None:
         self.has_value = False
-        """True once the first value has begun."""
+        """True once a part of a value in the object was read."""
         self.is_complete = False
         """True once the object is closed."""
         self.is_broken = False
@@ -285,6 +285,7 @@ class PartialToolCall:
 
     def __init__(self, name: str, index: int) -> None:
         self.call = ToolCall(id=new_id("call"), name=name, arguments="")
+        """The call. `finish` sets its arguments."""
         self._index = index
         self._tracker = JsonObjectTracker()
         self._held = ""
