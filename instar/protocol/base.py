@@ -66,8 +66,8 @@ class ServiceLimits:
     """The maximum number of operations that wait or run at the same time, and of samples per request."""
     max_rank: int = 256
     session_ttl: float = 600.0
-    """A session ends, and its models are freed, after this many seconds without a heartbeat. Every request
-    for the session or its models counts as a heartbeat."""
+    """A session ends, and its models are freed, after this many seconds without a heartbeat. Requests
+    for the session or its models count as heartbeats."""
     idle_before_eviction: float = 90.0
     """After this many seconds without a heartbeat, a session may be ended to make room for a new model.
     Clients send a heartbeat every 10 or 30 seconds."""

@@ -37,7 +37,7 @@ class ServedLocalBackend(LocalBackend):
         return super()._optim_step(adam)
 
     async def save_weights(self, path: Path) -> None:
-        """Save a training state with the current weights and a new optimizer."""
+        """Save a training state without the optimizer's moments and number of steps."""
 
         def save() -> None:
             fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))

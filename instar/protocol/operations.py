@@ -172,7 +172,7 @@ class OperationScheduler:
         self, kind: str, owner: str, queue_name: str | None, seq: int | None, offset: int, key: str | None
     ) -> _Operation | None:
         operation = self._operations_by_key.get((owner, key)) if key is not None else None
-        subject = "this idempotency key"
+        subject, action = "this idempotency key", "send another key"
         if operation is None and queue_name is not None and seq is not None:
             sequence_queue = self._queues.get(queue_name, _SequenceQueue(queue_name))
             highest_seq = sequence_queue.next_seq + self._limits.max_operations
@@ -182,7 +182,7 @@ class OperationScheduler:
                     f"the highest one allowed now is {highest_seq - offset}"
                 )
             operation = sequence_queue.operations.get(seq)
-            subject = f"sequence id {seq - offset} of {queue_name}"
+            subject, action = f"sequence id {seq - offset} of {queue_name}", _CONTINUE
             if operation is None and seq < sequence_queue.next_seq:
                 raise ProtocolError(
                     f"the operation with {subject} has already run and its result has expired, or it did not "
@@ -190,8 +190,7 @@ class OperationScheduler:
                     409,
                 )
         if operation is not None and (operation.kind != kind or operation.owner != owner):
-            hint = f"; {_CONTINUE}" if operation.kind == REJECTED else ""
-            raise ProtocolError(f"{subject} belongs to another operation ({operation.kind}){hint}", 409)
+            raise ProtocolError(f"{subject} belongs to another operation ({operation.kind}); {action}", 409)
         return operation
 
     # --- running ---

@@ -1,4 +1,4 @@
-"""Renderers and stream parsers from the `renderers` library, which supports a number of model families.
+"""The renderer and stream parser for the model families that the `renderers` library supports.
 
 The library parses only complete replies. For streaming, a reply is divided into runs of plain text between
 boundary tokens such as `<think>` and `<tool_call>`. At every boundary token, the library parses the reply so

@@ -105,7 +105,7 @@ class MessageGraph:
         return Placement(ids, Link.EXTENDS, parent.call_id, parent.call_id, shared, 0, key)
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
-        """Add the prompt that a provider returned. If it does not extend its base, the link becomes BRANCH."""
+        """Add the prompt that a provider returned. If it does not extend the base, it is a branch."""
         base = self._nodes.get(placement.base_id or "")
         shared = _stored_prefix_length(base, prompt_ids) if base else 0
         link = placement.link

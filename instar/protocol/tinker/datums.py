@@ -109,9 +109,9 @@ def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array 
         invalid = fillers[coefficients[fillers] != 0]
     if len(invalid):
         index = int(invalid[0])
-        exception = "" if loss == "dro" else ", unless its weight or advantage is 0"
+        condition = "" if loss == "dro" else ", unless its weight or advantage is 0"
         raise ProtocolError(
             f"{name}: target_tokens[{index}] is {int(targets[index])}, but the next input token is "
-            f"{int(datum.tokens[index + 1])}; each target must be the next input token{exception}"
+            f"{int(datum.tokens[index + 1])}; each target must be the next input token{condition}"
         )
     mask[fillers + 1] = 0

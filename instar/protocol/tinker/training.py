@@ -79,7 +79,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                     f"optimizer_config.type: received {optimizer!r}; supported: {OPTIMIZER!r}"
                 )
             if body.lora_config is None:
-                raise ProtocolError("lora_config is missing; send it to train a LoRA adapter")
+                raise ProtocolError("lora_config is missing; send it, because only LoRA adapters are trained")
             adapter = body.lora_config.to_adapter_spec()
             model = await self._service.create_model(body.session_id, request.owner, body.base_model, adapter)
             self._sessions.model_ids[body.session_id].append(model.model_id)

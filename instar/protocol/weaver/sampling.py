@@ -92,7 +92,7 @@ class WeaverSamplingRoutes:
         }
 
     async def delete(self, request: WeaverRequest) -> Response:
-        _decode_id(request.path_params["sampling"])
+        _decode_id(request.path_params["sampling"])  # Nothing is stored, so only the id is checked.
         return Response(status_code=204)
 
     async def sample(self, request: WeaverRequest) -> Response:

@@ -165,4 +165,4 @@ async def test_damaged_checkpoint_does_not_hide_the_others(
     checkpoints.close()
     with closing(CheckpointStore(tmp_path / "data")) as again:
         assert again.list_checkpoints("me") == [intact]
-    assert "step-1, because checkpoint.json" in caplog.text
+    assert "step-1/checkpoint.json cannot be read" in caplog.text
