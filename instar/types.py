@@ -324,7 +324,7 @@ class Sample:
     versions: Ids
     group_id: str | None = None
     behavior_logprobs: Floats | None = None
-    """As in `Call`; None if no call has them."""
+    """The logprobs of `Call.behavior_logprobs`, or None if no call has them."""
     spans: tuple[Span, ...] = ()
     aux: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     """Other values of each token by name, such as the reference's logprobs."""

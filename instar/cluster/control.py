@@ -70,7 +70,7 @@ class RoleController:
         self._held: dict[str, asyncio.Event] = {}
         """For each held role, by name, an event that is set when the role is released."""
         self._doing: dict[str, str] = {}
-        """What each role with an action in progress is doing, by name, such as ``draining``."""
+        """The action in progress of each role that has one, such as ``draining``, by role name."""
         self._is_ending = False
 
     async def wait_for_exit(self, name: str) -> int:

@@ -163,7 +163,7 @@ def _shorten_id(external_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RetryEvidence:
-    """What the headers of a request say about whether it retries an earlier request."""
+    """The evidence in the headers of a request that it retries an earlier one."""
 
     client_key: str | None = None
     """The idempotency key. If it is set, the request can only retry requests with the same key."""
