@@ -59,7 +59,7 @@ async def rescore(
     """Agents are not run again. The new scores are stored next to the earlier scores."""
     where = build_session_filter(filters, tuple(session_ids or ()))
     if where.status not in (None, SessionStatus.COMPLETED):
-        raise ConfigError(f"--status: given {where.status.value!r}; must be 'completed' or left out")
+        raise ConfigError(f"--status: given {where.status.value!r}; only completed sessions can be rescored")
     where = replace(where, status=SessionStatus.COMPLETED)
     counts_by_scorer: dict[str, RescoreCounts] = {}
     async with AsyncExitStack() as stack:

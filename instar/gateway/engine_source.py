@@ -203,7 +203,9 @@ class _EngineSamplingRun(SamplingRun):
         max_context = self._source.engine.info.max_context
         max_tokens = max_context - prompt_tokens
         if max_tokens < 1:
-            raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; the maximum is {max_context - 1}")
+            raise PromptTooLong(
+                f"the prompt has {prompt_tokens} tokens; at most {max_context - 1} fit into the context"
+            )
         settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
         return SamplingParams(
             seed=request.seed,

@@ -335,7 +335,7 @@ async def test_invalid_sampling_requests_are_rejected(
 ) -> None:
     for prompt, params, count, text in [
         ([], SamplingParams(), 1, "empty"),
-        ([5, 99999], SamplingParams(), 1, "they must be 0 to"),
+        ([5, 99999], SamplingParams(), 1, "allowed are 0 to"),
         ([5] * 256, SamplingParams(), 1, "must have fewer than 256"),
         (PROMPT, SamplingParams(temperature=-1), 1, "temperature"),
         (PROMPT, SamplingParams(), 0, "num_samples: received 0"),

@@ -173,7 +173,7 @@ async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
     result = await score_sessions(SetDetailScorer(), TASK, ["s"], load, ScoringConfig(retries=0))
     (score,) = result.scores
     assert score.state is ScoreState.FALLBACK
-    assert "as JSON" in (score.reason or "")
+    assert "must be JSON" in (score.reason or "")
 
 
 async def test_agent_reward_is_the_returned_reward() -> None:
