@@ -149,7 +149,8 @@ class GatewayApp(Starlette):
     """The ASGI app of the gateway. Model calls skip Starlette's slow router and middleware."""
 
     def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
-        error_types = (ApiError, StoreError, HTTPException, Exception)
+        # Starlette logs the traceback of every error that only the handler of Exception handles.
+        error_types = (ApiError, StoreError, HTTPException, RecursionError, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
         description = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
         routes = [*control.build_routes(), description]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import httpx
@@ -198,6 +199,20 @@ async def test_malformed_control_body_responds_with_400(gateway: RunningGateway,
         headers={"Authorization": f"Bearer {session.api_key}"},
     )
     assert response.status_code == 400
+
+
+@pytest.mark.parametrize("path", ["", "complete", "fail"])
+async def test_deeply_nested_metadata_is_rejected_without_a_logged_error(
+    gateway: RunningGateway, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = await gateway.open()
+    nested = b"[" * 700 + b"]" * 700  # fewer levels than the decoder allows
+    reason = b'"reason": "r", ' if path == "fail" else b""
+    body = b"{" + reason + b'"metadata": {"a": ' + nested + b"}}"
+    url = f"/sessions/{session.session_id}/{path}" if path else "/sessions"
+    response = await gateway.http.post(url, content=body, headers={"Authorization": f"Bearer {ADMIN}"})
+    assert (response.status_code, "nested too deeply" in response.text) == (400, True)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_health_check_needs_no_key(gateway: RunningGateway) -> None:
