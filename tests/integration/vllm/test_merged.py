@@ -29,9 +29,11 @@ from tests.unit.engines.conformance import (
 
 pytestmark = pytest.mark.timeout(900)
 BASE = Policy("p", 0, Artifact("base"))
-MAX_CONTEXT = 2048
-"""Large enough that a reply of LONG_REPLY_TOKENS takes many seconds."""
+MAX_CONTEXT = 4096
 LONG_REPLY_TOKENS = 2000
+"""A reply of this length takes many seconds."""
+LONGEST_REPLY_TOKENS = 4000
+"""A reply of this length does not end before a signal arrives, even if this process is rarely scheduled."""
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +192,7 @@ async def test_killed_server_restarts_with_the_current_policy(
     policy = await training.step()
     await engine.load(policy)
     (core,) = _find_descendants("VLLM::EngineCor")
-    stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONG_REPLY_TOKENS, temperature=0))
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONGEST_REPLY_TOKENS, temperature=0))
     await anext(stream)
     os.kill(core, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
