@@ -172,7 +172,7 @@ class SimulatedScorer(Scorer):
     name = "rule"
 
     def __init__(self, background: bool) -> None:
-        self.is_background = background
+        self.background = background
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         # A function of the slot and the reply, so that most groups have different rewards.

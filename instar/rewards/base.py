@@ -81,7 +81,7 @@ class Scorer(ABC):
     """The name that rewards, weights and vetoes use, such as ``returned``, ``math`` or ``judge:outcome``."""
     version: str = ""
     """Identifies the settings that affect the scores, for example by a hash. Empty without such settings."""
-    is_background: bool = False
+    background: bool = False
     """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
     concurrency_limit: asyncio.Semaphore | None = None
     """Limits concurrent attempts. The deadline of an attempt begins when it acquires the semaphore."""
@@ -105,7 +105,7 @@ class Scorer(ABC):
 class GroupScorer(Scorer):
     """A scorer that compares the sessions of a group after all of them have ended."""
 
-    is_background = True
+    background = True
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         return await self.score_group(task, [transcript])

@@ -64,12 +64,12 @@ class ScoringRunner:
         }
         """By scorer key, the limit of sessions or groups in memory and the limit of concurrent attempts."""
         session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
-        background = [scorer for scorer in session_scorers if scorer.is_background]
+        background = [scorer for scorer in session_scorers if scorer.background]
         group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
         self._group_queue = _GroupQueue(self, background, group_scorers)
         self._scorer_queues: list[_ScorerQueue] = []
         for scorer in session_scorers:
-            channels = ROLLOUT_CHANNELS if scorer.is_background else ()
+            channels = ROLLOUT_CHANNELS if scorer.background else ()
             channels += (Channel.LIVE,) if scorer in live_scorers else ()
             if channels:
                 self._scorer_queues.append(_ScorerQueue(self, scorer, channels))

@@ -148,7 +148,7 @@ class InlineScoring(RolloutScoring):
     """Runs the scorers that a rollout waits for, one after the other."""
 
     def __init__(self, scorers: Sequence[Scorer], config: ScoringConfig) -> None:
-        self.scorers = [scorer for scorer in scorers if not scorer.is_background]
+        self.scorers = [scorer for scorer in scorers if not scorer.background]
         self.has_background_scorers = len(self.scorers) < len(scorers)
         self.config = config
 

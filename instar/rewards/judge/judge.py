@@ -81,7 +81,7 @@ class JudgeVote(Generic[T]):
 
 
 class Judge(Scorer):
-    is_background = True
+    background = True
 
     def __init__(self, config: JudgeRewardConfig) -> None:
         self.config = config

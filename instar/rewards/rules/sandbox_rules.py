@@ -41,7 +41,7 @@ ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
 
 
 class SandboxedRule(AnswerRule[ConfigT]):
-    is_background = True
+    background = True
 
     def __init__(self, config: ConfigT) -> None:
         super().__init__(config)

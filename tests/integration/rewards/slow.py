@@ -14,7 +14,7 @@ from tests.torture.workload import rule
 class SlowRule(Scorer):
     name = "slow"
     version = "1"
-    is_background = True
+    background = True
 
     def __init__(self, config: PluginConfig) -> None:
         self.seen: set[str] = set()

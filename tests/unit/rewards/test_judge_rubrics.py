@@ -174,7 +174,7 @@ async def test_pairwise_judge_asks_in_both_orders(path: Path) -> None:
         judge_server(prefer_longer_answer) as server,
         start_judge(path, server.url, rubric="pairwise") as judge,
     ):
-        assert judge.is_background
+        assert judge.background
         rewards = await score_group(judge, "xx", "xxxx", "x", "xxx")
     assert len(server.requests) == 12
     values = {r.session_id: r.value for r in rewards}

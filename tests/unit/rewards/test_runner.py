@@ -36,7 +36,7 @@ class FakeJudge(Scorer):
 
     name = "judge:test"
     version = "1"
-    is_background = True
+    background = True
 
     def __init__(self) -> None:
         self.attempts: Counter[str] = Counter()
@@ -82,7 +82,7 @@ class LongestSessionScorer(GroupScorer):
 class FakeRule(FakeJudge):
     name = "rule"
     version = ""
-    is_background = False
+    background = False
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ async def test_wait_for_concurrency_limit_does_not_count_towards_deadline(store:
 
 
 class SequentialRule(SequentialJudge):
-    is_background = False
+    background = False
 
 
 async def test_wait_for_concurrency_limit_does_not_count_in_rollouts(store: SqliteStore) -> None:

@@ -202,7 +202,7 @@ async def test_tests_reward_counts_passed_tests(kind: str, runner: str) -> None:
     if runner == "python":
         tests = [test.replace("from answer import f\n", "") for test in tests]
     async with start_scorer(**section) as scorer:
-        assert scorer.is_background
+        assert scorer.background
         for code, (value, reason) in ANSWERS.items():
             reward = await score_text(scorer, {"tests": tests}, f"Here it is:\n```python\n{code}\n```\nDone.")
             assert reward.value == value, (code, reward.detail)
