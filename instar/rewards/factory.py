@@ -56,9 +56,7 @@ class BackgroundScorers:
 
     def are_needed(self, *, serves_live: bool) -> bool:
         """Return True if any session of the run must be scored in the background."""
-        return any(scorer.background for scorer in self.scorers) or (
-            serves_live and bool(self.live_scorers)
-        )
+        return any(scorer.background for scorer in self.scorers) or (serves_live and bool(self.live_scorers))
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
