@@ -135,8 +135,8 @@ class CallPipeline:
     async def _check_named_sessions(
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str]
     ) -> None:
-        """For a request that is not recorded in a session: raise ApiError if it names a session that does not
-        exist (404) or that the caller may not use (403)."""
+        """Raise ApiError if a request that is not recorded names a session that does not exist (404) or that
+        the caller may not use (403)."""
         for session_id in (route.session_id, headers.get(SESSION_HEADER)):
             if session_id is not None:
                 await self._states.get(session_id, caller, Action.CALL_MODEL)
