@@ -150,7 +150,7 @@ class KillRunner:
             server = RoleServer()
             resources.callback(server.close)
             pool = resources.enter_context(ThreadPoolExecutor())
-            self.torture = replace(self.torture, trainer_python=str(server.program))
+            self.torture = replace(self.torture, python=str(server.program))
             self.log("training without faults, to compare with")
             reference = self._train_reference(folder / "reference", model)
             try:

@@ -1,14 +1,16 @@
-"""Roles that start immediately: each is forked from a process that has already imported its modules.
+"""Processes that start immediately: each is forked from one that has already imported its modules.
 
-`RoleServer.program` takes the place of the interpreter of a role, such as `backend.python`. It passes its
-arguments, environment and open files to the server, forwards signals to the forked process, and exits like
-it. If one of the two is killed, so is the other.
+`RoleServer.program` takes the place of the interpreter of a run. It passes its arguments, environment and
+open files to the server, forwards signals to the forked process, and exits like it. If one of the two is
+killed, so is the other. The forked process has the program as its `sys.executable`, so that the roles of a
+supervisor are forked, too.
 
 As a program, ``python -m tests.torture.role_server FOLDER MODULES PADDING`` is the server.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from functools import partial
 from importlib import import_module
@@ -33,15 +36,22 @@ ROOT = Path(__file__).parents[2]
 START_SECONDS = 180.0
 MAX_MESSAGE_BYTES = 200_000
 MAX_FILES = 64
-TRAINER_MODULES = ("tests.torture.lineage_backend", "instar.cluster.roles.trainer", "peft")
-PROGRAM = """#!{python} -IS
+MODULES = (
+    "instar.cli.train",
+    *(f"instar.cluster.roles.{role}" for role in ("engine", "gateway", "rewards", "rollout", "trainer")),
+    "tests.torture.lineage_backend",
+    "tests.torture.workload",
+)
+"""The modules that the server imports, and with them most of what a run imports."""
+PROGRAM_FLAGS = "-IS"
+PROGRAM = """#!{python} {flags}
 import json, os, signal, socket, sys
 
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
 files = [int(name) for name in os.listdir("/proc/self/fd") if int(name) not in (0, server.fileno())]
 files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]
-start = dict(arguments=sys.argv[1:], env=dict(os.environ), cwd=os.getcwd(), files=files)
+start = dict(program=sys.argv[0], arguments=sys.argv[1:], env=dict(os.environ), cwd=os.getcwd(), files=files)
 socket.send_fds(server, [json.dumps(start).encode()], files)
 pid = int(server.recv(100))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -55,14 +65,18 @@ os._exit(status)
 """
 
 
-class RoleServer:
-    """A server for trainers."""
+def is_program(arguments: Sequence[str]) -> bool:
+    """True if a process with these arguments is not a role or run itself, but `RoleServer.program`."""
+    return arguments[1:2] == [PROGRAM_FLAGS]
 
+
+class RoleServer:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="instar-roles-")
         folder = Path(self._folder.name)
         self.program = folder / "python"
-        self.program.write_text(PROGRAM.format(python=sys.executable, address=str(folder / "socket")))
+        address = str(folder / "socket")
+        self.program.write_text(PROGRAM.format(python=sys.executable, flags=PROGRAM_FLAGS, address=address))
         self.program.chmod(0o755)
         padding = "-" * 500  # room for the arguments of a role in the process table
         self._process = subprocess.Popen(
@@ -71,7 +85,7 @@ class RoleServer:
                 "-m",
                 "tests.torture.role_server",
                 str(folder),
-                ",".join(TRAINER_MODULES),
+                ",".join(MODULES),
                 padding,
             ],
             cwd=ROOT,
@@ -161,6 +175,7 @@ def _run_role(start: dict[str, Any], files: list[int]) -> NoReturn:
         flag, module, *arguments = start["arguments"]
         assert flag == "-m"
         sys.argv = [module, *arguments]
+        sys.executable = start["program"]
         sys.orig_argv = [sys.executable, *start["arguments"]]
         _show_arguments(sys.orig_argv)
         random.seed()
@@ -209,6 +224,7 @@ def main() -> None:
     folder, modules, _ = sys.argv[1:]
     for module in modules.split(","):
         import_module(module)
+    gc.freeze()  # the collector of a forked process must not copy what it shares with the server
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not be forked"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(Path(folder) / "socket"))

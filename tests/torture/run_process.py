@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from instar.backends.local.state import hash_adapter
+from tests.torture.role_server import is_program
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD_MODULE = "tests.torture.workload"
@@ -157,14 +158,25 @@ class StoredRun:
         assert [version for _, _, version in steps if version is not None] == published
 
 
+def list_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def read_arguments(pid: int) -> list[str]:
+    """Return the command line of a process; empty if it has exited."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
 def list_descendants(pid: int) -> set[int]:
     parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue  # the process has exited
+    for child in list_pids():
+        try:
+            parents[child] = int(Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue  # the process has exited
     tree = {pid}
     while children := {child for child, parent in parents.items() if parent in tree} - tree:
         tree |= children
@@ -181,11 +193,13 @@ class RunProcess(StoredRun):
         self.file = folder / "run.yaml"
         self.file.write_text(yaml.safe_dump(config))
         self.roles: tuple[str, ...] = ROLES
+        self.python = sys.executable
+        """The program that starts the run, such as that of a `RoleServer`."""
         self.process: subprocess.Popen[bytes] | None = None
         self.output = folder / "output.txt"
 
     def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "instar.cli.main", "train", str(self.file), "--json"]
+        command = [self.python, "-m", "instar.cli.main", "train", str(self.file), "--json"]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, *(["--resume"] if resume else [])],
@@ -207,9 +221,20 @@ class RunProcess(StoredRun):
         assert code == 0, f"exit code {code}\n{self.explain()}"
 
     def kill(self) -> None:
+        """Kill the supervisor with SIGKILL."""
         assert self.process is not None
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.supervisor_pid, signal.SIGKILL)
         self.process.wait()
+
+    @property
+    def supervisor_pid(self) -> int:
+        assert self.process is not None
+        for pid in list_pids():
+            arguments = read_arguments(pid)
+            if str(self.file) in arguments and not is_program(arguments):
+                return pid
+        return self.process.pid
 
     def explain(self) -> str:
         """Return the run's output and the end of every role's log."""
@@ -221,20 +246,16 @@ class RunProcess(StoredRun):
     def list_processes(self) -> dict[int, str]:
         """Return the names of the run's live role processes by process id, read from the process table
         and not from the run's store."""
-        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        return {pid: role for pid in pids if (role := self.find_role(pid)) is not None}
+        return {pid: role for pid in list_pids() if (role := self.find_role(pid)) is not None}
 
     def find_role(self, pid: int) -> str | None:
         """Return the name of the role that the process runs, or None if it is not a live role of this run."""
-        entry = Path(f"/proc/{pid}")
-        try:
-            arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if "instar.cluster.role" not in arguments or str(self.run_dir) not in arguments:
-                return None
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return None  # the process has exited in the meantime
-        return None if state == "Z" else arguments[arguments.index("instar.cluster.role") + 1]
+        arguments = read_arguments(pid)
+        if "instar.cluster.role" not in arguments or str(self.run_dir) not in arguments:
+            return None
+        if is_program(arguments) or not is_alive(pid):
+            return None
+        return arguments[arguments.index("instar.cluster.role") + 1]
 
     def kill_role(self, role: str) -> bool:
         """Kill the role with SIGKILL; return False if it is not running."""
@@ -247,7 +268,8 @@ class RunProcess(StoredRun):
     def kill_tree(self) -> None:
         """Kill the run and all its processes with SIGKILL."""
         assert self.process is not None
-        for pid in (self.process.pid, *list_descendants(self.process.pid), *self.list_processes()):
+        supervisor = self.supervisor_pid
+        for pid in (supervisor, *list_descendants(supervisor), *self.list_processes()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

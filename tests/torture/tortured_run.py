@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import sqlite3
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -94,8 +95,9 @@ class Torture:
     faults: Mapping[str, float] = field(default_factory=lambda: {**KILLS, **OTHER_FAULTS})
     bug: str | None = None
     """The name of a bug to plant in the run."""
-    trainer_python: str | None = None
-    """The program that starts trainers, such as that of a `RoleServer`."""
+    python: str = sys.executable
+    """The program that starts the run and its roles, such as that of a `RoleServer`. On Ray, which starts its
+    own processes, it starts only the trainer."""
     has_small_disk: bool = field(default_factory=lambda: os.getuid() == 0)
     """True if disks are filled. Otherwise, the size of files is limited, which needs no rights."""
 
@@ -135,7 +137,7 @@ def make_tortured_config(folder: Path, model: Path, setup: Setup, torture: Tortu
         "type": "plugin",
         "name": "tests.torture.lineage_backend:LineageBackend",
         "args": {"threads": 1, "lora": {"rank": 4}, "call_seconds": CALL_SECONDS},
-        "python": torture.trainer_python,
+        "python": torture.python,
     }
     config["reward"] = {"type": "plugin", "name": f"{WORKLOAD_MODULE}:BackgroundRule"}
     config["rollout"]["retries"] = 50
@@ -168,6 +170,8 @@ class TorturedRun:
         else:
             self._run = RunProcess(folder, config)
         self._run.roles = (*ROLES, "rewards")
+        if setup.runner == "local":
+            self._run.python = torture.python
         if not self._disks:
             self._disks.append(FileSizeLimit(self._list_tree))
 
@@ -334,13 +338,11 @@ class TorturedRun:
         return f"killed the {victim}{' in a step' if is_in_step else ''}"
 
     def _list_tree(self) -> set[int]:
-        assert self._run.process is not None
-        pid = self._run.process.pid
+        pid = self._run.supervisor_pid
         return {pid, *list_descendants(pid), *self._run.list_processes()}
 
     def _stop(self) -> str:
-        assert self._run.process is not None
-        processes = {**self._run.list_processes(), self._run.process.pid: "supervisor"}
+        processes = {**self._run.list_processes(), self._run.supervisor_pid: "supervisor"}
         pid = self._rng.choice(sorted(processes))
         seconds = self._rng.uniform(0.1, MAX_STOP_SECONDS)
         stop_process(pid, seconds)
