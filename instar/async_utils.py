@@ -1,4 +1,4 @@
-"""Helpers to run coroutines concurrently, and to run user code that may hang or ignore cancellation."""
+"""Helpers for concurrent coroutines, and for user code that may hang or ignore cancellation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order. The first error cancels the other coroutines and is raised unchanged."""
+    """Run the coroutines concurrently and return their results in order. The first error cancels the others
+    and is raised unchanged."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -25,7 +26,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result. If the caller is cancelled, the coroutine still runs to its end."""
+    """Return the coroutine's result. It runs to completion even if the caller is cancelled."""
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)
@@ -37,7 +38,7 @@ async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
 async def map_concurrently(
     function: Callable[[S], Awaitable[T]], items: Iterable[S], max_concurrent: int | None = None
 ) -> list[T]:
-    """Return the results of ``function`` in the order of the items. At most ``max_concurrent`` calls run at
+    """Call ``function`` on each item and return the results in order. At most ``max_concurrent`` calls run at
     the same time; None means no limit. The first error cancels the other calls."""
     semaphore = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
 
@@ -49,10 +50,10 @@ async def map_concurrently(
 
 
 async def run_in_daemon_thread(function: Callable[[], T], *, keep_thread: bool = False) -> T:
-    """Return the result of ``function``, which runs in a new daemon thread. Cancellation abandons the thread.
+    """Run ``function`` in a new daemon thread and return its result. Cancellation abandons the thread.
     ``keep_thread`` keeps the thread alive until the process exits."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # the thread can then always set the result
+    future.set_running_or_notify_cancel()  # so that the thread can always set the result
 
     def run() -> None:
         try:
@@ -68,7 +69,7 @@ async def run_in_daemon_thread(function: Callable[[], T], *, keep_thread: bool =
     return await asyncio.wrap_future(future)
 
 
-async def run_with_deadline(
+async def run_with_timeout(
     seconds: float,
     coroutine: Coroutine[Any, Any, T],
     *,
@@ -78,8 +79,8 @@ async def run_with_deadline(
 ) -> T:
     """Return the coroutine's result, or raise ``on_timeout`` after ``seconds``.
 
-    If time runs out or the caller is cancelled, the coroutine is cancelled, and abandoned after ``grace`` s.
-    ``on_cancel`` is raised if the coroutine cancels itself.
+    On a timeout, or if the caller is cancelled, the coroutine is cancelled and gets ``grace`` seconds to end
+    before it is abandoned. ``on_cancel`` is raised if the coroutine cancels itself.
     """
     task = asyncio.create_task(coroutine)
     try:
@@ -93,5 +94,5 @@ async def run_with_deadline(
             task.cancel()
             await asyncio.wait({task}, timeout=grace)
             if task.done() and not task.cancelled():
-                task.exception()  # asyncio would otherwise log an error that was raised during cancellation
+                task.exception()  # otherwise asyncio would log an error raised during cancellation
     raise on_timeout

@@ -1,4 +1,4 @@
-"""CPU features, and process settings for computing with torch on a CPU."""
+"""CPU feature detection, and process settings for running torch on a CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from pathlib import Path
 from instar.umask import USER_UMASK, use_umask
 
 ISA_LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
-"""The environment variable that limits the instructions that oneDNN uses. oneDNN reads it before its first
-operation."""
+"""Environment variable that limits oneDNN's instruction set. oneDNN reads it before its first operation."""
 PROBE_TIMEOUT_SECONDS = 120.0
 _PROBE_CODE = """
 import torch
@@ -39,9 +38,9 @@ def cpu_flags() -> frozenset[str]:
 
 @functools.cache
 def disable_broken_amx(cache: Path) -> None:
-    """Keep oneDNN from using AMX if AMX kills the process. This happens on virtual machines that report AMX
-    without supporting it. The first call on a machine computes a matrix product in a subprocess, and stores
-    the result in ``cache``."""
+    """Keep oneDNN from using AMX if AMX instructions kill the process, as on virtual machines that report AMX
+    without supporting it. The first call on a machine tries a matrix product in a subprocess, and stores
+    whether it worked in ``cache``."""
     if "amx_bf16" not in cpu_flags() or ISA_LIMIT_VARIABLE in os.environ:
         return
     import torch
@@ -63,15 +62,15 @@ def _survives_probe() -> bool:
         command = [sys.executable, "-c", _PROBE_CODE]
         probe = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return True  # The result is unknown, so oneDNN chooses its instructions itself.
+        return True  # Unknown, so leave the choice of instructions to oneDNN.
     return probe.returncode >= 0  # A negative code means that a signal killed the process.
 
 
 def keep_freed_pages() -> None:
     """Make malloc keep the pages of freed tensors in this process, including threads that are started later.
 
-    glibc maps every large block separately, so that each activation causes new page faults. On a CPU, page
-    faults take up to half of the time of a training pass. Without glibc, this function does nothing.
+    By default, glibc maps every large block separately, so each activation causes new page faults. On a CPU,
+    they take up to half the time of a training pass. Without glibc, this function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -79,5 +78,5 @@ def keep_freed_pages() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _MAX_THRESHOLD_BYTES)
-        # Other arenas than the main arena map blocks over 64 MB regardless of the threshold.
+        # Arenas other than the main one map blocks over 64 MB regardless of the threshold.
         mallopt(_M_ARENA_MAX, 1)

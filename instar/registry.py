@@ -1,7 +1,7 @@
-"""Maps the names of variants to classes or functions, which are imported when they are chosen.
+"""Maps variant names to classes and functions, which are imported only when they are chosen.
 
 Other packages add variants with an entry point in the group ``instar.<kind>`` (``instar.engines``,
-``instar.backends``, ...); a config names them with ``type: plugin``.
+``instar.backends``, ...); a config selects them with ``type: plugin``.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ BUILTIN: dict[str, dict[str, str]] = {
 
 
 def list_names(kind: str) -> list[str]:
-    """Return the names of all variants of a kind, including the variants of other packages."""
+    """Return the names of all variants of a kind, including those from other packages."""
     return sorted({*BUILTIN[kind], *(e.name for e in entry_points(group=f"instar.{kind}"))})
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Import and return the class or function of a variant."""
+    """Import and return a variant's class or function."""
     if target := BUILTIN[kind].get(name):
         return load_object(target)
     for entry in entry_points(group=f"instar.{kind}", name=name):
         return entry.load()
-    raise ConfigError(f"unknown {kind.removesuffix('s')} {name!r}; known: {', '.join(list_names(kind))}")
+    raise ConfigError(f"unknown {kind.removesuffix('s')} {name!r}; available: {', '.join(list_names(kind))}")
 
 
 def resolve_section(kind: str, section: Section) -> Any:
-    """Return the class or function that a section selects by ``type``, or a plugin section by ``name``."""
+    """Return the class or function for a section: by ``name`` for plugins, else by ``type``."""
     if not isinstance(section, PluginConfig):
         return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has a type
     return load_object(section.name) if ":" in section.name else resolve(kind, section.name)

@@ -4,7 +4,7 @@
 
 The standard input of this process is a pipe that closes when the parent exits. On Linux, processes that
 outlive the command become children of this process, which kills them. ``--kill-immediately`` gives the
-command no time to exit after SIGTERM. The exit status is that of the command. This script starts with every
+command no time to exit after SIGTERM. The guard exits with the command's status. It is started for every
 agent session, so it imports only a few standard modules.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 KILL_DELAY_SECONDS = 5.0
-"""The time between SIGTERM and SIGKILL, and the maximum time to kill the remaining processes."""
+"""The time between SIGTERM and SIGKILL, and the time limit for killing the remaining processes."""
 EXIT_NOT_STARTED = 127
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -76,9 +76,8 @@ def _start(command: list[str]) -> int:
 
 
 def _wait(child: int, watched_fds: list[int], seconds: float | None) -> int | None:
-    """Return the child's status, or None if the child still runs after ``seconds`` or after the parent's
-    exit. ``watched_fds`` lists the pipe that is written to when a child exits, and optionally the pipe from
-    the parent."""
+    """Return the child's status, or None if it is still running after ``seconds`` or when the parent exits.
+    ``watched_fds`` is the signal wakeup pipe, optionally followed by the pipe from the parent."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -88,7 +87,7 @@ def _wait(child: int, watched_fds: list[int], seconds: float | None) -> int | No
         ready, _, _ = select.select(watched_fds, [], [], remaining)
         if ready != watched_fds[:1]:
             return None
-        os.read(ready[0], 4096)  # a different child may have exited
+        os.read(ready[0], 4096)  # another child may have exited
 
 
 def _kill_descendants(child: int) -> None:
@@ -113,7 +112,7 @@ def _kill(pid: int) -> None:
     try:  # noqa: SIM105 - contextlib is slow to import
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # the process has exited, or belongs to a different user
+        pass  # the process has exited, or belongs to another user
 
 
 def _exit_like(code: int) -> None:

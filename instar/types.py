@@ -35,15 +35,15 @@ from instar.model_types import ToolCall as ToolCall
 NOT_SAMPLED = -1
 
 _id_generator = random.Random(os.urandom(32))
-"""The random source of ids, which must be unique but need not be secret. It makes no system calls, because
-ids are created for every model call."""
+"""Generates ids, which must be unique but need not be secret. It makes no system calls, because every model
+call needs ids."""
 
 
 def new_id(prefix: str) -> str:
     """Return a new id, such as ``sess-18e7…``.
 
-    The id begins with the time, so that new rows are added at the end of an index of ids. Inserting them
-    anywhere else would take the store twice as long.
+    The id starts with the time, so that new rows go to the end of the store's index. With random ids, inserts
+    would take twice as long.
     """
     return f"{prefix}-{time.time_ns() >> 20:011x}{_id_generator.getrandbits(36):09x}"
 
@@ -64,7 +64,7 @@ class SessionStatus(StrEnum):
     COMPLETED = "completed"
     FAILED = "failed"
     ABANDONED = "abandoned"
-    """The session was given up, for example after a transient error. It is never used for training."""
+    """The session was given up, for example after a transient error, and is never used for training."""
 
 
 class GroupStatus(StrEnum):
@@ -144,14 +144,14 @@ class CallStatus(StrEnum):
 
 
 class Link(StrEnum):
-    """The relation of a call to the earlier calls of its session."""
+    """How a call relates to the earlier calls of its session."""
 
     ROOT = "root"
     EXTENDS = "extends"
     """The messages continue the parent's messages, and the prompt is the parent's tokens followed by new
     ones."""
     BRANCH = "branch"
-    """The agent rewrote its history, or another conversation began (a sub-agent)."""
+    """The agent rewrote its history, or started another conversation (a sub-agent)."""
     SIBLING = "sibling"
     """The same request again: a retry, a regeneration, or one of ``n`` replies."""
 
@@ -197,9 +197,9 @@ class Call:
     client_key: str | None = None
     """The idempotency key of the request. A request with the same key is a retry of this request."""
     digests: bytes = b""
-    """The keyed hashes of the tools, of each message after ``base_messages`` and of the reply, all before
-    redaction (`record.hashing`). Requests are compared by these hashes. If this is empty, the hashes are
-    computed from the messages."""
+    """Keyed hashes of the tools, of each message after ``base_messages`` and of the reply, before redaction
+    (`record.hashing`). Requests are compared by these hashes. If empty, they are computed from the
+    messages."""
     params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so it can be shared
     started_at: float = 0.0
     first_token_at: float | None = None
@@ -269,7 +269,7 @@ class Feedback:
     """A person's or an agent's feedback on a session, or on one of its calls."""
 
     feedback_id: str
-    """The id, which starts with `AGENT_FEEDBACK_PREFIX` if an agent sent the feedback."""
+    """Starts with `AGENT_FEEDBACK_PREFIX` if an agent sent the feedback."""
     session_id: str
     call_id: str | None = None
     thumbs: int | None = None
@@ -324,12 +324,12 @@ class Sample:
     versions: Ids
     group_id: str | None = None
     behavior_logprobs: Floats | None = None
-    """The logprobs of `Call.behavior_logprobs`, or None if no call has them."""
+    """The `Call.behavior_logprobs` of the calls, or None if no call has any."""
     spans: tuple[Span, ...] = ()
     aux: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
-    """Other values of each token by name, such as the reference's logprobs."""
+    """Other per-token values by name, such as the reference model's logprobs."""
     media: tuple[Json, ...] = ()
-    """Media in the prompt. Backends that train on text only reject a sample with media."""
+    """Media in the prompt. Text-only backends reject samples with media."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -340,8 +340,8 @@ class Sample:
 
 
 class StepState(StrEnum):
-    """The state of a training step: ``claimed`` → ``submitted`` → ``saved`` → ``committed``; ``released``
-    if a recovery gave up its claims."""
+    """The state of a training step: ``claimed`` → ``submitted`` → ``saved`` → ``committed``, or ``released``
+    if its claims were given up during recovery."""
 
     CLAIMED = "claimed"
     SUBMITTED = "submitted"

@@ -1,7 +1,7 @@
 """The umasks of Instar's processes.
 
-The files of a run are private. Agents, rules and model servers run with the user's umask, because their files
-belong to the user, and so do files in the model cache, which several users may share.
+A run's files are private. Agents, rules and model servers run with the user's umask, because their files
+belong to the user. The model cache is also written with it, because several users may share the cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 PRIVATE_UMASK = 0o077
 USER_UMASK_ENV = "INSTAR_USER_UMASK"
-"""Variable with the umask of the user as an octal number. Roles inherit the private umask of their parent."""
+"""Environment variable with the user's umask (octal), for roles, which inherit a private umask."""
 
 
 def _read_user_umask() -> int:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HASH_KEY_NAME = "message-hashes"
-"""The name under which the store keeps the secret key of the message hashes."""
+"""The name of the store's secret that keys the message hashes."""
 
 
 @asynccontextmanager
@@ -104,10 +104,10 @@ def create_app(
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
 ) -> GatewayApp:
-    """Return the gateway's app. The caller closes the store, the engine and the upstreams.
+    """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
     ``train_sampling`` has the sampling settings of the `train` channel. If ``upstream`` is set, it replies
-    instead of the engine. ``models`` maps patterns of model names to routes, which may select ``upstreams``.
+    instead of the engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     """
     context = GatewayContext(
         store,
@@ -146,10 +146,10 @@ def create_app(
 
 
 class GatewayApp(Starlette):
-    """The ASGI app of the gateway. Model calls skip Starlette's slow router and middleware."""
+    """The gateway's ASGI app. Model calls skip Starlette's slow router and middleware."""
 
     def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
-        # Starlette logs the traceback of every error that only the handler of Exception handles.
+        # Starlette logs a traceback for every error that only the Exception handler handles.
         error_types = (ApiError, StoreError, HTTPException, RecursionError, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
         description = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
@@ -186,7 +186,7 @@ class GatewayApp(Starlette):
 def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Recorder) -> Lifespan[Starlette]:
     def log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("A background task of the gateway failed.", exc_info=error)
+            logger.error("A gateway background task failed.", exc_info=error)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -211,4 +211,4 @@ async def _close_idle_sessions(sessions: SessionService, idle_timeout: float) ->
         try:
             await sessions.close_idle(idle_timeout)
         except StoreError as error:
-            logger.warning("Idle sessions could not be closed; the gateway will retry: %s", error)
+            logger.warning("Could not close idle sessions, will retry: %s", error)

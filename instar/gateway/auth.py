@@ -1,8 +1,8 @@
 """API keys and the actions that they allow. There are keys for the admin, for agents, for sessions and for
 people who give feedback. Only hashes of the keys are stored.
 
-All routes except the public ones check `PERMISSIONS`. docs/security.md lists the access to every route;
-tests/unit/gateway/test_authorization.py compares that list with the responses of a gateway.
+All routes except the public ones check `PERMISSIONS`. docs/security.md lists who may access each route;
+tests/unit/gateway/test_authorization.py checks that list against a running gateway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instar.store.base import KeyKind, KeyRow, Store
 from instar.types import Channel, Session
 
 KEY_CACHE_SECONDS = 3.0
-"""How long a key that can be revoked is cached. After it is revoked, it is accepted for up to this time."""
+"""How long a revocable key is cached. A revoked key may still be accepted for this long."""
 MAX_CACHED_KEYS = 20_000
 MIN_KEY_LENGTH = 16
 MIN_REMOTE_KEY_LENGTH = 32
@@ -39,8 +39,8 @@ def new_key() -> str:
 
 
 def extract_key(headers: Mapping[str, str]) -> str:
-    """Return the caller's key. Raise ApiError (401) if the request has no key. The gateway's own header is
-    read before the headers of OpenAI, Anthropic and Azure, in which the client may send a provider's key."""
+    """Return the caller's key. Raise ApiError (401) if the request has no key. The gateway's own header takes
+    precedence over those of OpenAI, Anthropic and Azure, which may contain a provider's key."""
     if key := headers.get(KEY_HEADER):
         return key.strip()
     scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -55,7 +55,7 @@ def extract_key(headers: Mapping[str, str]) -> str:
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The sender of a request. ``agent_id`` is None if the key is not limited to one agent, and
-    ``session_id`` is set only for the key of a session."""
+    ``session_id`` is set only for session keys."""
 
     kind: CallerKind
     agent_id: str | None = None
@@ -63,7 +63,7 @@ class Caller:
 
 
 class Action(StrEnum):
-    """An action that a key may allow. The value completes the sentence "A key of kind agent may not ..."."""
+    """An action that a key may allow. The value completes the sentence "Agent keys may not ..."."""
 
     LIST_MODELS = "list models"
     CALL_MODEL = "call models"
@@ -72,10 +72,10 @@ class Action(StrEnum):
     READ_SESSION = "read sessions"
     END_SESSION = "end sessions"
     SUBMIT_CALLS = "submit calls"
-    SEND_REWARDS = "send rewards and scores of other sources"
+    SEND_REWARDS = "send rewards and scores from other sources"
     GIVE_FEEDBACK = "give feedback"
-    SPEAK_FOR_PEOPLE = "give feedback that counts as a person's"
-    EXCEED_REWARD_RANGE = "send rewards outside of gateway.reward_range"
+    GIVE_HUMAN_FEEDBACK = "give feedback that counts as a person's"
+    EXCEED_REWARD_RANGE = "send rewards outside gateway.reward_range"
     LIST_FEEDBACK = "list feedback"
     READ_STATS = "read statistics"
 
@@ -102,7 +102,7 @@ PERMISSIONS: Mapping[Action, Mapping[CallerKind, Scope]] = {
     Action.SUBMIT_CALLS: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
     Action.SEND_REWARDS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
     Action.GIVE_FEEDBACK: _allow(Scope.OWN, Scope.OWN, Scope.OWN),
-    Action.SPEAK_FOR_PEOPLE: _allow(Scope.NONE, Scope.NONE, Scope.OWN),
+    Action.GIVE_HUMAN_FEEDBACK: _allow(Scope.NONE, Scope.NONE, Scope.OWN),
     Action.EXCEED_REWARD_RANGE: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
     Action.LIST_FEEDBACK: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
     Action.READ_STATS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
@@ -125,9 +125,8 @@ def authorize(
         return
     if not is_allowed(caller, action):
         kinds = [kind for kind, scope in PERMISSIONS[action].items() if scope is not Scope.NONE]
-        subject = "A" if param is None else f"'{param}' is not allowed: a"
-        allowed = " or ".join(kinds)
-        message = f"{subject} key of kind {caller.kind} may not {action.value}; use a key of kind {allowed}."
+        subject = caller.kind.capitalize() if param is None else f"'{param}' is not allowed: {caller.kind}"
+        message = f"{subject} keys may not {action.value}; use an {' or '.join(kinds)} key."
         raise ApiError(403, message, code="not_allowed", param=param)
     if caller.kind == "session":
         raise ApiError(403, "This key is for another session; use the session's key.", code="wrong_session")
@@ -135,14 +134,14 @@ def authorize(
     if caller.agent_id != session.agent_id:
         raise ApiError(403, "This key is for another agent; use the session's key.", code="wrong_agent")
     message = (
-        f"The session is in the channel {session.channel.value!r}, and an agent's key may only use live "
-        "sessions; use the session's own key."
+        "Agent keys may only use live sessions, but this session is in the channel "
+        f"{session.channel.value!r}; use the session's key."
     )
     raise ApiError(403, message, code="wrong_channel")
 
 
 def check_reward(caller: Caller, value: float | None, reward_range: tuple[float, float], param: str) -> None:
-    """Raise ApiError (400) if the reward is outside of the range, unless the caller may exceed the range."""
+    """Raise ApiError (400) if the reward is out of range, unless the caller may exceed the range."""
     low, high = reward_range
     if value is None or low <= value <= high or is_allowed(caller, Action.EXCEED_REWARD_RANGE):
         return
@@ -155,19 +154,19 @@ def _owns(caller: Caller, session: Session) -> bool:
         return caller.session_id == session.session_id
     if caller.kind == "feedback" and caller.agent_id is None:
         return True
-    # With its own key, an agent may not use the sessions of rollouts, because it could give them rewards on
-    # which it is then trained.
+    # An agent key may not access rollout sessions, because the agent could send rewards that it would then be
+    # trained on.
     return caller.agent_id == session.agent_id and (
         caller.kind == "feedback" or session.channel is Channel.LIVE
     )
 
 
 class Authenticator:
-    """Identifies callers by the admin key, the keys in the store and the keys of the run's sessions."""
+    """Identifies callers by the admin key, the keys in the store and the run's session keys."""
 
     def __init__(self, store: Store, admin_key: str, run_id: str) -> None:
         if not admin_key:
-            raise ValueError("the admin key is empty; pass a key that clients can send")
+            raise ValueError("the admin key must not be empty")
         self._store = store
         self._admin_hash = hash_key(admin_key)
         self._run_id = run_id
@@ -189,21 +188,21 @@ class Authenticator:
         return caller
 
     async def _look_up_caller(self, key_hash: str) -> tuple[Caller, float]:
-        """Return the owner of the key, and the number of seconds for which this result may be cached."""
+        """Return the owner of the key, and how many seconds this result may be cached."""
         session = await self._store.session_by_key(key_hash)
         if session is not None and session.run_id == self._run_id:
-            # A session's key cannot be revoked, and its session never changes.
+            # Session keys cannot be revoked, and their session never changes.
             return Caller("session", session.agent_id, session.session_id), float("inf")
         row = await self._store.key(key_hash)
         if row is None:
-            raise ApiError(401, "This API key is unknown; use a key of this run.", code="invalid_api_key")
+            raise ApiError(401, "This API key is not valid for this run.", code="invalid_api_key")
         if row.revoked_at is not None:
-            raise ApiError(401, "This API key was revoked; use another key.", code="invalid_api_key")
+            raise ApiError(401, "This API key has been revoked.", code="invalid_api_key")
         return Caller(row.kind, row.agent_id), KEY_CACHE_SECONDS
 
 
 async def create_key(store: Store, kind: KeyKind, agent_id: str | None, name: str = "") -> str:
-    """Store the hash of a new key and return the key. Raise ConflictError if a valid key has this name."""
+    """Create a key, store its hash and return it. Raise ConflictError if an active key has this name."""
     key = new_key()
     await store.put_key(KeyRow(hash_key(key), kind, agent_id, name))
     return key

@@ -1,6 +1,7 @@
-"""The wire types of the routes for models, health and sessions, and the error type of all routes.
+"""Wire types of the model, health and session routes, and the error type of all routes.
 
-``ControlApi.build_routes`` assigns the types to routes, and ``GET /openapi.json`` describes all of them."""
+``ControlApi.build_routes`` assigns the types to routes, and ``GET /openapi.json`` describes all of them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from instar.types import Channel, Json, Reward, RewardSource, ScoreState, Sessio
 
 SESSION_HEADER = "x-instar-session"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
-"""The sampling settings that a session may set for all its calls."""
+"""The sampling settings that a session may override for all its calls."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """An integer that the store can hold."""
@@ -34,7 +35,7 @@ class StatsView(msgspec.Struct):
     rss_mb: float
     """The resident memory of the gateway's process, in MiB."""
     in_flight: int
-    """The number of model calls and token counts that are being handled."""
+    """The number of model calls and token counts in progress."""
     sessions_in_memory: int
 
 
@@ -75,7 +76,7 @@ class OpenedSession(msgspec.Struct):
     base_url: str
     """The ``base_url`` for an OpenAI client."""
     api_key: str
-    """The session's key, which cannot be read again later."""
+    """The session's key. It cannot be retrieved later."""
 
 
 class RewardBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -168,7 +169,7 @@ class ApiError(Exception):
     param: str | None = None
     """The path of the invalid value in the request, for example ``messages[0].role``."""
     retry_after: int | None = None
-    """The number of seconds to wait before a retry, for the header ``Retry-After``."""
+    """The seconds to wait before a retry, for the ``Retry-After`` header."""
 
     def __str__(self) -> str:
         return self.message

@@ -1,4 +1,4 @@
-"""Values that the components of the gateway share."""
+"""Values shared by the gateway's components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The control API: the routes for models, health, statistics, sessions, submitted calls and feedback."""
+"""The control API: routes for models, health, statistics, sessions, submitted calls and feedback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService, FeedbackView
 from instar.gateway.openapi import PREFIXES, ApiRoute
-from instar.gateway.pipeline.parse import RequestReader, parse_retry_evidence
+from instar.gateway.pipeline.parse import RequestReader, parse_retry_headers
 from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
@@ -112,7 +112,7 @@ class ControlApi:
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
-        """List the run's own model. Models of providers are not listed."""
+        """List the run's own model. Provider models are not listed."""
         await self._authorize_models(http)
         if "anthropic-version" in http.headers:
             return Response(format_models([self._policy_id]), media_type=JSON)
@@ -135,7 +135,7 @@ class ControlApi:
         return _to_response(HealthView("ok", "up", version=status.version))
 
     async def get_stats(self, http: HttpRequest) -> Response:
-        """Report the load of the gateway."""
+        """Report the gateway's load."""
         await self._authenticate(http, Action.READ_STATS)
         lag_ms = self._services.loop_lag.p99() * 1000
         return _to_response(StatsView(lag_ms, _get_memory_mib(), self._reader.in_flight, len(self._states)))
@@ -144,7 +144,7 @@ class ControlApi:
         """Open a session and return its key."""
         caller, body = await self._read_body(http, body_type, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
-        # The Host header is not used, because anyone who sends the request chooses it.
+        # The Host header is not used, because the client controls it.
         host, port = http.scope["server"]
         root = self._public_url or f"{http.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         base_url = f"{root}/s/{session.session_id}/v1"
@@ -164,7 +164,7 @@ class ControlApi:
         return _to_response(await self._services.sessions.view(http.path_params["session"], caller))
 
     async def submit_calls(self, body_type: type[SubmissionBody], http: HttpRequest) -> Response:
-        """Record calls that were sampled outside of the gateway."""
+        """Record calls that were sampled outside the gateway."""
         caller, body = await self._read_body(http, body_type, Action.SUBMIT_CALLS)
         engine = self._router.require_engine().engine
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
@@ -178,10 +178,10 @@ class ControlApi:
         caller, body = await self._read_body(http, body_type, Action.GIVE_FEEDBACK)
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
-                named = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}"
-                raise ApiError(403, f"{named}; leave 'session_id' out.", code="session_conflict")
+                problem = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}"
+                raise ApiError(403, f"{problem}; leave 'session_id' out.", code="session_conflict")
             body.session_id = session_id
-        client_key = parse_retry_evidence(http.headers).client_key
+        client_key = parse_retry_headers(http.headers).client_key
         view, is_new = await self._services.feedback.add(caller, body, client_key)
         return _to_response(view, 201 if is_new else 200)
 
@@ -213,7 +213,7 @@ def _to_response(value: Any, status: int = 200) -> Response:
 
 
 def _get_memory_mib() -> float:
-    """Return the resident memory of this process in MiB. On systems without /proc, return its maximum."""
+    """Return the resident memory of this process in MiB, or its peak on systems without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * resource.getpagesize() / 2**20

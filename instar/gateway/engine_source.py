@@ -105,8 +105,8 @@ class EngineSource(Source):
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
-        text = self.renderer.token_text
-        return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs, strict=True) if i not in stop_ids]
+        decode = self.renderer.decode_token
+        return [TokenLogprob(decode(i), p) for i, p in zip(ids, logprobs, strict=True) if i not in stop_ids]
 
     async def count_tokens(
         self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
@@ -120,7 +120,7 @@ class EngineSource(Source):
         """Return the texts and logprobs of the prompt's tokens. Nothing is sampled or recorded."""
         self.check_request(request)
         if not self.engine.info.can_score:
-            message = "The engine cannot return the logprobs of a prompt; send the request without 'echo'."
+            message = "The engine cannot return prompt logprobs; send the request without 'echo'."
             raise bad_request(message, "echo", "unsupported_value")
         assert request.prompt is not None
         prompt = request.prompt
@@ -136,8 +136,8 @@ class EngineSource(Source):
         except TimeoutError as error:
             message = f"The engine did not return logprobs within {self._timeout:g} seconds; retry later."
             raise ApiError(504, message, code="timeout") from error
-        text = self.renderer.token_text
-        return [TokenLogprob(text(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
+        decode = self.renderer.decode_token
+        return [TokenLogprob(decode(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
 
 
 class _EngineSamplingRun(SamplingRun):
@@ -173,7 +173,7 @@ class _EngineSamplingRun(SamplingRun):
         request, renderer = self._call.request, self._source.renderer
         params = self._build_params()
         session = self._call.state.session
-        # On the train channel, the session's seed replaces the agent's: the sessions of a group must differ.
+        # On the train channel, the session's seed replaces the agent's, so that a group's sessions differ.
         has_forced_seed = session.channel is Channel.TRAIN and session.seed is not None
         request_seed = None if has_forced_seed else request.seed
         prompt_end = self.placement.prompt_ids[-_PARSER_PROMPT_TOKENS:].tolist()
@@ -240,7 +240,7 @@ class _EngineSamplingRun(SamplingRun):
 
 
 def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
-    """Return a reply's seed, from the request's seed or else from the session's; None if both are None."""
+    """Derive a reply's seed from the request's seed or else the session's. Return None if neither is set."""
     if request_seed is not None:
         return request_seed if index == 0 else _derive_seed(request_seed, index)
     return None if session_seed is None else _derive_seed(session_seed, number, index)
@@ -252,14 +252,14 @@ def _derive_seed(*parts: int) -> int:
 
 
 async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the coroutines concurrently. Cancel and await all of them before raising the first error."""
+    """Run the coroutines concurrently. On an error, cancel and await all of them before raising it."""
     if len(coroutines) == 1:
         await coroutines[0]
         return
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
-    except BaseException:  # No task may keep running, not even after a cancellation.
+    except BaseException:  # No task may keep running, even after a cancellation.
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Record feedback on sessions and replies, together with the reward that it gives.
+"""Record feedback on sessions and replies, and the rewards derived from it.
 
 A corrected reply is recorded as text and, if possible, as the tokens that the model should have sampled.
 """
@@ -38,7 +38,7 @@ from instar.types import (
 
 SCORER = "feedback"
 AGENT_SCORER = "agent-feedback"
-"""The scorer of agents' feedback. Settings in `scoring.combine` for `feedback` do not apply to it."""
+"""The scorer name for agents' feedback. Settings in `scoring.combine` for `feedback` do not apply to it."""
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
 THUMB_REWARDS = {1: 1.0, -1: 0.0}
 
@@ -77,7 +77,7 @@ class FeedbackView(msgspec.Struct):
     trainable: bool = False
     """True if the model can be trained on the correction."""
     reason: str | None = None
-    """Why the model cannot be trained on the correction, if it cannot. A list of feedback has no reasons."""
+    """Why the model cannot be trained on the correction. Lists of feedback omit it."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -93,7 +93,7 @@ def _to_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
 
 
 def compute_reward_value(feedback: Feedback) -> float | None:
-    """Return the feedback's score, or 1 or 0 for its thumb, or None if the feedback has neither."""
+    """Return the score, else 1 for thumbs up or 0 for thumbs down, else None."""
     if feedback.score is not None:
         return feedback.score
     return None if feedback.thumbs is None else THUMB_REWARDS[feedback.thumbs]
@@ -124,9 +124,9 @@ class FeedbackService:
     async def add(
         self, caller: Caller, body: FeedbackBody, client_key: str | None = None
     ) -> tuple[FeedbackView, bool]:
-        """Record feedback. Return the recorded feedback, and True if it was not recorded before.
+        """Record feedback. Return the recorded feedback, and True if it is new.
 
-        ``client_key`` is the request's idempotency key. If the body has no ``feedback_id``, it identifies the
+        If the body has no ``feedback_id``, the request's idempotency key (``client_key``) identifies the
         feedback within its session. Raise ApiError (409) if the id was used for different feedback.
         """
         _check_body(body)
@@ -193,21 +193,21 @@ class FeedbackService:
             raise ApiError(404, message, code="reply_not_found", param=param)
         if len(calls) > 1:
             ids = ", ".join(call.call_id for call in calls)
-            subject = f"{len(calls)} calls have the response_id {body.response_id!r}"
-            raise bad_request(f"{subject}; send one of these call_ids instead: {ids}.", param)
+            problem = f"{len(calls)} calls have the response_id {body.response_id!r}"
+            raise bad_request(f"{problem}; send one of these call_ids instead: {ids}.", param)
         return calls[0]
 
     async def _build_feedback(
         self, session: Session, call: Call | None, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
-        """Return the feedback, and the reason why the model cannot be trained on its correction, or None if
-        it can or if there is no correction."""
+        """Return the feedback, and why the model cannot be trained on its correction. The reason is None if
+        training is possible, or if there is no correction."""
         redact = self._redactor.redact_text
         session_id = session.session_id
-        is_from_person = is_allowed(caller, Action.SPEAK_FOR_PEOPLE, session)
+        is_from_person = is_allowed(caller, Action.GIVE_HUMAN_FEEDBACK, session)
         feedback_id = body.feedback_id or client_key or new_id("fb")
         if not is_from_person:
-            # An agent must not be able to use the id of a person's feedback before the person does.
+            # An agent must not be able to take the id of a person's feedback before the person uses it.
             feedback_id = f"{AGENT_FEEDBACK_PREFIX}{session_id}/{feedback_id}"
         elif body.feedback_id is None and client_key is not None:
             feedback_id = f"{session_id}/{client_key}"
@@ -220,7 +220,7 @@ class FeedbackService:
             if correction != body.correction:
                 reason = "a secret was removed from the correction"
             elif not is_from_person:
-                reason = f"the correction was sent with a key of kind {caller.kind}; use a feedback key"
+                reason = f"corrections from {caller.kind} keys are not used for training; use a feedback key"
             else:
                 # A long correction must not block the event loop.
                 ids, reason = await asyncio.to_thread(self._encode_correction, session, call, correction)
@@ -246,8 +246,7 @@ class FeedbackService:
         return complete_calls[-1]
 
     def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
-        """Return the correction's tokens, or None if the model cannot be trained on them. The second value is
-        the reason why it cannot."""
+        """Return the correction's tokens, or None and the reason why the model cannot be trained on it."""
         route = match_model_route(self._models, call.model)
         if session.channel is Channel.VAL:
             return None, "sessions in the val channel are not used for training"
@@ -290,14 +289,14 @@ def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: C
         call_id=call.call_id if call else None,
         detail=detail,
         created_at=feedback.created_at,
-        # The reward's id has a prefix, so that a client's id cannot replace the reward of a scorer.
+        # The prefix of the reward id ensures that a client's id cannot replace a scorer's reward.
         reward_id=make_feedback_key(feedback.feedback_id),
     )
 
 
 def _has_same_content(recorded: Feedback, feedback: Feedback, call: Call | None) -> bool:
-    """Return True if both have the same content. A correction without a call id counts as the same even if
-    the session now has a newer last call."""
+    """Return True if both have the same content. A correction that names no call also matches one that was
+    recorded for an earlier last call of the session."""
     is_same_call = recorded.call_id == feedback.call_id or (call is None and feedback.correction is not None)
     return is_same_call and all(
         getattr(recorded, name) == getattr(feedback, name)

@@ -3,8 +3,8 @@
 Uvicorn limits neither the size of the headers nor the time until they arrive. The app gets the connection
 from its scope (`get_connection`), because a callback on disconnect is faster than a task that waits for it.
 
-A client may pipeline requests, that is, send more before it gets a response. They are parsed as they arrive
-and handled in order, so the last parsed request (``cycle``) may be later than the handled one (``_active``).
+Clients may pipeline requests. These are parsed as they arrive and handled in order, so the last parsed
+request (``cycle``) may be ahead of the one being handled (``_active``).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-_REFUSAL = b"HTTP/1.1 %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+_REJECTION = b"HTTP/1.1 %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
 _MAX_PIPELINED = 16
-"""While this many requests of a connection are waiting, no more data is read from it."""
+"""Reading from a connection pauses while this many of its requests are waiting."""
 _EXTENSION = "instar.connection"
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
-    """Return the connection of a request, or None if the server uses a different protocol class."""
+    """Return a request's connection, or None if the server uses another protocol class."""
     return scope.get("extensions", {}).get(_EXTENSION)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     max_head = 1 << 20
-    """The maximum size in bytes of a request line with its headers."""
+    """The maximum size of the request line and headers, in bytes."""
     head_timeout = 60.0
-    """The request headers must arrive within this time, in seconds."""
+    """The time within which the request headers must arrive, in seconds."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -39,14 +39,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._active: RequestResponseCycle | None = None
-        self._refusal: bytes | None = None
-        """The error response that is sent after all earlier responses, before the connection closes."""
+        self._rejection: bytes | None = None
+        """An error response to send after all earlier responses, before the connection is closed."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the connection is lost. Set only while a model call is handled."""
+        """Called when the connection is lost. Set only while a model call is being handled."""
 
     @property
     def has_complete_body(self) -> bool:
-        """True if the complete body of the handled request has arrived."""
+        """True if the complete body of the request being handled has arrived."""
         return self._active is not None and not self._active.more_body
 
     def send_response(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
@@ -85,16 +85,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
+        if self._rejection is not None:
             return
         was_in_head = self._in_head
         super().data_received(data)
-        if not self._in_head or self._refusal is not None:
+        if not self._in_head or self._rejection is not None:
             return
         if was_in_head:  # Otherwise part of the data belongs to an earlier request.
             self._head_size += len(data)
         if self._head_size > self.max_head:
-            self._refuse(b"431 Request Header Fields Too Large")
+            self._reject(b"431 Request Header Fields Too Large")
         elif self._head_timer is None:
             self._start_head_timer()
 
@@ -116,12 +116,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._send_refusal()
+        self._send_rejection()
 
     def send_400_response(self, msg: str) -> None:
         if self.pipeline and self.pipeline[0][0].more_body:
             self.pipeline.popleft()  # The rest of this request's body is malformed.
-        self._refuse(b"400 Bad Request", msg.encode())
+        self._reject(b"400 Bad Request", msg.encode())
 
     @property
     def _is_busy(self) -> bool:
@@ -136,7 +136,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._is_busy:
             self._start_head_timer()  # The headers may be unread because too many requests are waiting.
         else:
-            self._refuse(b"408 Request Timeout")
+            self._reject(b"408 Request Timeout")
 
     def _reset_head(self) -> None:
         self._head_size = 0
@@ -144,12 +144,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self, status: bytes, message: bytes = b"") -> None:
+    def _reject(self, status: bytes, message: bytes = b"") -> None:
         self._reset_head()
-        self._refusal = _REFUSAL % (status, len(message), message)
-        self._send_refusal()
+        self._rejection = _REJECTION % (status, len(message), message)
+        self._send_rejection()
 
-    def _send_refusal(self) -> None:
-        if self._refusal is not None and not self._is_busy and not self.transport.is_closing():
-            self.transport.write(self._refusal)
+    def _send_rejection(self) -> None:
+        if self._rejection is not None and not self._is_busy and not self.transport.is_closing():
+            self.transport.write(self._rejection)
             self.transport.close()

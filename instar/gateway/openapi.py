@@ -1,5 +1,4 @@
-"""The OpenAPI description of the gateway, which is derived from its routes and from the types that parse its
-requests."""
+"""The gateway's OpenAPI description, which is derived from its routes and wire types."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from instar.gateway.pipeline.parse import SESSION_HEADERS
 from instar.types import Json
 
 PREFIXES = ("/v1", "/s/{session}/v1")
-"""The prefixes of the routes that agents use. The second selects the session."""
+"""The prefixes of the routes that agents use. The second one selects a session."""
 _JSON = "application/json"
 _CALL_HEADERS = (SESSION_HEADER, "idempotency-key", "x-stainless-retry-count", *SESSION_HEADERS)
 _FAILURES = {
@@ -44,7 +43,7 @@ _ERROR: Json = {
     },
     "required": ["error"],
 }
-"""The schema of the errors of all dialects. Only Anthropic's errors have a ``type`` beside ``error``."""
+"""The error schema of all dialects. Only Anthropic's errors have a ``type`` next to ``error``."""
 
 
 class ApiRoute(Route):
@@ -60,8 +59,8 @@ class ApiRoute(Route):
         query: Sequence[str] = (),
         is_public: bool = False,
     ) -> None:
-        """Create a GET route, or a POST route if ``body_type`` is set; its handler gets the type as its first
-        argument. ``query`` lists the query parameters. A public route needs no key."""
+        """Create a GET route, or a POST route if ``body_type`` is set. A POST handler gets the type as its
+        first argument. ``query`` lists the query parameters. A public route needs no key."""
         self.response_type = response_type
         self.body_type = body_type
         self.query = query
@@ -130,7 +129,7 @@ def _describe_route(method: str, path: str, route: ApiRoute, references: Mapping
 
 def _describe_call(path: str, dialect: Dialect, references: Mapping[type, Json]) -> Json:
     if dialect.count_path and path.endswith(dialect.count_path):
-        summary = f"Count the tokens of a request of the {dialect.name} API."
+        summary = f"Count the tokens of a {dialect.name} API request."
         success = _describe_response("The number of tokens.", {_JSON: references[TokenCount]})
     else:
         summary = f"Call a model with the {dialect.name} API."

@@ -1,4 +1,4 @@
-"""A provider as the source of replies. Its response is passed on or translated, and parsed to be recorded."""
+"""A provider as the source of replies. Responses are passed on or translated, and parsed for recording."""
 
 from __future__ import annotations
 

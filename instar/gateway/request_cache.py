@@ -1,7 +1,7 @@
 """A cache of parsed requests.
 
-An agent sends its complete history with every call. If a body starts with the same bytes as an earlier body
-of the same caller, the messages in those bytes and their hashes are reused, and only the rest is parsed.
+Agents send their complete history with every call. If a body starts with the same bytes as an earlier body
+from the same caller, the messages in those bytes and their hashes are reused, and only the rest is parsed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class RequestCache:
     def _parse_rest(
         self, dialect: Dialect, body: bytes, cached: _ParsedBody, count: int
     ) -> _ParsedBody | None:
-        """Parse only the messages after the first ``count``, which are taken from ``cached``. Return None if
-        the complete body must be parsed, for example because an error must name a position in it."""
+        """Take the first ``count`` messages from ``cached`` and parse only the rest. Return None if the
+        complete body must be parsed, for example so that an error has the right position."""
         start = cached.start
         rest_start = _find_next_message(body, cached.ends[count - 1])
         rest = body[:start] + body[rest_start:]
@@ -76,7 +76,7 @@ class RequestCache:
         except ApiError:
             return None
         offsets = _find_message_offsets(rest) if parsed.unsupported_error is None else None
-        # If "messages" occurs twice, the decoder keeps the last, so the offsets may be those of another list.
+        # If "messages" occurs twice, the decoder keeps the last one, so the offsets may be of another list.
         if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
         request = replace(parsed, messages=cached.request.messages[:count] + parsed.messages)
@@ -90,8 +90,8 @@ class RequestCache:
         return _ParsedBody(body, ends, start, request, chain)
 
     def _find_longest_prefix(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
-        """Return the cached body that shares the most messages with ``body``, and the number of these
-        messages, or None and 0. The last message of ``body`` never counts as shared."""
+        """Return the cached body that shares the most leading messages with ``body``, and how many it shares,
+        or None and 0. The last message of ``body`` never counts, so that the rest is never empty."""
         best: _ParsedBody | None = None
         best_count = 0
         for cached in self._entries.get(key, ()):
@@ -119,7 +119,7 @@ class RequestCache:
 
 def _common_prefix_length(a: bytes, b: bytes) -> int:
     length = min(len(a), len(b))
-    if a[:256] != b[:256]:  # Most unrelated bodies differ early.
+    if a[:256] != b[:256]:  # Most unrelated bodies differ near the start.
         length = min(length, 256)
     different = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
     position = int(different.argmax())

@@ -1,4 +1,4 @@
-"""Select the source that replies to requests for a model name."""
+"""Select the source of replies for a model name."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ModelRouter:
         upstreams: Mapping[str, ProviderSource],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        """Create a router. If ``provider`` is set, it replies instead of the engine. ``models`` maps patterns
-        of model names to routes, which can select one of ``upstreams``."""
+        """Create a router. If ``provider`` is set, it replies instead of the engine. ``models`` maps model
+        name patterns to routes, which may select one of ``upstreams``."""
         self.engine = engine
         self._default_source: Source | None = provider or engine
         self._upstreams = upstreams
         self._models = models
 
     def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
-        """Return the model's source, and True if its calls may be trained on. If ``needs_engine`` is True,
+        """Return the model's source, and whether its calls may be trained on. If ``needs_engine`` is True,
         the source is always the engine. Raise ApiError (404) if there is no source."""
         if needs_engine:
             return self.require_engine(), True
@@ -48,6 +48,6 @@ class ModelRouter:
 
     def require_engine(self) -> EngineSource:
         if self.engine is None:
-            message = "This route requires an engine, but the gateway has none; use a gateway with an engine."
+            message = "This endpoint requires an engine, but none is configured."
             raise ApiError(404, message, code="model_not_found", param="model")
         return self.engine

@@ -49,8 +49,8 @@ async def serve(
     """Serve until ``stop`` or ``drain`` is set.
 
     Requests in flight have ``grace`` seconds to finish after ``stop``, and no limit after ``drain`` alone.
-    Later connections wait until another process accepts them from the same socket. A connection is closed if
-    the headers of a request exceed ``max_head`` bytes or do not arrive within ``head_timeout`` seconds.
+    New connections then wait until another process accepts them from the same socket. A connection is closed
+    if request headers exceed ``max_head`` bytes or do not arrive within ``head_timeout`` seconds.
     """
     config = uvicorn.Config(
         app,
@@ -79,7 +79,7 @@ async def serve(
             config.timeout_graceful_shutdown = None
             server.should_exit = True
 
-    # uvloop accepts one connection per socket and iteration, and an iteration of a busy loop is long.
+    # uvloop accepts one connection per socket and loop iteration, and iterations of a busy loop are long.
     listeners = [listener, *(listener.dup() for _ in range(_ACCEPTS_PER_ITERATION - 1))]
     watchers = [asyncio.create_task(wait_for_stop(stop))] if stop else []
     if drain:

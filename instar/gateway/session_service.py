@@ -100,7 +100,7 @@ class SessionService:
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
     async def close_idle(self, seconds: float) -> int:
-        """Complete the live sessions without a call in the last ``seconds``, and return their number."""
+        """Complete live sessions that had no call in the last ``seconds``. Return how many were closed."""
         closed = 0
         for session_id in await self._store.idle_sessions(self._identity.run_id, time.time() - seconds):
             state = await self._states.find_open(session_id)
@@ -138,7 +138,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
         path = f"sampling.{name}"
         if name not in base.SAMPLING_KEYS:
             allowed = ", ".join(sorted(base.SAMPLING_KEYS))
-            raise base.bad_request(f"'{path}' is not a supported setting; supported: {allowed}.", path)
+            raise base.bad_request(f"'{path}' is not supported; supported settings: {allowed}.", path)
         number_type = int if name in ("top_k", "max_tokens") else int | float
         if isinstance(value, bool) or not isinstance(value, number_type):
             expected = "an integer" if number_type is int else "a number"

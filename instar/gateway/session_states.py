@@ -23,8 +23,8 @@ class PendingRequest:
 
     client_key: str | None
     done: asyncio.Future[None]
-    is_client_gone: bool = False
-    """True if the client disconnected while the complete reply was being recorded or sent."""
+    client_disconnected: bool = False
+    """True if the client disconnected while its complete reply was being recorded or sent."""
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class SessionState:
 
     session: Session
     unsaved_session: Session | None = None
-    """The session until it is stored together with its first call; None once it is stored."""
+    """The session, until it is stored together with its first call; then None."""
     is_matched_by_content: bool = False
-    """True if calls are matched to the session by content. This is False if requests name the session,
-    because calls of other sessions may start with the same messages."""
+    """True if calls are matched to the session by content. False if requests name the session, because other
+    sessions' calls may start with the same messages."""
     graph: MessageGraph | None = None
     in_flight: int = 0
     used_at: float = 0.0
@@ -51,7 +51,7 @@ class SessionState:
 
 
 class _CallTracker:
-    """Counts the calls of a session that are in flight. It is a class, because a generator is slower."""
+    """Counts a session's calls in flight. A class, because a generator-based context manager is slower."""
 
     __slots__ = ("_state", "_states")
 
@@ -93,7 +93,8 @@ class SessionStates:
         """Like `get`, but also raise ApiError (410) if the session has ended."""
         state = await self.get(session_id, caller, action)
         if state.session.status is not SessionStatus.OPEN:
-            raise ApiError(410, f"The session {session_id!r} has ended; open another.", code="session_ended")
+            message = f"The session {session_id!r} has ended; open a new one."
+            raise ApiError(410, message, code="session_ended")
         return state
 
     async def find_open(self, session_id: str) -> SessionState | None:
@@ -133,7 +134,8 @@ class SessionStates:
         self._states.pop(session_id, None)
 
     def track_call(self, state: SessionState) -> _CallTracker:
-        """Return a context manager that counts a call, and forgets a new session that no call has stored."""
+        """Return a context manager that counts a call as in flight. On exit, it drops a new session that no
+        call has stored."""
         return _CallTracker(self._states, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:

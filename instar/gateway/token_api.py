@@ -1,8 +1,8 @@
-"""``POST /sessions/{id}/calls``, which records calls that were sampled outside of the gateway.
+"""``POST /sessions/{id}/calls``: record calls that were sampled outside the gateway.
 
-A submission has the sampled token ids with their policy versions and ``logprobs``, which refer to the full
-softmax at temperature 1. If the tokens were sampled from another distribution, ``behavior_logprobs`` refer to
-that. An unknown logprob is null; such a call is recorded but not used for training.
+A submitted call has the sampled token ids, their policy versions, and their ``logprobs`` under the full
+softmax at temperature 1. If the tokens were sampled from another distribution, ``behavior_logprobs`` are
+their logprobs under it. An unknown logprob is null; such a call is recorded but not used for training.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SubmissionService:
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
         """Record the calls and return their ids. A call with the prompt and ``client_key`` of a recorded call
-        is not recorded again. At an unknown ``parent_id``, raise ApiError (400); earlier calls are kept."""
+        is not recorded again. Raise ApiError (400) at an unknown ``parent_id``; earlier calls are kept."""
         ids: list[str] = []
         with self._states.track_call(state):
             graph = await self._states.load_graph(state)
@@ -218,7 +218,7 @@ def _check_message(message: SubmittedMessage, path: str) -> None:
 
 
 def _to_floats(values: Sequence[float | None], path: str) -> list[float]:
-    """Return the values with NaN for None. Raise ApiError (400) if a value is below the range of float32."""
+    """Replace None with NaN. Raise ApiError (400) if a value is below the float32 range."""
     floats = np.asarray([math.nan if value is None else value for value in values], np.float64)
     is_below_range = floats < np.finfo(np.float32).min
     if is_below_range.any():

@@ -29,10 +29,10 @@ class TokenizerPool:
         self._pending: Counter[str] = Counter()
 
     async def run(self, key: str, function: Callable[[], T]) -> T:
-        """Run the function in a thread. ``key`` is the caller's API key, which uses one thread at a time.
-        Raise ApiError (504) after the timeout, and ApiError (429) if too many prompts of the key wait."""
+        """Run the function in a thread. ``key`` is the caller's API key; each key uses one thread at a time.
+        Raise ApiError (429) if too many of its prompts are waiting, and ApiError (504) after the timeout."""
         if self._pending[key] >= self._max_per_key:
-            message = f"{self._max_per_key} large prompts of this key are not tokenized yet; retry later."
+            message = f"{self._max_per_key} large prompts of this API key are already waiting; retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._pending[key] += 1
         try:

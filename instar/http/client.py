@@ -13,7 +13,7 @@ from instar.http.retry import parse_retry_after
 
 
 class NoResponse(Exception):
-    """The server could not be reached, or did not send a complete and short enough response in time."""
+    """The server could not be reached, or sent no complete response within the time and size limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class HttpResponse:
     body: bytes
     content_type: str = ""
     retry_after: float | None = None
-    """The seconds to wait according to the ``Retry-After`` header, or None without a valid header."""
+    """The ``Retry-After`` header in seconds, or None if it is missing or invalid."""
 
     @property
     def is_success(self) -> bool:
@@ -43,7 +43,7 @@ class RequestOptions(TypedDict, total=False):
 class HttpClient:
     """An HTTP client. The first request opens its aiohttp session.
 
-    ``secret`` is replaced with ``***`` in the text of NoResponse. An idle connection stays open for
+    ``secret`` is replaced with ``***`` in error messages. An idle connection stays open for
     ``keep_alive`` seconds; with 0, each connection is closed after its response.
     """
 
@@ -94,7 +94,7 @@ class HttpClient:
         return await self.request("POST", url, body, **options)
 
     def redact(self, text: str) -> str:
-        """Return the text with ``***`` for the secret. Servers may quote a key that they reject."""
+        """Replace the secret in the text with ``***``. Servers may quote a key that they reject."""
         return text.replace(self.secret, "***") if self.secret else text
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class HttpClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The connector has no limit, because the callers limit the number of concurrent requests.
+            # No connection limit, because the callers limit the number of concurrent requests.
             connector = aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=self.keep_alive or None, force_close=not self.keep_alive
             )
@@ -124,5 +124,5 @@ async def _read_at_most(response: aiohttp.ClientResponse, limit: int | None) -> 
     async for chunk in response.content.iter_chunked(1 << 16):
         content += chunk
         if len(content) > limit:
-            raise NoResponse(f"the response was discarded, because it is longer than {limit} bytes")
+            raise NoResponse(f"the response is longer than {limit} bytes")
     return bytes(content)

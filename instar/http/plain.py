@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client without TLS for engines and providers on the same network, such as vLLM and Ollama.
 
-The HTTP client takes most of the time that the gateway needs to forward a request, and this client is several
-times faster than aiohttp. A failed response raises an error of aiohttp, so that callers handle both clients
-in the same way. A failed connection attempt raises OSError or TimeoutError.
+The HTTP client accounts for most of the time that the gateway takes to forward a request, and this client is
+several times faster than aiohttp. Failed responses raise aiohttp's exceptions, so callers can treat both
+clients alike. Failed connection attempts raise OSError or TimeoutError.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import ClientPayloadError, ServerDisconnectedError
 from multidict import CIMultiDict
 
 MAX_UNREAD_BYTES = 1 << 18
-"""If a response has more unread bytes than this, the connection stops reading until they are read."""
+"""Reading from the connection pauses while a response has more unread bytes than this."""
 
 
 class PlainClient:
@@ -31,7 +31,7 @@ class PlainClient:
         self._open_connections: set[_Connection] = set()
 
     async def post(self, target: str, headers: Mapping[str, str], body: bytes) -> PlainResponse:
-        """Send a request, and return its response when the status and the headers have arrived."""
+        """Send a request, and return its response as soon as the status and headers have arrived."""
         connection = self._pop_idle() or await self._connect()
         return await connection.send(self._build_head(target, headers, len(body)), body)
 
@@ -66,7 +66,7 @@ class PlainClient:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection that serves one request at a time and is in ``idle_connections`` between requests."""
+    """A connection that handles one request at a time and is in ``idle_connections`` between requests."""
 
     def __init__(self, idle_connections: list[_Connection], open_connections: set[_Connection]) -> None:
         self._idle_connections = idle_connections
@@ -113,7 +113,7 @@ class _Connection(asyncio.Protocol):
         response = self._response
         if response is None:
             return
-        if response.is_ended_by_connection and exc is None:
+        if response.ends_on_close and exc is None:
             self._response = None
             response.finish()
         else:
@@ -156,7 +156,7 @@ class _Connection(asyncio.Protocol):
 
 
 class PlainResponse:
-    """A response with the methods of aiohttp's ClientResponse that callers use."""
+    """A response with the subset of aiohttp's ClientResponse methods that callers use."""
 
     def __init__(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
@@ -179,7 +179,7 @@ class PlainResponse:
         return self
 
     @property
-    def is_ended_by_connection(self) -> bool:
+    def ends_on_close(self) -> bool:
         """True if the body ends when the server closes the connection, because no header gives its length."""
         headers = self.headers
         return self.status != 0 and "content-length" not in headers and "transfer-encoding" not in headers
@@ -191,7 +191,7 @@ class PlainResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def readany(self) -> bytes:
-        """Wait for data and return the unread bytes, or no bytes at the end of the body."""
+        """Wait for data and return the unread bytes, or ``b""`` at the end of the body."""
         while not self._parts:
             if self._error is not None:
                 raise self._error

@@ -1,4 +1,4 @@
-"""Retries of failed calls: exponential backoff with jitter, and the ``Retry-After`` header."""
+"""Retries with exponential backoff and jitter, and the ``Retry-After`` header."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RetryPolicy:
     max_delay: float = 8.0
     jitter: tuple[float, float] = (0.5, 1.0)
 
-    def delay(self, failures: int, *, at_least: float = 0.0, rng: random.Random | None = None) -> float:
-        """Return the seconds to wait after ``failures`` + 1 failures in a row, at least ``at_least``."""
-        doubled = self.first_delay * 2 ** min(failures, MAX_DOUBLINGS)
+    def delay(self, retries: int, *, at_least: float = 0.0, rng: random.Random | None = None) -> float:
+        """Return the seconds to wait before the next retry, after ``retries`` earlier ones."""
+        doubled = self.first_delay * 2 ** min(retries, MAX_DOUBLINGS)
         return max(at_least, min(self.max_delay, doubled) * (rng or random).uniform(*self.jitter))
 
     async def run(
@@ -39,15 +39,18 @@ class RetryPolicy:
         retry_on: type[Exception] | tuple[type[Exception], ...],
         seconds: float,
     ) -> T:
-        """Call ``attempt`` until it succeeds, and return its result. Errors of the types ``retry_on`` are
-        retried, at the earliest after the seconds in the error's attribute ``retry_after``, if any. The error
-        is raised if the next attempt would begin later than ``seconds`` after the start."""
+        """Call ``attempt`` until it succeeds, and return its result.
+
+        Only errors of the types ``retry_on`` are retried, after at least the error's ``retry_after`` seconds,
+        if it has any. The error is raised if the next attempt would start more than ``seconds`` after the
+        first.
+        """
         deadline = time.monotonic() + seconds
-        for failures in count():
+        for retries in count():
             try:
                 return await attempt()
             except retry_on as error:
-                delay = self.delay(failures, at_least=getattr(error, "retry_after", None) or 0.0)
+                delay = self.delay(retries, at_least=getattr(error, "retry_after", None) or 0.0)
                 if time.monotonic() + delay > deadline:
                     raise
             await asyncio.sleep(delay)
@@ -55,8 +58,8 @@ class RetryPolicy:
 
 
 def parse_retry_after(header: str | None) -> float | None:
-    """Return the seconds to wait, or None if the header is missing or invalid. The header is a number of
-    seconds or an HTTP date."""
+    """Return the seconds to wait according to a ``Retry-After`` header (a number of seconds or an HTTP date),
+    or None if it is missing or invalid."""
     if not header:
         return None
     try:

@@ -1,8 +1,8 @@
-"""The JSON of Anthropic's Messages API.
+"""JSON types of Anthropic's Messages API.
 
-Request bodies have every known field and reject unknown fields, so that no setting of an agent is silently
-ignored. Most objects inside a body, such as messages and tools, ignore unknown fields. Response types have
-only the fields that are read. Most of these fields are optional, because providers omit some.
+Request bodies declare every known field and reject unknown ones, so that no setting is silently ignored. Most
+objects inside a body, such as messages and tools, ignore unknown fields. Response types declare only the
+fields that are read. Most of these are optional, because providers omit some.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class MessagesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     speed: str | None = None
     fallbacks: Any = None
     fallback_credit_token: Any = None
-    # Fields of which some parts are accepted as hints and the others are rejected:
+    # Fields that are partly accepted as hints and partly rejected:
     output_config: MessagesOutputConfig | None = None
     context_management: MessagesContextManagement | None = None
-    # Fields that are known and rejected unless they are empty:
+    # Known fields that are rejected unless they are empty:
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None

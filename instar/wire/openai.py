@@ -1,8 +1,8 @@
-"""The JSON of OpenAI's APIs: chat completions, completions and responses.
+"""JSON types of OpenAI's APIs: chat completions, completions and responses.
 
-Request bodies have every known field and reject unknown fields, so that no setting of an agent is silently
-ignored. Most objects inside a body, such as messages and tools, ignore unknown fields. Response types have
-only the fields that are read. Most of these fields are optional, because providers omit some.
+Request bodies declare every known field and reject unknown ones, so that no setting is silently ignored. Most
+objects inside a body, such as messages and tools, ignore unknown fields. Response types declare only the
+fields that are read. Most of these are optional, because providers omit some.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Fields that are known and rejected unless they are null (`functions` may also be empty):
+    # Known fields that are rejected unless they are null (`functions` may also be empty):
     audio: Any = None
     web_search_options: Any = None
     moderation: Any = None
@@ -326,7 +326,7 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     background: bool | None = None
     truncation: str | None = None
     context_management: list[Any] | None = None
-    # Fields that are known and rejected unless they are null:
+    # Known fields that are rejected unless they are null:
     conversation: Any = None
     prompt: Any = None
     moderation: Any = None

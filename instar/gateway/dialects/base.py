@@ -1,8 +1,8 @@
 """The interface of a dialect: one API format, selected by its route and translated to the gateway's types.
 
-A dialect does not ignore a field silently: ``ModelRequest.unsupported_error`` names a field that the engine
-cannot honour. The exceptions are hints, which agents send by default and which may have no effect. The
-docstring of each dialect's module lists its hints, with the reason why each of them can be ignored.
+Dialects do not silently ignore fields: ``ModelRequest.unsupported_error`` names a field that the engine
+cannot honour. The exceptions are hints, which agents send by default and which may have no effect. The module
+docstring of each dialect lists its hints and why they can be ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instar.types import FinishReason, Floats, Ids, Json, Message, TokenChunk, T
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """A request in any dialect. A setting that the agent left out is None or the dialect's default."""
+    """A request in any dialect. Settings that the agent left out are None or the dialect's default."""
 
     model: str
     messages: tuple[Message, ...]
@@ -35,7 +35,7 @@ class ModelRequest:
     """The number of leading messages that are instructions for this request only. They come before the
     messages from ``previous_response_id``, and later requests do not inherit them."""
     session_hints: tuple[str, ...] = ()
-    """Ids in the body that may identify the agent's session, such as ``user:7``, the most specific first."""
+    """Ids in the body that may identify the agent's session, such as ``user:7``, most specific first."""
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -49,7 +49,7 @@ class ModelRequest:
     include_usage: bool = False
     logprobs: bool = False
     score_prompt: bool = False
-    """True if the client requests the logprobs of the prompt's own tokens. Nothing is sampled."""
+    """True if the client requests the logprobs of the prompt's tokens. Nothing is sampled."""
     unsupported_error: ApiError | None = None
     """The error for a request that the engine cannot honour, or None."""
     parsed_body: Any = None
@@ -84,10 +84,10 @@ class ReplyChoice:
     stop_string: str | None = None
     """The stop string that ended the reply, or None if none did."""
     cached_tokens: int | None = None
-    """The number of prompt tokens that were in a cache; None if unknown."""
+    """The number of prompt tokens that were cached; None if unknown."""
     prompt_ids: Ids | None = None
     sampled_ids: Ids | None = None
-    """The sampled token ids that a provider returned; None if it returned none or the engine replied."""
+    """The sampled token ids, if a provider returned them; None for the engine's replies."""
     sampled_logprobs: Floats | None = None
     tokens: TokenChunk | None = None
     """All sampled tokens with logprobs and versions; None unless the dialect is token-level."""
@@ -103,8 +103,9 @@ _ERROR_TYPES = {
 
 
 def format_openai_error(error: ApiError) -> Json:
-    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    default = "server_error" if error.status >= 500 else "invalid_request_error"
+    error_type = _ERROR_TYPES.get(error.status, default)
+    return {"error": {"message": error.message, "type": error_type, "param": error.param, "code": error.code}}
 
 
 class StreamWriter(ABC):
@@ -125,7 +126,7 @@ class StreamWriter(ABC):
 
     @abstractmethod
     def finish(self, choices: ReplyChoices) -> bytes:
-        """Return the end of the stream. Only this part may tell the client that the replies ended."""
+        """Return the end of the stream. Only this part may tell the client that the replies have ended."""
 
     @abstractmethod
     def write_error(self, error: ApiError) -> bytes:
@@ -139,16 +140,16 @@ class Dialect(ABC):
     id_prefix: str
     """The prefix of response ids."""
     messages_param: str = "messages"
-    """The name of the field that contains the messages in a request body."""
+    """The request field that contains the messages."""
     prompt_param: str = "prompt"
-    """The name of the field that contains a prompt of token ids in a request body."""
+    """The request field that contains a token id prompt."""
     stream_writer_class: type[StreamWriter]
     decoder: msgspec.json.Decoder[Any]
     """The decoder of request bodies."""
     ranges: Mapping[str, tuple[float, float]]
     """The allowed minimum and maximum of each numeric field of a request body."""
     response_type: type[msgspec.Struct]
-    """The type of a complete response. It may lack fields that the gateway's responses have."""
+    """The type of a complete response. It may lack some fields of the gateway's responses."""
     stream_content_type: str = "text/event-stream"
     is_token_level: bool = False
     """True if clients exchange token ids. Such calls are always sampled by the run's engine, and they are not

@@ -1,14 +1,14 @@
-"""OpenAI's chat completions. These fields of a request are accepted as hints (see ``base.py``):
+"""OpenAI's chat completions. These request fields are accepted as hints (see ``base.py``):
 
 field                        reason
 tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
   one that names a function  would no longer be the policy's. The tools are offered, and
                              ``finish_reason`` shows whether one was called. (smolagents, pydantic-ai and
                              LangChain's structured output send this field by default.)
-parallel_tool_calls: false   The reason is the same: all calls of the sampled reply are returned.
-tools[].function.strict      The reason is the same: the form of the arguments is not forced.
+parallel_tool_calls: false   Same reason: all calls in the sampled reply are returned.
+tools[].function.strict      Same reason: the schema of the arguments is not enforced.
 reasoning_effort, verbosity  Each provider defines their meaning; the engine has no such settings.
-prediction                   It is a guess of the reply that can speed up sampling but changes no token.
+prediction                   A guess at the reply, which can speed up sampling but changes no tokens.
 service_tier, prompt_cache_retention, prompt_cache_options
                              They configure the provider's queues and caches.
 user, safety_identifier, metadata, prompt_cache_key

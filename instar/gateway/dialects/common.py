@@ -1,4 +1,4 @@
-"""Checks and formats that several dialects share."""
+"""Checks and formats shared by several dialects."""
 
 from __future__ import annotations
 
@@ -100,15 +100,15 @@ def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[s
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         position = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
-        message = f"Token id {ids[position]} is not in the vocabulary, whose last id is {vocab_size - 1}."
+        message = f"Token id {ids[position]} is not in the vocabulary; the largest id is {vocab_size - 1}."
         raise invalid_value(message, f"{param}[{position}]")
 
 
 def parse_session_hints(body: object, *metadata: Json | None) -> tuple[str, ...]:
-    # Each value is prefixed with its kind, so that the id of a user never matches that of a session.
+    # Each value is prefixed with its field name, so that a user id never matches a session id.
     values = [(key, fields.get(key)) for fields in metadata if fields for key in _METADATA_SESSION_KEYS]
     values += [(key, getattr(body, key)) for key in ("prompt_cache_key", "safety_identifier", "user")]
-    hints = (f"{kind}:{value}" for kind, value in values if isinstance(value, str) and value)
+    hints = (f"{key}:{value}" for key, value in values if isinstance(value, str) and value)
     return tuple(dict.fromkeys(hints))
 
 
@@ -119,7 +119,7 @@ def format_placeholder(value: msgspec.Struct, kind: str) -> str:
 
 def format_usage(choices: ReplyChoices) -> Json:
     """Return the ``usage`` object. The prompt is counted once for all choices. Reasoning tokens are not
-    counted separately, so their number is included only if it is 0 because no reply has reasoning."""
+    counted separately, so their number is included only if no reply has reasoning."""
     prompt, sampled = choices[0].prompt_tokens, sum(choice.sampled_tokens for choice in choices)
     usage: Json = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if choices[0].cached_tokens is not None:
@@ -154,9 +154,9 @@ def format_named_event(value: Json, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), data)
 
 
-def format_response_head(kind: str, request_id: str, request: ModelRequest) -> Json:
-    """Return the first fields of a response or of a chunk. ``kind`` is the value of the field ``object``."""
-    return {"id": request_id, "object": kind, "created": int(time.time()), "model": request.model}
+def format_response_head(object_name: str, request_id: str, request: ModelRequest) -> Json:
+    """Return the first fields of a response or chunk. ``object_name`` is its ``object`` field."""
+    return {"id": request_id, "object": object_name, "created": int(time.time()), "model": request.model}
 
 
 def format_finish_reason(choice: ReplyChoice) -> str:
@@ -166,7 +166,7 @@ def format_finish_reason(choice: ReplyChoice) -> str:
 
 
 class CompletionStreamWriter(StreamWriter):
-    """Formats the streams of chat completions and completions. Each chunk has one choice or the usage."""
+    """Formats streams of chat completions and completions. Each chunk has one choice or the usage."""
 
     object_name: str
     empty_content: ClassVar[Json]
@@ -198,7 +198,7 @@ class CompletionStreamWriter(StreamWriter):
 
 
 def split_reply(message: Message) -> list[ReplyDelta]:
-    """Return the deltas of a complete reply."""
+    """Split a complete reply into deltas."""
     reasoning = message.get("reasoning")
     deltas = [ReplyDelta(reasoning=reasoning)] if reasoning else []
     deltas += [ReplyDelta(text=message["content"])] if message["content"] else []

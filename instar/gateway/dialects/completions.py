@@ -1,6 +1,6 @@
 """OpenAI's completions, which continue a prompt of text or token ids.
 
-The reply is plain text without tool calls and reasoning. A request with ``echo: true``, ``logprobs: 0`` and
+The reply is plain text, without tool calls or reasoning. A request with ``echo: true``, ``logprobs: 0`` and
 ``max_tokens: 0``, without ``stream``, returns the logprobs of its prompt instead of a reply.
 """
 
@@ -39,7 +39,7 @@ def _parse_prompt(prompt: str | list[Any]) -> str | tuple[int, ...]:
     if not isinstance(prompt[0], str | list):
         return _parse_token_ids(prompt, "prompt")
     if len(prompt) > 1:
-        message = f"'prompt' has {len(prompt)} prompts; send one prompt in each request."
+        message = f"'prompt' has {len(prompt)} prompts; send one prompt per request."
         raise common.unsupported_value(message, "prompt")
     first = prompt[0]
     return first if isinstance(first, str) else _parse_token_ids(cast(list[Any], first), "prompt[0]")

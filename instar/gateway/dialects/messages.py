@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: the dialect and its responses. ``messages_request.py`` parses the requests."""
+"""The dialect of Anthropic's Messages API, and its responses. ``messages_request.py`` parses requests."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
 
 
 def _format_usage(choice: ReplyChoice | None) -> Json:
-    """Return the ``usage`` object. ``input_tokens`` excludes cached tokens. Without a choice, all are 0."""
+    """Return the ``usage`` object, in which ``input_tokens`` excludes cached tokens. Without a choice, all
+    counts are 0."""
     cached = choice.cached_tokens or 0 if choice else 0
     return {
         "input_tokens": choice.prompt_tokens - cached if choice else 0,
@@ -126,10 +127,11 @@ def _format_usage(choice: ReplyChoice | None) -> Json:
 
 
 def _format_error(error: ApiError) -> Json:
-    kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    default = "api_error" if error.status >= 500 else "invalid_request_error"
+    error_type = _ERROR_TYPES.get(error.status, default)
     needs_param = error.param is not None and error.param not in error.message
     text = f"{error.param}: {error.message}" if needs_param else error.message
-    return {"type": "error", "error": {"type": kind, "message": text}, "request_id": None}
+    return {"type": "error", "error": {"type": error_type, "message": text}, "request_id": None}
 
 
 def _format_event(value: Json) -> bytes:
@@ -139,8 +141,8 @@ def _format_event(value: Json) -> bytes:
 class MessagesStreamWriter(StreamWriter):
     """Formats the events of one streamed message, in which at most one content block is open.
 
-    Trailing white space is held back until more text arrives, because clients drop or reject blocks that only
-    contain white space.
+    Trailing whitespace is held back until more text arrives, because clients drop or reject blocks that
+    contain only whitespace.
     """
 
     def __init__(self, request_id: str, request: ModelRequest) -> None:
@@ -210,12 +212,12 @@ class MessagesStreamWriter(StreamWriter):
             events.append(self._format_delta({"type": "input_json_delta", "partial_json": call.arguments}))
         return events
 
-    def _start_block(self, kind: BlockType, block: Json) -> list[bytes]:
+    def _start_block(self, block_type: BlockType, block: Json) -> list[bytes]:
         events = self._stop_block()
         self._block_index += 1
-        self._open_block = kind
+        self._open_block = block_type
         start = {"type": "content_block_start", "index": self._block_index}
-        return [*events, _format_event({**start, "content_block": {"type": kind, **block}})]
+        return [*events, _format_event({**start, "content_block": {"type": block_type, **block}})]
 
     def _stop_block(self) -> list[bytes]:
         if self._open_block is None:

@@ -1,12 +1,12 @@
-"""Requests of Anthropic's Messages API. These fields are accepted as hints (see ``base.py``):
+"""Parse requests to Anthropic's Messages API. These fields are accepted as hints (see ``base.py``):
 
     field                        reason
     tool_choice "any" or "tool"  Forcing a tool call would change the sampled distribution, so the samples
                                  would no longer be the policy's. The tools are offered, and
                                  ``stop_reason`` shows whether one was called.
     tool_choice.disable_parallel_tool_use
-                                 The reason is the same: all calls of the sampled reply are returned.
-    tools[].strict               The reason is the same: the form of the input is not forced.
+                                 Same reason: all calls in the sampled reply are returned.
+    tools[].strict               Same reason: the schema of the input is not enforced.
     thinking                     The model decides whether it thinks; the field decides whether the thinking
                                  is returned.
     output_config.effort, .task_budget
@@ -49,8 +49,8 @@ from instar.wire.anthropic import (
 
 BLOCK_SEPARATOR = "\n\n"
 BILLING_LINE = "x-anthropic-billing-header:"
-"""The beginning of a line that Claude Code puts before its system prompt. The line differs in each request,
-so it is removed. Otherwise no request would continue an earlier one."""
+"""The start of a line that Claude Code puts before its system prompt. The line differs in each request, so it
+is removed. Otherwise, no request would continue an earlier one."""
 IGNORED_TOOL_TYPES = ("tool_search_tool_",)
 """The prefixes of ignored tool types. The model is offered all tools that a tool search could find, so it
 does not need the search."""
@@ -140,7 +140,7 @@ def _find_unsupported(body: MessagesRequestBody) -> list[ApiError]:
 
 
 def _find_unanswerable(body: MessagesRequestBody) -> list[ApiError]:
-    """Return the errors that prevent a reply but not the counting of tokens."""
+    """Return the errors that rule out a reply, but not a token count."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
         message = "'max_tokens' is 0; it must be at least 1, because there is no cache to fill."
@@ -246,7 +246,7 @@ def _parse_tool_result(block: MessagesContentBlock, path: str, errors: list[ApiE
 
 
 def _parse_assistant(blocks: list[MessagesContentBlock], path: str, errors: list[ApiError]) -> Message:
-    # Blocks of a provider's own tools are left out, because recorded replies do not have them either.
+    # Blocks from a provider's own tools are left out, because recorded replies do not have them either.
     texts: list[str] = []
     thinking: list[str] = []
     calls: list[ToolCall] = []
@@ -295,5 +295,5 @@ def _join(texts: Iterable[str]) -> str:
 
 
 def _unsupported_block(block: MessagesContentBlock, path: str) -> ApiError:
-    message = f"Content blocks of the type {block.type!r} are not supported here; leave the block out."
+    message = f"Content blocks of type {block.type!r} are not supported here; leave the block out."
     return common.unsupported_value(message, path)

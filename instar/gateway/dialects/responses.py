@@ -1,15 +1,15 @@
-"""OpenAI's Responses API. These fields of a request are accepted as hints (see ``base.py``):
+"""OpenAI's Responses API. These request fields are accepted as hints (see ``base.py``):
 
     field                        reason
     tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
       one that names a tool      would no longer be the policy's. The tools are offered.
-    parallel_tool_calls: false   The reason is the same: all calls of the sampled reply are returned.
-    tools[].strict, .format      The reason is the same: the model is shown the format, which is not forced.
+    parallel_tool_calls: false   Same reason: all calls in the sampled reply are returned.
+    tools[].strict, .format      Same reason: the model is shown the format, but it is not enforced.
     reasoning, text.verbosity    Each provider defines their meaning; the engine has no such settings.
     include "reasoning.encrypted_content"
                                  Reasoning is returned as text, which serves the same purpose.
     store                        Every response is recorded and can be continued by its id.
-    max_tool_calls               It limits calls of hosted tools, and no hosted tools are offered.
+    max_tool_calls               It limits hosted tool calls, and no hosted tools are offered.
     service_tier, prompt_cache_retention, prompt_cache_options
                                  They configure the provider's queues and caches.
     user, safety_identifier, metadata, client_metadata, prompt_cache_key
@@ -122,8 +122,8 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
-        # The tools are encoded only once, because the list is long and is sent three times in a stream. They
-        # are encoded with msgspec, because orjson rejects integers beyond 64 bits.
+        # Encode the tools only once, because the list is long and a stream contains it three times. Use
+        # msgspec, because orjson rejects integers beyond 64 bits.
         "tools": orjson.Fragment(msgspec.json.encode(parsed.tools.echo)),
         "top_logprobs": 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,

@@ -1,8 +1,8 @@
-"""Parse the input items and tools of a request of the Responses API.
+"""Parse the input items and tools of a Responses API request.
 
-The items of one turn of the model (reasoning, message, calls) become one message. Items belong to the same
-turn if their ids contain the id of the same gateway response or, if an id contains none, if they are adjacent
-and not both messages. Items and tools that only a provider can handle are reported in ``errors``.
+The items of one model turn (reasoning, message, calls) become one message. Items are grouped into turns by
+the gateway response id in their item ids. Items without one join the previous item, unless both are messages.
+Items and tools that only a provider can handle are reported in ``errors``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 _CALLABLE_TOOL_TYPES = ("function", "custom")
 IGNORED_TOOLS = {
-    "web_search": "OpenAI runs it. Codex lists it by default.",
-    "image_generation": "OpenAI runs it. Codex lists it if it may create images.",
-    "tool_search": "It finds tools that are not in the request. Codex lists it if it has many tools.",
+    "web_search": "Runs on OpenAI's servers. Codex lists it by default.",
+    "image_generation": "Runs on OpenAI's servers. Codex lists it if image generation is enabled.",
+    "tool_search": "Finds tools that are not in the request. Codex lists it if it has many tools.",
 }
-"""Tools that agents list by default, with the reason why they are not offered to the model. The model never
-calls them, so the agent works unchanged. Other hosted tools are rejected."""
+"""Tools that agents list by default, and why they are not offered to the model. The model never calls them,
+so the agent works unchanged. Other hosted tools are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool by the name that the client uses, which may differ from the name that the model sees."""
+    """A tool under the client's name, which may differ from the name that the model sees."""
 
     name: str
     namespace: str | None = None
@@ -47,7 +47,7 @@ class RequestTools:
     by_name: dict[str, ClientTool]
     """Maps the tool name that the model sees to the client's tool."""
     echo: list[Json]
-    """The offered tools in the form in which the response lists them."""
+    """The offered tools, as the response lists them."""
 
 
 def parse_tools(specs: Sequence[ResponsesTool], errors: list[ApiError]) -> RequestTools:
@@ -79,7 +79,7 @@ def build_model_tool_name(name: str, namespace: str | None) -> str:
 def _parse_tool(
     spec: ResponsesTool, namespace: str | None, path: str, by_name: dict[str, ClientTool]
 ) -> Tool:
-    """Return the tool in the form that the model sees, and add the client's tool to ``by_name``."""
+    """Return the tool as the model sees it, and add the client's tool to ``by_name``."""
     if spec.type not in _CALLABLE_TOOL_TYPES:
         raise _unsupported_type_error("tool", spec.type, _CALLABLE_TOOL_TYPES, f"{path}.type")
     client = ClientTool(_require(spec.name, f"{path}.name"), namespace, spec.type == "custom")
@@ -96,7 +96,9 @@ def _parse_tool(
 def _custom_parameters(spec: ResponsesTool) -> Json:
     schema = {"type": "string"}
     if spec.format and (grammar := spec.format.get("definition")):
-        schema["description"] = f"Text of this {spec.format.get('syntax', '')} grammar:\n{grammar}"
+        syntax = spec.format.get("syntax")
+        grammar_name = f"{syntax} grammar" if syntax else "grammar"
+        schema["description"] = f"Text that matches this {grammar_name}:\n{grammar}"
     return {"type": "object", "properties": {"input": schema}, "required": ["input"]}
 
 
@@ -123,7 +125,7 @@ _SUPPORTED_ITEMS = (
 
 
 def make_item_id(prefix: str, request_id: str, index: int) -> str:
-    """Return an item id that contains the id of its response."""
+    """Return an item id that contains its response's id."""
     return f"{prefix}_{request_id.replace('_', '-').rpartition('-')[2]}_{index}"
 
 
@@ -139,14 +141,14 @@ class _ItemParser:
         self.messages: list[Message] = []
         self._errors = errors
         self._turn: Message | None = None
-        """The model's turn to which the next items may be added."""
+        """The model turn to which the next items may be added."""
         self._response_id = ""
-        """The id of the gateway's response with the turn; empty if the item ids do not contain it."""
+        """The id of the gateway response that produced the turn; empty if it is unknown."""
         self._previous_type = ""
 
     def parse(self, item: ResponsesInputItem, path: str) -> None:
-        kind = item.type or "message"
-        match kind:
+        item_type = item.type or "message"
+        match item_type:
             case "message":
                 self._parse_message(item, path)
             case "reasoning":
@@ -158,12 +160,13 @@ class _ItemParser:
                 content = self._parse_content(_require(item.output, f"{path}.output"), f"{path}.output")
                 self.messages.append(Message(role="tool", content=content, tool_call_id=call_id))
             case _:
-                self._errors.append(_unsupported_type_error("item", kind, _SUPPORTED_ITEMS, f"{path}.type"))
-                # A call of a hosted tool belongs to the model's turn and is dropped.
-                if not kind.endswith("_call"):
+                error = _unsupported_type_error("item", item_type, _SUPPORTED_ITEMS, f"{path}.type")
+                self._errors.append(error)
+                # Hosted tool calls are part of the model's turn and are dropped.
+                if not item_type.endswith("_call"):
                     self._turn = None
-                    self.messages.append(Message(role="user", content=format_placeholder(item, kind)))
-        self._previous_type = kind
+                    self.messages.append(Message(role="user", content=format_placeholder(item, item_type)))
+        self._previous_type = item_type
 
     def _parse_message(self, item: ResponsesInputItem, path: str) -> None:
         role = _require(item.role, f"{path}.role")
@@ -211,17 +214,17 @@ class _ItemParser:
         return not (self._previous_type == "message" and item.type in (None, "message"))
 
     def _parse_content(
-        self, content: str | list[ResponsesContentPart], path: str, kinds: Sequence[str] = _TEXT_PARTS
+        self, content: str | list[ResponsesContentPart], path: str, text_types: Sequence[str] = _TEXT_PARTS
     ) -> str:
         if isinstance(content, str):
             return content
-        return "".join(self._parse_part(part, f"{path}[{i}]", kinds) for i, part in enumerate(content))
+        return "".join(self._parse_part(part, f"{path}[{i}]", text_types) for i, part in enumerate(content))
 
-    def _parse_part(self, part: ResponsesContentPart, path: str, kinds: Sequence[str]) -> str:
-        text = part.refusal if part.type == "refusal" else part.text if part.type in kinds else None
+    def _parse_part(self, part: ResponsesContentPart, path: str, text_types: Sequence[str]) -> str:
+        text = part.refusal if part.type == "refusal" else part.text if part.type in text_types else None
         if text is not None:
             return text
-        self._errors.append(_unsupported_type_error("content part", part.type, kinds, path))
+        self._errors.append(_unsupported_type_error("content part", part.type, text_types, path))
         return format_placeholder(part, part.type)
 
 

@@ -1,6 +1,6 @@
-"""Replies as output items of the Responses API, and the events that stream them.
+"""Convert replies to Responses API output items, and to the events that stream them.
 
-A response that is not streamed is built in the same way, and its events are discarded.
+Responses that are not streamed are built in the same way, and the events are discarded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ResponseOutput:
         return events + self._end(status)
 
     def _add_text(self, text: str) -> Events:
-        # White space alone does not begin a message; it is sent with the text that follows.
+        # Whitespace alone does not begin a message; it is sent with the text that follows.
         text, self._held_space = self._held_space + text, ""
         if not self._is_open("message") and not text.strip():
             self._held_space = text
@@ -75,14 +75,14 @@ class ResponseOutput:
         assert isinstance(self._open_item, _CallItem)
         return events + self._open_item.add(delta.arguments)
 
-    def _is_open(self, kind: str) -> bool:
-        return self._open_item is not None and self._open_item.item["type"] == kind
+    def _is_open(self, item_type: str) -> bool:
+        return self._open_item is not None and self._open_item.item["type"] == item_type
 
-    def _begin_text(self, kind: str) -> tuple[_TextItem, Events]:
-        """Return the open item of this kind. If there is none, begin one and also return its first events."""
+    def _begin_text(self, item_type: str) -> tuple[_TextItem, Events]:
+        """Return the open item of this type. If there is none, begin one and also return its first events."""
         events: Events = []
-        if not self._is_open(kind):
-            events = self._begin(_TextItem(self._request_id, self._next_index(), kind))
+        if not self._is_open(item_type):
+            events = self._begin(_TextItem(self._request_id, self._next_index(), item_type))
         assert isinstance(self._open_item, _TextItem)
         return self._open_item, events
 
@@ -98,7 +98,7 @@ class ResponseOutput:
         item, self._open_item = self._open_item, None
         if item is None:
             return []
-        if isinstance(item, _TextItem) and item.kind == "message":
+        if isinstance(item, _TextItem) and item.item_type == "message":
             item.logprobs += self._logprobs
             self._logprobs = []
         events = item.end(status)
@@ -127,12 +127,12 @@ class _OutputItem:
 class _TextItem(_OutputItem):
     """A message or reasoning item, which has one content part."""
 
-    def __init__(self, request_id: str, index: int, kind: str) -> None:
-        is_message = kind == "message"
+    def __init__(self, request_id: str, index: int, item_type: str) -> None:
+        is_message = item_type == "message"
         item_id = make_item_id("msg" if is_message else "rs", request_id, index)
-        item: Json = {"id": item_id, "type": kind, "status": "in_progress", "content": []}
+        item: Json = {"id": item_id, "type": item_type, "status": "in_progress", "content": []}
         super().__init__(index, item | ({"role": "assistant"} if is_message else {"summary": []}))
-        self.kind = kind
+        self.item_type = item_type
         self.logprobs: list[TokenLogprob] = []
         self._part_type = "output_text" if is_message else "reasoning_text"
 
@@ -162,12 +162,14 @@ class _TextItem(_OutputItem):
 
     def _format_part(self, text: str) -> Json:
         part: Json = {"type": self._part_type, "text": text}
-        if self.kind == "message":
+        if self.item_type == "message":
             part |= {"annotations": [], **self._format_logprobs(self.logprobs)}
         return part
 
     def _format_logprobs(self, logprobs: TokenLogprobs) -> Json:
-        return {} if self.kind == "reasoning" else {"logprobs": [format_logprob(token) for token in logprobs]}
+        if self.item_type == "reasoning":
+            return {}
+        return {"logprobs": [format_logprob(token) for token in logprobs]}
 
 
 class _CallItem(_OutputItem):
@@ -198,7 +200,7 @@ class _CallItem(_OutputItem):
 
 
 class _CustomCallItem(_CallItem):
-    """A call of a custom tool. Its input is the string in the arguments ``{"input": "..."}``.
+    """A custom tool call. Its input is the string in the arguments ``{"input": "..."}``.
 
     Other arguments are returned as a function call, so that the agent sends back exactly the text that the
     model wrote. If part of the input was already sent, the call stays a custom call.
@@ -283,7 +285,7 @@ class JsonStringReader:
 
 
 def _select_text_logprobs(logprobs: list[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Return the logprobs for the tokens that form ``text``, or all logprobs if no tokens do."""
+    """Return the logprobs of the tokens that form ``text``, or all logprobs if ``text`` is not found."""
     start = "".join(token.text for token in logprobs).find(text)
     if start < 0:
         return logprobs

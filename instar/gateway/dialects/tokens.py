@@ -1,4 +1,4 @@
-"""``POST /v1/generate``, which continues a prompt of token ids.
+"""``POST /v1/generate``: continue a prompt of token ids.
 
 The response is a GenerateResponse. A streamed response has one GeneratedChunk, or an error, per line.
 """

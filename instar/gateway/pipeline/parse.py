@@ -20,7 +20,7 @@ from instar.gateway.request_cache import MIN_CACHED_BODY, RequestCache
 from instar.record.hashing import HashChain, MessageHasher
 
 SESSION_HEADERS = {
-    "x-claude-code-session-id": "claude-session",  # An id in the body of Claude Code has this kind, too.
+    "x-claude-code-session-id": "claude-session",  # same prefix as for ids in Claude Code's bodies
     "session-id": "session",  # Codex
     "session_id": "session",  # older Codex, OpenClaw
     "x-session-affinity": "session",  # OpenCode, OpenClaw
@@ -31,10 +31,10 @@ SESSION_HEADERS = {
     "x-litellm-session-id": "session",
     "helicone-session-id": "session",
 }
-"""The headers in which known agents send their session id, and the kind of each id. If a request has several,
-the first in this table is used."""
+"""The headers in which known agents send their session id, and the prefix for each id. If a request has
+several, the first one in this table is used."""
 MAX_EXTERNAL_ID_LENGTH = 512
-"""A session id from an agent that has more characters is shortened to its beginning and a digest."""
+"""A longer session id from an agent is truncated, and a digest is appended."""
 
 
 class RequestReader:
@@ -50,12 +50,12 @@ class RequestReader:
         """Raise ApiError (429) if too many requests are in flight."""
         if self.in_flight >= self._config.max_in_flight:
             limit = self._config.max_in_flight
-            message = f"{limit} requests are in flight, the maximum (gateway.max_in_flight); retry later."
+            message = f"Too many requests in flight (gateway.max_in_flight: {limit}); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
 
     def admit(self) -> None:
-        """Count a request, whose body has arrived, as in flight until `release`. Raise ApiError (429) if
-        there are too many."""
+        """Count a request as in flight until `release`. Call this once its body has arrived. Raise ApiError
+        (429) if there are too many."""
         self.check_capacity()
         self.in_flight += 1
 
@@ -77,7 +77,7 @@ class RequestReader:
         self, caller: Caller, headers: Mapping[str, str], scope: Scope, receive: Receive
     ) -> bytes:
         """Return the body. Raise ApiError if it is compressed (415), too large (413), cut off (400) or late
-        (408), or if the caller, which must not block others, has too many incomplete bodies (429)."""
+        (408), or if the caller has too many incomplete bodies (429)."""
         if headers.get("content-encoding", "identity") != "identity":
             message = "Compressed request bodies are not supported; send the body without Content-Encoding."
             raise ApiError(415, message, code="unsupported_encoding")
@@ -86,7 +86,7 @@ class RequestReader:
             return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
         if self._incomplete_bodies[caller] >= self._config.max_in_flight:
             count = self._config.max_in_flight
-            message = f"{count} bodies of this caller are incomplete (gateway.max_in_flight); retry later."
+            message = f"Too many incomplete bodies (gateway.max_in_flight: {count}); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._incomplete_bodies[caller] += 1
         try:
@@ -128,8 +128,8 @@ class RequestParser:
 
     def parse(self, dialect: Dialect, cache_key: str | None, body: bytes) -> tuple[ModelRequest, HashChain]:
         """Return the request and the hash chain of its messages. Raise ApiError (400) if the request is
-        invalid. ``cache_key`` is the id of a session or an agent, whose requests usually repeat earlier
-        messages, or None if both are unknown."""
+        invalid. ``cache_key`` is the id of the session or agent, whose requests usually repeat earlier
+        messages, or None if neither is known."""
         if len(body) >= MIN_CACHED_BODY and dialect.parses_messages_independently:
             request, chain = self._cache.parse(dialect, cache_key, body)
         else:
@@ -140,7 +140,7 @@ class RequestParser:
             ("tools", request.tools, self._config.max_tools),
         ):
             if len(values) > limit:
-                message = f"The request has {len(values)} {name}; allowed: {limit} (gateway.max_{name})."
+                message = f"The request has {len(values)} {name}; the limit is {limit} (gateway.max_{name})."
                 raise bad_request(message, name, "too_many")
         return request, chain
 
@@ -148,9 +148,9 @@ class RequestParser:
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
     """Return the agent's session id (``session:7``) from a known header or else from the body, or None."""
     if not SESSION_HEADERS.keys().isdisjoint(headers):
-        for name, kind in SESSION_HEADERS.items():
+        for name, prefix in SESSION_HEADERS.items():
             if value := headers.get(name):
-                return _shorten_id(f"{kind}:{value}")
+                return _shorten_id(f"{prefix}:{value}")
     return _shorten_id(body_ids[0]) if body_ids else None
 
 
@@ -162,11 +162,11 @@ def _shorten_id(external_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RetryEvidence:
-    """The evidence in the headers of a request that it retries an earlier one."""
+class RetryHeaders:
+    """The headers that show whether a request retries an earlier one."""
 
     client_key: str | None = None
-    """The idempotency key. If it is set, the request can only retry requests with the same key."""
+    """The idempotency key. If set, the request can only be a retry of a request with the same key."""
     is_retry: bool = False
     """True if the client's retry count is not 0."""
 
@@ -178,7 +178,7 @@ class RetryEvidence:
         return self.is_retry if self.client_key is None else self.client_key == client_key
 
 
-def parse_retry_evidence(headers: Mapping[str, str]) -> RetryEvidence:
+def parse_retry_headers(headers: Mapping[str, str]) -> RetryHeaders:
     # The OpenAI and Anthropic clients count their retries in this header.
     is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-    return RetryEvidence(headers.get("idempotency-key"), is_retry)
+    return RetryHeaders(headers.get("idempotency-key"), is_retry)

@@ -1,4 +1,4 @@
-"""The pipeline of a model call: parse → resolve session → place in graph → sample → record → respond."""
+"""The model call pipeline: parse → resolve session → place in graph → sample → record → respond."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instar.gateway.pipeline.parse import (
     RequestParser,
     RequestReader,
     parse_external_id,
-    parse_retry_evidence,
+    parse_retry_headers,
 )
 from instar.gateway.pipeline.place import ReplayLookup, place
 from instar.gateway.pipeline.record import Recorder, RequestMeta
@@ -115,17 +115,17 @@ class CallPipeline:
         )
         text_prompt = request.prompt if isinstance(request.prompt, str) else None
         if request.prompt is not None and (text_prompt is not None or not is_engine):
-            # For a provider, a prompt of token ids is recorded as a message with the text of the list.
+            # For a provider, a token id prompt is recorded as a message with the list as its text.
             content = text_prompt if text_prompt is not None else str(list(request.prompt))
             message = Message(role="user", content=content)
             chain = self._context.hasher.hash_messages([message])
             if not is_engine:
                 request = replace(request, messages=(message,))
         source.check_request(request)
-        retry = parse_retry_evidence(headers)
+        retry = parse_retry_headers(headers)
         external_id = parse_external_id(headers, request.session_hints)
         hints = SessionHints(route.session_id, session_header, external_id, previous, retry, text_prompt)
-        # Clients that send token ids name their session, so their prompts are not matched by content.
+        # Clients that send token ids also name their session, so their prompts are not matched by content.
         content_chain = None if dialect.is_token_level else chain
         meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)
         self._recorder.redact_tools(meta)  # Invalid tools are rejected before anything is sampled.
@@ -135,8 +135,8 @@ class CallPipeline:
     async def _check_named_sessions(
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str]
     ) -> None:
-        """Raise ApiError if a request that is not recorded names a session that does not exist (404) or that
-        the caller may not use (403)."""
+        """Check the sessions named by a request that is not recorded. Raise ApiError if one does not exist
+        (404) or the caller may not use it (403)."""
         for session_id in (route.session_id, headers.get(SESSION_HEADER)):
             if session_id is not None:
                 await self._states.get(session_id, caller, Action.CALL_MODEL)
@@ -183,8 +183,8 @@ class CallPipeline:
             await responder.finish(result)
         except asyncio.CancelledError:
             if is_committing:
-                # The replies are complete, so they are recorded for a retry of the request.
-                pending.is_client_gone = True
+                # The replies are complete. Finish recording them, so that a retry can replay them.
+                pending.client_disconnected = True
                 await self._recorder.drain()
                 graph.mark_undelivered(placement.key)
             else:
@@ -194,7 +194,7 @@ class CallPipeline:
             await record_aborted("the deadline was exceeded")
             message = f"The model did not reply within {self._timeout:g} seconds (gateway.request_timeout)."
             raise ApiError(504, message, code="timeout") from error
-        except Exception as error:  # The sampled tokens are recorded after every error of a source.
+        except Exception as error:  # Record the sampled tokens, whatever the source raised.
             await record_aborted(f"the {call.source.name} failed: {error}")
             raise
 

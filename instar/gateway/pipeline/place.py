@@ -1,4 +1,4 @@
-"""Place a call in its session's message graph, and find the recorded calls that a retry repeats."""
+"""Place a call in its session's message graph, and find the recorded calls to replay for a retry."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from instar.types import Call, Message
 
 
 async def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Return the call's placement, which the caller must release. Set the call's number and hash chain. The
-    placement has no tokens if a provider tokenizes the prompt."""
+    """Place the call, and set its number and hash chain. The caller must release the returned placement. It
+    has no tokens if a provider tokenizes the prompt."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
     size = len(call.body)
     if (prompt := request.prompt) is not None and renderer is not None:
@@ -34,7 +34,7 @@ async def place(call: ModelCall, graph: MessageGraph) -> Placement:
             size = sum(map(_count_characters, request.messages[known_count:]))
     is_large = renderer is not None and size >= MIN_LARGE_PROMPT
     placement = await call.source.tokenize(call.headers, compute) if is_large else compute()
-    # There is no await between these lines, so that concurrent requests never share a number or a seed.
+    # There must be no await between these lines, or concurrent requests could share a number and a seed.
     call.number = graph.next_request_number
     return graph.register(placement)
 
@@ -50,7 +50,7 @@ class ReplayLookup:
     def __init__(
         self, store: Store, call: ModelCall, graph: MessageGraph, key: bytes, timeout: float
     ) -> None:
-        """Create a lookup for a placement's key. ``timeout`` limits each wait for a request, in seconds."""
+        """Create a lookup for a placement's key. ``timeout`` limits each wait for a pending request."""
         self._store = store
         self._pending = call.state.pending
         self._retry = call.retry
@@ -86,7 +86,7 @@ class ReplayLookup:
     def _find_pending(self) -> PendingRequest | None:
         has_no_key = self._retry.client_key is None
         for pending in reversed(self._pending.get(self._key, ())):
-            if self._retry.matches(pending.client_key) or (pending.is_client_gone and has_no_key):
+            if self._retry.matches(pending.client_key) or (pending.client_disconnected and has_no_key):
                 return pending
         return None
 

@@ -54,7 +54,7 @@ class SampledReply:
     first_token_at: float | None = None
     ended_at: float = 0.0
     source_untrainable_reason: str | None = None
-    """Why the source excludes the reply from training, or None. `untrainable_reason` also checks logprobs."""
+    """Why the source excludes the reply from training. `untrainable_reason` also checks the logprobs."""
 
     def append(self, chunk: TokenChunk) -> None:
         if chunk.token_ids and self.first_token_at is None:
@@ -95,7 +95,7 @@ class RequestMeta:
     request_id: str
     request: ModelRequest
     chain: HashChain | None
-    """The hash chain of the messages. It is None if the call is placed by its prompt instead."""
+    """The hash chain of the messages, or None if the call is placed by its prompt instead."""
     dialect: str
     client_key: str | None
     started_at: float = field(default_factory=time.time)
@@ -110,13 +110,13 @@ class RequestMeta:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedReply:
-    """A call, and values that the message graph needs but the store does not."""
+    """A call, with values that only the message graph needs."""
 
     call: Call
     chain: HashChain | None
     """The hash chain of the messages and the reply, or None as in `RequestMeta`."""
     withheld_ids: Ids | None
-    """The sampled tokens if a secret keeps them out of the store, or else None."""
+    """The sampled tokens, if they are not stored because of a secret; otherwise None."""
     first_redacted_message: int | None
 
 
@@ -126,14 +126,14 @@ class _RedactedContent:
     tools: tuple[Tool, ...]
     reply: Message
     first_redacted_message: int | None
-    """The index of the first redacted message or reply; 0 for tools and token ids; None if all are intact."""
+    """The index of the first redacted message or reply; 0 for tools and token ids; None if nothing is."""
 
 
 class Recorder:
     def __init__(
         self, context: GatewayContext, resolver: SessionResolver, renderer: Renderer | None = None
     ) -> None:
-        """Create a recorder. ``renderer`` decodes prompts of token ids, to search them for secrets."""
+        """Create a recorder. ``renderer`` decodes token id prompts to search them for secrets."""
         self._store = context.store
         self._hasher = context.hasher
         self._redactor = context.redactor
@@ -152,8 +152,8 @@ class Recorder:
         *,
         abort_reason: str | None = None,
     ) -> list[str]:
-        """Record the replies. Return their call ids once the calls are stored. A cancellation does not stop
-        the commit. ``abort_reason`` says why the replies are incomplete; it is None for complete replies."""
+        """Record the replies, and return their call ids once they are stored. Cancellation does not stop the
+        commit. ``abort_reason`` says why the replies are incomplete; it is None for complete replies."""
         rows: list[_RecordedReply] = []
         for reply in replies:
             rows.append(self._build_row(state, meta, placement, reply, next(iter(rows), None), abort_reason))

@@ -12,7 +12,7 @@ from instar.gateway.auth import Action, Caller, is_allowed
 from instar.gateway.base import ApiError
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
-from instar.gateway.pipeline.parse import RetryEvidence
+from instar.gateway.pipeline.parse import RetryHeaders
 from instar.gateway.session_states import SessionState, SessionStates
 from instar.record.hashing import (
     HashChain,
@@ -24,7 +24,7 @@ from instar.record.hashing import (
 from instar.types import Call, Channel, Message
 
 _CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
-"""The format of the tool call ids that `new_id` returns, with or without the hyphen."""
+"""The format of tool call ids from `new_id`, with or without the hyphen."""
 _MAX_SEARCHED_CHARACTERS = 4096
 """Only this many characters at the start of a message are searched for tool call ids."""
 _MAX_TEXT_LENGTHS = 64
@@ -37,20 +37,20 @@ _MAX_SESSIONS_PER_KEY = 8
 K = TypeVar("K")
 V = TypeVar("V")
 SessionTable: TypeAlias = OrderedDict[K, tuple[str, ...]]
-"""Maps a content key to the ids of the newest sessions with this content, the newest last."""
+"""Maps a content key to the ids of the newest sessions with this content, newest last."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionHints:
-    """The values in a request, besides its key and messages, that may identify its session."""
+    """The values in a request, other than its key and messages, that may identify its session."""
 
     url_session_id: str | None = None
     header_session_id: str | None = None
     external_id: str | None = None
-    """The agent's own id of the session."""
+    """The agent's own id for the session."""
     previous_session_id: str | None = None
     """The session of the request's `previous_response_id`."""
-    retry: RetryEvidence | None = None
+    retry: RetryHeaders | None = None
     prompt: str | None = None
     """The text prompt of a request without messages."""
 
@@ -72,9 +72,10 @@ class SessionResolver:
     async def resolve(
         self, caller: Caller, hints: SessionHints, chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState:
-        """Return the session that the URL, key, header or previous response names. Otherwise, return the open
-        session with the agent's own id or, without such an id, with matching content, or create a session.
-        Raise ApiError if the named session is unknown (404), forbidden or ambiguous (403) or ended (410)."""
+        """Return the session that the URL, key, header or previous response names. If none is named, look for
+        an open session with the agent's own id or, without such an id, with matching content. If there is
+        none, create a session. Raise ApiError if the named session is unknown (404), forbidden or ambiguous
+        (403), or has ended (410)."""
         agent_id = caller.agent_id or self._identity.default_agent_id
         named_ids = (hints.url_session_id, hints.header_session_id, hints.previous_session_id)
         session_ids = {session_id for session_id in (caller.session_id, *named_ids) if session_id}
@@ -139,7 +140,7 @@ class SessionResolver:
     def index_call(
         self, state: SessionState, call: Call, chain: HashChain | None, prompt: str | None
     ) -> None:
-        """Index a recorded call, so that later calls find its session. ``chain`` includes the reply."""
+        """Index a recorded call, so that later calls can find its session. ``chain`` includes the reply."""
         agent_id, session_id = state.session.agent_id, state.session.session_id
         if chain is not None and state.is_matched_by_content:
             self._index.add_tail(agent_id, chain.canonical[-1], session_id)
@@ -151,9 +152,9 @@ class SessionResolver:
 
     async def _get_by_external_id(self, agent_id: str, external_id: str) -> SessionState:
         if self._redactor.redact_text(external_id) != external_id:
-            # An id with a secret is hashed, which keeps the ids of different sessions different.
-            kind, _, value = external_id.partition(":")
-            external_id = f"{kind}:redacted-{self._hasher.hash_text(value).hex()}"
+            # Hash an id that contains a secret. Different sessions keep different ids.
+            prefix, _, value = external_id.partition(":")
+            external_id = f"{prefix}:redacted-{self._hasher.hash_text(value).hex()}"
         key = (agent_id, external_id)
         session_id = self._external_ids.get(key)
         if session_id is None:
@@ -170,16 +171,16 @@ class SessionResolver:
         return state
 
     async def _find_by_first_request(
-        self, agent_id: str, chain: HashChain, retry: RetryEvidence | None
+        self, agent_id: str, chain: HashChain, retry: RetryHeaders | None
     ) -> SessionState | None:
-        """Return the open session that began with an equal request if this is a retry of it, or else None."""
+        """Return the open session whose first request this request retries, or None."""
         key = (agent_id, chain.key, retry.client_key if retry else None)
         state = await self._states.find_open(self._first_requests.get(key, ""))
         if state is None or retry:
             return state
         is_undelivered = state.graph is not None and state.graph.is_undelivered(chain.key)
-        is_client_gone = any(pending.is_client_gone for pending in state.pending.get(chain.key, ()))
-        return state if is_undelivered or is_client_gone else None
+        disconnected = any(pending.client_disconnected for pending in state.pending.get(chain.key, ()))
+        return state if is_undelivered or disconnected else None
 
     async def _find_by_content(
         self, agent_id: str, chain: HashChain | None, messages: Sequence[Message], prompt: str | None
@@ -188,8 +189,8 @@ class SessionResolver:
 
         The evidence is, from strongest to weakest: the request's latest tool call is one that only this
         session made; the request starts with the messages (or the prompt) and the reply of a call; the
-        messages mention a tool call, for example after one agent handed over to another that
-        has different instructions and tools; a message starts with a reply.
+        messages mention a tool call, for example after a handoff to an agent with different instructions and
+        tools; a message starts with a reply.
         """
         index, ids = self._index, latest_tool_call_ids(messages)
         states = await self._find_open([index.find_by_call_ids(agent_id, ids)]) if ids else []
@@ -201,8 +202,8 @@ class SessionResolver:
         tails = list(reversed(chain.canonical[2:-1]))
         states = await self._find_open(index.find_by_tails(agent_id, tails))
         if tails and (ids or not states):
-            # Sessions from before a restart are only in the store. If the request has no tool calls, the
-            # store is only searched if the index has no match, which saves a query in almost every call.
+            # Sessions from before a restart are only in the store. Without tool calls, the store is searched
+            # only if the index has no match, which saves almost every call a query.
             run_id = self._identity.run_id
             stored = await self._store.sessions_by_tail(run_id, agent_id, tails[:_MAX_STORE_LOOKUPS])
             states = await self._find_open([stored]) or states
@@ -223,8 +224,8 @@ class SessionResolver:
     async def _choose(
         self, states: Sequence[SessionState], chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState | None:
-        """Return the session that the request continues best. Return None if several sessions match equally:
-        a new session does less harm than one that mixes two conversations."""
+        """Return the session that the request continues best. Return None if several match equally well,
+        because a new session does less harm than mixing two conversations."""
         if len(states) < 2 or chain is None:
             return states[0] if len(states) == 1 else None
         graphs = [await self._states.load_graph(state) for state in states]
@@ -266,8 +267,8 @@ class SessionIndex:
         return session_ids if len(session_ids) < _MAX_SESSIONS_PER_KEY else ()
 
     def find_by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[tuple[str, ...]]:
-        """Yield the sessions whose tool calls the messages mention, the latest call first. Some agents write
-        the ids of tool calls into the text."""
+        """Yield the sessions whose tool calls the messages mention, latest call first. Some agents write tool
+        call ids into the text."""
         for message in reversed(messages):
             ids = [*tool_call_ids(message)]
             if message["role"] != "system":
@@ -285,7 +286,7 @@ class SessionIndex:
     def find_by_replies(
         self, agent_id: str, chain: HashChain, messages: Sequence[Message]
     ) -> Iterator[tuple[str, ...]]:
-        """Yield the sessions that recorded a reply to the first messages, if the message after these starts
+        """Yield the sessions with a recorded reply to a prefix of the messages, if the next message starts
         with that reply. Some agents append text to a reply before they send it back."""
         for count in range(len(messages) - 1, 0, -1):
             key = chain.canonical[count]
@@ -303,7 +304,7 @@ class SessionIndex:
         put_bounded(lengths, len(text), None, _MAX_TEXT_LENGTHS)
 
     def find_by_text(self, agent_id: str, prompt: str) -> Iterator[tuple[str, ...]]:
-        """Yield sessions whose recorded prompt and reply are a prefix of ``prompt``, the longest first."""
+        """Yield sessions whose recorded prompt and reply are a prefix of ``prompt``, longest first."""
         for length in sorted(self._text_lengths.get(agent_id, ()), reverse=True):
             if length <= len(prompt):
                 key = (agent_id, length, self._hasher.hash_text(prompt[:length]))

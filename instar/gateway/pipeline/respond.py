@@ -27,7 +27,7 @@ JSON = "application/json"
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the error that a client sees for a failure."""
+    """Convert a failure to the error that the client receives."""
     match error:
         case ApiError():
             return error
@@ -42,8 +42,7 @@ def to_api_error(error: Exception) -> ApiError:
         case StoreError():
             return ApiError(503, f"The store failed: {error}", code="store_error", retry_after=1)
         case RecursionError():
-            message = "The JSON of the request is nested too deeply; send it with fewer levels."
-            return ApiError(400, message, code="invalid_json")
+            return ApiError(400, "The request's JSON is nested too deeply.", code="invalid_json")
         case HTTPException():
             return ApiError(error.status_code, error.detail)
         case _:
@@ -85,7 +84,7 @@ class Responder:
         try:
             await execute(self._call, self)
         except asyncio.CancelledError:
-            # Only a cancellation by the server is passed on; after a disconnect nobody reads an error.
+            # Only a cancellation by the server is passed on. After a disconnect, no one reads an error.
             if not watcher.consume_cancellation():
                 raise
         except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
@@ -110,7 +109,7 @@ class Responder:
             await self._send_last(b"".join([*parts, writer.finish(result.choices)]))
 
     async def replay(self, choices: ReplyChoices) -> None:
-        """Send recorded replies as if they were sampled now."""
+        """Send recorded replies as if they had just been sampled."""
         if self._call.request.stream:
             for index, choice in enumerate(choices):
                 if choice.tokens is not None:
@@ -133,7 +132,7 @@ class Responder:
         await self._send_part(writer.write_tokens(index, chunk))
 
     async def send_raw(self, raw: bytes, content_type: str | None) -> None:
-        """Pass on the bytes of a provider that speaks the client's dialect."""
+        """Pass on bytes from a provider that speaks the client's dialect."""
         await self._start(content_type or JSON)
         await self._send_part(raw)
 
@@ -159,7 +158,7 @@ class Responder:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def _send_last(self, part: bytes) -> None:
-        with suppress(TimeoutError):  # The client may stop reading: the call is already recorded.
+        with suppress(TimeoutError):  # The call is already recorded, so the client may stop reading.
             async with asyncio.timeout(self._read_timeout):
                 await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
@@ -209,7 +208,7 @@ class DisconnectWatcher:
         return self._is_disconnected and self._task.uncancel() == 0
 
     async def close(self) -> None:
-        # The next request of the connection may have set its own callback already.
+        # The next request on the connection may already have set its own callback.
         if self._connection is not None and self._connection.on_disconnect == self._cancel:
             self._connection.on_disconnect = None
         if self._receive_task is not None:

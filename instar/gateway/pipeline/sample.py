@@ -1,4 +1,4 @@
-"""The interface of the sources that sample the replies of a call: the run's engine and providers."""
+"""The interface of the sources that sample replies: the run's engine and providers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
-from instar.gateway.pipeline.parse import RetryEvidence
+from instar.gateway.pipeline.parse import RetryHeaders
 from instar.gateway.pipeline.record import RequestMeta, SampledReply
 from instar.gateway.session_states import SessionState
 from instar.record.base import Placement, Renderer, ReplyDelta
@@ -28,12 +28,12 @@ class ModelCall:
     dialect: Dialect
     source: Source
     state: SessionState
-    retry: RetryEvidence
+    retry: RetryHeaders
     body: bytes
     headers: Mapping[str, str]
     is_trainable: bool = True
     number: int = 0
-    """The position of the call among the session's requests, set when the call is placed."""
+    """The position of the call among the session's requests. Set when the call is placed."""
     request: ModelRequest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,12 +63,12 @@ class SamplingRun(ABC):
 
     @abstractmethod
     async def run(self, stream: Responder | None) -> SampledResult:
-        """Sample all replies and return them. If ``stream`` is set, send their parts to it. The parts must
-        not tell the client that a reply has ended, because the call is not recorded yet."""
+        """Sample all replies and return them. If ``stream`` is set, also stream them as they are sampled, but
+        without telling the client that a reply has ended, because the call is not recorded yet."""
 
     @abstractmethod
     def partial_replies(self) -> Sequence[SampledReply]:
-        """Return the replies of which a part was sampled before `run` failed or was cancelled."""
+        """Return the replies that were partly sampled before `run` failed or was cancelled."""
 
 
 class Source(ABC):
@@ -76,18 +76,18 @@ class Source(ABC):
 
     @property
     def renderer(self) -> Renderer | None:
-        """The renderer of prompts, or None if the source tokenizes prompts itself."""
+        """The prompt renderer, or None if the source tokenizes prompts itself."""
         return None
 
     async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
-        """Run a function that tokenizes a large prompt. The headers contain the key of the caller."""
+        """Run a function that tokenizes a large prompt. The headers contain the caller's key."""
         return function()
 
     def check_request(self, request: ModelRequest) -> None:  # noqa: B027 - optional
         """Raise ApiError if the source cannot honour the request."""
 
     def check_prompt(self, call: ModelCall) -> None:  # noqa: B027 - optional
-        """Raise ApiError if the source does not know a token id of the prompt or a stop token id."""
+        """Raise ApiError if a token id in the prompt, or a stop token id, is not in the vocabulary."""
 
     @abstractmethod
     def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun: ...
@@ -96,7 +96,7 @@ class Source(ABC):
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
     ) -> list[ReplyChoice]:
-        """Return the replies of recorded calls, to send them again."""
+        """Return the replies of recorded calls, so that they can be sent again."""
 
     @abstractmethod
     async def count_tokens(
@@ -106,7 +106,7 @@ class Source(ABC):
 
 
 class Deadline:
-    """A faster asyncio.timeout, which raises TimeoutError if its block takes longer than ``seconds``."""
+    """A faster asyncio.timeout. Raises TimeoutError if its block takes longer than ``seconds``."""
 
     __slots__ = ("_cancelling", "_expired", "_handle", "_seconds", "_task")
 
@@ -121,12 +121,12 @@ class Deadline:
         self._cancelling = task.cancelling()
         self._handle = asyncio.get_running_loop().call_later(self._seconds, self._expire)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, _: object) -> None:
         self._handle.cancel()
-        # A cancellation for a different reason must be passed on.
+        # A cancellation for another reason must be passed on.
         is_only_cancellation = self._expired and self._task.uncancel() <= self._cancelling
-        if is_only_cancellation and kind is asyncio.CancelledError:
-            raise TimeoutError from error
+        if is_only_cancellation and exc_type is asyncio.CancelledError:
+            raise TimeoutError from exc
 
     def _expire(self) -> None:
         self._expired = True

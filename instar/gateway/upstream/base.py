@@ -24,8 +24,8 @@ class UpstreamChunk:
     content_type: str | None = None
     """The content type of ``raw``. Only the first chunk has it."""
     response_id: str | None = None
-    """The provider's response id. Only the last chunk has it, and only if the agent sees the id. The agent
-    may continue the response by this id, and people may give feedback on it."""
+    """The provider's response id. Only the last chunk has it, and only if the agent sees the id. It can then
+    be used to continue the response or to give feedback on it."""
 
 
 @dataclass(eq=False)
@@ -33,5 +33,5 @@ class UpstreamError(ApiError):
     """An error that a provider reported, possibly in the middle of a stream."""
 
     raw: bytes = b""
-    """The body of the error, usually JSON; empty if the provider does not speak the agent's dialect."""
+    """The error body, usually JSON; empty if the provider does not speak the agent's dialect."""
     content_type: str | None = None

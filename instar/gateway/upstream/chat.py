@@ -1,4 +1,4 @@
-"""Read responses in OpenAI's formats for chat and text completions, and translate requests to the former."""
+"""Read chat and text completions in OpenAI's formats, and translate requests to chat completions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _add_message(draft: ReplyDraft, message: ChatReplyMessage) -> None:
 
 
 def _add_call(draft: ReplyDraft, call: ChatReplyToolCall) -> None:
-    # If a provider omits the index, a piece with an id begins a call, and a piece without an id continues it.
+    # If a provider omits the index, a piece with an id starts a call, and a piece without one continues it.
     index = call.index
     if index is None:
         index = len(draft.calls) if call.id or not draft.calls else len(draft.calls) - 1

@@ -1,7 +1,7 @@
 """Send calls to a provider, which serves models behind its own API.
 
-Requests and responses in a dialect of the provider are passed on with few changes (`rewrite`); others are
-translated. Calls to a provider are recorded like all other calls. They are trainable only if the provider
+Requests and responses in one of the provider's dialects are passed on with few changes (`rewrite`); others
+are translated. Calls to a provider are recorded like all other calls. They are trainable only if the provider
 returns the sampled token ids and their logprobs, because text is never tokenized again.
 """
 
@@ -44,7 +44,7 @@ _PATHS = {
 _TRANSLATION_TARGETS = ("chat", "messages")
 _DIALECTS_WITH_TOKEN_IDS = ("chat", "completions")
 
-# All other headers of the agent are dropped, except its key.
+# The agent's other headers are dropped, except its key.
 _FORWARDED_HEADERS = frozenset(
     {"user-agent", "x-app", "originator", "session_id", "conversation_id", "idempotency-key"}
     | {"chatgpt-account-id", "http-referer", "x-title"}
@@ -59,7 +59,7 @@ _MAX_BYTES_BODY = 1 << 20  # aiohttp warns if a larger body is passed as bytes.
 
 class HttpUpstream:
     def __init__(self, config: UpstreamEngineConfig, path: str = "engine") -> None:
-        """Create an upstream. Error messages name ``path``, the path of its configuration section."""
+        """Create an upstream. ``path`` is the path of its config section, for error messages."""
         self._config = config
         self._dialects = (config.dialect, *config.also)
         self._key = _load_api_key(config, path)
@@ -83,8 +83,8 @@ class HttpUpstream:
     ) -> HttpUpstreamResponse:
         """Return the response to one call. The request is sent when the response's chunks are read.
 
-        ``body`` and ``headers`` come from the agent; header names are in lower case, and the gateway's keys
-        are removed. The messages of ``request`` include those of a previous response. ``sampling_overrides``
+        ``body`` and ``headers`` come from the agent; header names are lowercase, and the gateway's keys are
+        removed. The messages of ``request`` include those of a previous response. ``sampling_overrides``
         replace the agent's settings; the keys are those in `SAMPLING_KEYS`.
         """
         target = self._choose_dialect(dialect)
@@ -108,7 +108,7 @@ class HttpUpstream:
         )
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Return the response of the provider's token counter. Raise ApiError (404) if it has none."""
+        """Return the response of the provider's token count API. Raise ApiError (404) if it has none."""
         if "messages" not in self._dialects:
             message = "This model's provider does not count tokens; only Anthropic's Messages API does."
             raise ApiError(404, message, code="not_found")
@@ -206,7 +206,8 @@ def _load_api_key(config: UpstreamEngineConfig, path: str) -> str | None:
     key = os.environ.get(config.api_key_env, "").strip()
     if not key:
         raise ConfigError(
-            f"{path}.api_key_env: {config.api_key_env!r} is not set or is empty; set it to the provider's key"
+            f"{path}.api_key_env: the environment variable {config.api_key_env!r} is not set or is empty; "
+            "set it to the provider's key"
         )
     return key
 
@@ -217,12 +218,12 @@ def _parse_base_url(config: UpstreamEngineConfig, path: str) -> URL:
     except ValueError:
         url = URL()
     if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"{path}.base_url: {config.base_url!r} does not begin with http(s):// and a host")
+        raise ConfigError(f"{path}.base_url: must be an http:// or https:// URL, got {config.base_url!r}")
     return url
 
 
 def _build_url(base: URL, dialect: str, base_dialect: str) -> URL:
-    # As in the SDKs: OpenAI's expects an address with the version, and Anthropic's adds the version.
+    # As in the SDKs: OpenAI's expects a base URL with the version, and Anthropic's adds the version.
     root = base.path.rstrip("/")
     if dialect == "messages":
         root = root.removesuffix("/v1") + "/v1"
@@ -234,7 +235,7 @@ def _build_url(base: URL, dialect: str, base_dialect: str) -> URL:
 def _create_plain_client(base: URL) -> PlainClient | None:
     if base.scheme != "http" or sys.platform == "win32":
         return None
-    from instar.http.plain import PlainClient  # PlainClient's parser does not exist on Windows.
+    from instar.http.plain import PlainClient  # Its parser is not available on Windows.
 
     return PlainClient(
         base.raw_host or "",
@@ -250,7 +251,7 @@ def _build_auth_header(dialect: str, key: str) -> tuple[str, str]:
 
 def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMultiDict[str]) -> None:
     """Add the agent's own key to the headers, under the name that the provider expects."""
-    # A Bearer token from a client of Anthropic's API belongs to a subscription and is forwarded unchanged.
+    # A Bearer token from an Anthropic client belongs to a subscription and is forwarded unchanged.
     bearer, key = client_headers.get("authorization"), client_headers.get("x-api-key")
     is_anthropic_client = "anthropic-version" in client_headers
     if key is not None:

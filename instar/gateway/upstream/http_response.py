@@ -1,4 +1,4 @@
-"""Read the HTTP responses of providers, to pass them on or translate them, and to record them."""
+"""Read providers' HTTP responses, so that they can be passed on or translated, and recorded."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 HttpResponse: TypeAlias = "aiohttp.ClientResponse | PlainResponse"
 SendRequest = Callable[[], Awaitable["HttpResponse"]]
 
-# The wait for the end of a stream after its last event, so that its connection can be reused.
+# How long to wait for the end of a stream after its last event, so that the connection can be reused.
 _STREAM_END_TIMEOUT_SECONDS = 1.0
 _DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class HttpUpstreamResponse:
-    """One response of a provider.
+    """One response from a provider.
 
-    ``chunks`` raises UpstreamError if the provider responds with an error or in an unreadable format, and
-    EngineUnavailable if it cannot be reached or closes the connection before the end of the response.
+    ``chunks`` raises UpstreamError if the response is an error or cannot be parsed, and EngineUnavailable if
+    the provider cannot be reached or closes the connection before the end of the response.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class HttpUpstreamResponse:
         self.chunks = self._read_chunks()
 
     def partial_choices(self) -> list[ReplyChoice]:
-        """Return the received parts of the replies, with the finish reason ``aborted``. The list is empty if
-        no part of a reply was received."""
+        """Return the partial replies with the finish reason ``aborted``, or an empty list if nothing was
+        received."""
         return self._reader.partial_choices()
 
     async def _read_chunks(self) -> AsyncGenerator[UpstreamChunk]:
@@ -151,8 +151,8 @@ def _create_reader(dialect: str, n: int, *, emit_deltas: bool, has_token_ids: bo
 
 
 async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
-    """Return the bytes that arrive next, or no bytes at the end of the stream. After the last event, wait
-    only briefly, because some providers keep the connection open."""
+    """Return the next bytes, or ``b""`` at the end of the stream. After the last event, wait only briefly,
+    because some providers keep the connection open."""
     try:
         if not reader.is_exhausted:
             return await response.content.readany()
@@ -186,7 +186,7 @@ def _unreadable_error(error: Exception) -> UpstreamError:
     return UpstreamError(502, f"The provider's response cannot be read: {error}", code="bad_gateway")
 
 
-# An event ends with two line ends in a row. A line ends with \r\n, \n or \r, and \r\n is one line end.
+# An event ends with two line breaks in a row. A line break is \r\n, \n or \r; \r\n counts as one.
 _EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
@@ -203,7 +203,7 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._rest = b""
-        self._search_start = 0  # No event ends before this offset of the rest.
+        self._search_start = 0  # No event ends before this offset in the rest.
 
     def feed(self, piece: bytes) -> Iterator[ServerSentEvent]:
         stream = self._rest + piece if self._rest else piece

@@ -21,7 +21,7 @@ from instar.wire.anthropic import (
 )
 
 DEFAULT_MAX_TOKENS = 8192
-"""The API requires a token limit. This one is sent if the agent did not set a limit."""
+"""Sent if the agent sets no token limit, because the API requires one."""
 
 _LENGTH_REASONS = ("max_tokens", "model_context_window_exceeded")
 _decode = msgspec.json.Decoder(MessagesResponse).decode
@@ -29,7 +29,7 @@ _decode_event = msgspec.json.Decoder(MessagesEvent).decode
 
 
 def _update_usage(usage: TokenUsage, wire: MessagesUsage | None) -> None:
-    # A stream may send the counts several times. The last counts are final.
+    # A stream may send the counts several times; the last ones are final.
     if wire is None:
         return
     if wire.input_tokens is not None:
@@ -145,7 +145,7 @@ def build_messages_request(request: ModelRequest, model: str) -> Json:
 
 
 def _build_turns(messages: Sequence[Message]) -> list[Json]:
-    """Return the messages as turns. Adjacent messages of the assistant, or of all others, become one turn."""
+    """Convert messages to turns. Adjacent messages with the same API role become one turn."""
     turns: list[Json] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"
@@ -163,7 +163,7 @@ def _build_blocks(message: Message) -> list[Json]:
     if message["role"] == "tool":
         call_id = _replace_invalid_characters(message.get("tool_call_id", ""))
         return [{"type": "tool_result", "tool_use_id": call_id, "content": content}]
-    # The API rejects blocks that only contain white space.
+    # The API rejects blocks that contain only whitespace.
     blocks: list[Json] = [{"type": "text", "text": content}] if content.strip() else []
     for call in message.get("tool_calls", ()):
         try:
@@ -178,5 +178,5 @@ def _build_blocks(message: Message) -> list[Json]:
 
 
 def _replace_invalid_characters(call_id: str) -> str:
-    # Ids of other providers may contain characters that the API rejects.
+    # Ids from other providers may contain characters that the API rejects.
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)

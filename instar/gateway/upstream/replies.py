@@ -65,7 +65,7 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. If there is not one logprob per token, all of them count as missing."""
+        """Add sampled tokens. Unless there is one logprob per token, all logprobs are treated as missing."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids
@@ -97,16 +97,16 @@ class TokenUsage:
 def build_choices(
     drafts: Sequence[ReplyDraft], usage: TokenUsage, prompt_ids: Sequence[int] | None = None
 ) -> list[ReplyChoice]:
-    """Return the replies. Without token ids, the provider's token count is divided among them equally."""
+    """Return the replies. Without token ids, the provider's token count is split evenly among them."""
     prompt = None if prompt_ids is None else np.asarray(prompt_ids, np.int32)
-    share, remainder = divmod(usage.sampled, max(1, len(drafts)))
+    tokens_per_reply, remainder = divmod(usage.sampled, max(1, len(drafts)))
     choices: list[ReplyChoice] = []
     for i, draft in enumerate(drafts):
         choice = ReplyChoice(
             message=draft.build_message(),
             finish_reason=draft.finish_reason or "stop",
             prompt_tokens=usage.prompt,
-            sampled_tokens=share + (i < remainder),
+            sampled_tokens=tokens_per_reply + (i < remainder),
             stop_string=draft.stop_string,
             cached_tokens=usage.cached,
         )
@@ -135,9 +135,9 @@ class ReplyReader(ABC):
         self.deltas: IndexedDeltas | None = [] if emit_deltas else None
         self.usage = TokenUsage()
         self.has_seen_end = False
-        """True after an event announced the end of the response. More events may follow."""
+        """True once an event has announced the end of the response. More events may follow."""
         self.is_exhausted = False
-        """True after the last event was read."""
+        """True once the last event has been read."""
         self.response_id: str | None = None
 
     def set_response_id(self, response_id: Any) -> None:
@@ -194,7 +194,7 @@ def parse_error(
     raw: bytes, status: int | None = None, retry_after: int | None = None, content_type: str | None = None
 ) -> UpstreamError:
     """Return the error in a provider's response body or event. ``status`` is None if the response has a
-    success status, so that the error itself determines the status."""
+    success status; the status is then derived from the error itself."""
     try:
         body: Any = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):

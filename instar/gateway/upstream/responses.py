@@ -58,7 +58,7 @@ def _parse_usage(usage: ResponsesUsage | None) -> TokenUsage:
 
 
 class ResponsesReader(ReplyReader):
-    """Reads a response of the Responses API. A stream's reply is built from its deltas, until the last event
+    """Reads a Responses API response. A streamed reply is built from its deltas until the last event, which
     repeats the complete output."""
 
     def __init__(self, *, emit_deltas: bool = False) -> None:
@@ -78,23 +78,23 @@ class ResponsesReader(ReplyReader):
         if data.startswith(b"[DONE]"):
             return
         event = _decode_event(data)
-        kind = event.type
-        if kind in _TEXT_EVENTS:
+        event_type = event.type
+        if event_type in _TEXT_EVENTS:
             self._partial_draft.add_text(str(event.delta))
-        elif kind in _REASONING_EVENTS:
+        elif event_type in _REASONING_EVENTS:
             self._partial_draft.add_reasoning(str(event.delta))
-        elif kind in _ARGUMENT_EVENTS and event.output_index in self._calls:
+        elif event_type in _ARGUMENT_EVENTS and event.output_index in self._calls:
             self._partial_draft.add_arguments(self._calls[event.output_index], str(event.delta))
-        elif kind == "response.output_item.added" and event.item and event.item.type in _CALL_TYPES:
+        elif event_type == "response.output_item.added" and event.item and event.item.type in _CALL_TYPES:
             call_index = self._partial_draft.open_call(event.item.call_id or "", event.item.name or "")
             self._calls[event.output_index] = call_index
-        elif kind == "response.output_item.done" and event.item:
+        elif event_type == "response.output_item.done" and event.item:
             self._finished_items.append(event.item)
-        elif kind == "error":
+        elif event_type == "error":
             raise parse_error(data)
-        elif kind in _END_EVENTS:
+        elif event_type in _END_EVENTS:
             response = event.response or ResponsesResponse()
-            response.status = response.status or kind.removeprefix("response.")
+            response.status = response.status or event_type.removeprefix("response.")
             self._end(response)
 
     def _end(self, response: ResponsesResponse) -> None:

@@ -1,4 +1,4 @@
-"""Change the bodies that are passed on. Values that do not change are copied without being parsed."""
+"""Edit JSON bodies that are passed on. Unchanged values are copied without being parsed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _encode = msgspec.json.encode
 _NULL = msgspec.Raw(b"null")
 
 # vLLM takes its sampling defaults from the model's generation config. A trainable call must be sampled from
-# the full softmax unless the agent sets other values, because these are the settings that are recorded.
+# the full softmax unless the agent sets other values, because only the agent's settings are recorded.
 _FULL_SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class AddedFields:
-    """The response fields that only the gateway requested, and removes before the agent gets the response."""
+    """Response fields that the gateway requested for itself and removes from the agent's response."""
 
     has_token_ids: bool
     has_logprobs: bool
@@ -39,7 +39,7 @@ def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
 
 
 def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
-    """Replace the sampling settings in the body. The dialect determines the names of the settings."""
+    """Replace the sampling settings in the body. The names of the settings depend on the dialect."""
     changes = dict(settings)
     if (limit := changes.pop("max_tokens", None)) is not None:
         name = "max_output_tokens" if dialect == "responses" else "max_tokens"
@@ -69,7 +69,7 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
 
 
 def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
-    """Remove the added fields from a response, or from one of its events. Logprobs are set to null."""
+    """Remove the added fields from a response or one of its events. Logprobs are set to null."""
     fields = _decode(body)
     if added.has_token_ids:
         fields.pop("prompt_token_ids", None)
