@@ -1,4 +1,4 @@
-"""The types that the curation checks use: session summaries, findings and limits."""
+"""Types for the curation checks: session summaries, findings and limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from instar.types import Json, Reward, Session
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """The data of an ended session that the checks read."""
+    """The parts of an ended session that the checks use."""
 
     session: Session
     prompt: str
@@ -19,7 +19,7 @@ class SessionSummary:
     tokens: int
     """The number of sampled tokens."""
     version: int
-    """The oldest policy version that sampled a token of the session; 0 if no token was sampled."""
+    """The oldest policy version that sampled any of the session's tokens, or 0 if there are none."""
     reward: float | None
     """The session's combined reward, or None if it has none (see `RewardCombiner`)."""
     rewards: tuple[Reward, ...] = ()
@@ -27,7 +27,7 @@ class SessionSummary:
 
 @dataclass(frozen=True, slots=True)
 class CurationFinding:
-    """A problem that a check found in some sessions, with a tag for them and the measured values."""
+    """A problem that a check found in some sessions, with a tag for these sessions and measured values."""
 
     check: str
     tag: str
@@ -44,10 +44,10 @@ class CurationLimits:
     similarity: float = 0.9
     """The minimum Jaccard similarity, over word trigrams, of two outputs that count as near-duplicates."""
     drift: float = 2.0
-    """The minimum growth factor of output length or repetition, from the first to the latest versions."""
+    """The minimum factor by which output length or repetition grows from the first to the last versions."""
     repetition: float = 0.3
-    """The minimum share of an output's word trigrams that already occurred earlier in the output."""
+    """The minimum fraction of an output's word trigrams that occurred earlier in the output."""
     disagreement: float = 0.5
-    """The minimum difference between the reward of a rule and the reward of a judge."""
+    """The minimum difference between a rule's and a judge's reward."""
     identical: float = 0.5
-    """The minimum share of a group's sessions that have the same output."""
+    """The minimum fraction of a group's sessions that have the same output."""

@@ -1,4 +1,4 @@
-"""Checks of session summaries. A check returns findings and changes nothing."""
+"""Checks on session summaries. A check only returns findings and does not change anything."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIN_SESSIONS_FOR_MEAN = 8
 
 
 def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each set of nearly identical outputs to different tasks. Either the model ignores
-    the task, or the tasks are duplicates. The finding lists all of these sessions except the first."""
+    """Find sets of nearly identical outputs for different tasks. Either the model ignores the task, or the
+    tasks are duplicates. A finding lists all sessions of a set except the first."""
     texts = [summary.output for summary in sessions]
     findings: list[CurationFinding] = []
     for indices in find_near_duplicates(texts, limits.similarity):
@@ -28,7 +28,7 @@ def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) 
             continue
         first_id = similar[0].session.session_id
         reason = (
-            f"{len(similar)} outputs to different tasks are nearly identical; the first session is {first_id}"
+            f"{len(similar)} outputs for different tasks are nearly identical; the first one is {first_id}"
         )
         numbers = {"sessions": len(similar), "tasks": len({summary.session.task_id for summary in similar})}
         findings.append(_make_finding("duplicates", "duplicate", first_id, reason, similar[1:], numbers))
@@ -36,53 +36,55 @@ def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) 
 
 
 def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each group with many identical outputs, in which the policy hardly explores."""
+    """Find groups with many identical outputs, in which the policy hardly explores."""
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
         by_output: dict[str, list[SessionSummary]] = defaultdict(list)
         for summary in members:
             by_output[summary.output].append(summary)
-        same = max(by_output.values(), key=len)
-        share = len(same) / len(members)
-        if len(same) > 1 and share >= limits.identical:
-            reason = f"{len(same)} of {len(members)} outputs of group {group_id} are identical"
-            findings.append(_make_finding("identical", "identical", group_id, reason, same, {"share": share}))
+        identical = max(by_output.values(), key=len)
+        share = len(identical) / len(members)
+        if len(identical) > 1 and share >= limits.identical:
+            reason = f"{len(identical)} of {len(members)} outputs in group {group_id} are identical"
+            numbers = {"share": share}
+            findings.append(_make_finding("identical", "identical", group_id, reason, identical, numbers))
     return findings
 
 
 def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each group whose rewards (at least two) are equal: it has no training signal."""
+    """Find groups with two or more rewards that are all equal, which give no training signal."""
     del limits
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
         rewards = [summary.reward for summary in members if summary.reward is not None]
         if len(rewards) > 1 and max(rewards) - min(rewards) <= MAX_REWARD_ROUNDING:
-            reason = f"all {len(rewards)} rewards of group {group_id} are {rewards[0]:g}"
+            reason = f"all {len(rewards)} rewards in group {group_id} are {rewards[0]:g}"
             numbers = {"reward": rewards[0], "sessions": len(rewards)}
             findings.append(_make_finding("zero_signal", "zero_signal", group_id, reason, members, numbers))
     return findings
 
 
 def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each output that repeats itself and has a reward above the mean."""
+    """Find outputs that repeat themselves and have a reward above the mean."""
     rewards = [summary.reward for summary in sessions if summary.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     findings: list[CurationFinding] = []
     for summary in sessions:
-        share = measure_repetition(summary.output)
-        if share >= limits.repetition and summary.reward is not None and summary.reward > mean:
+        repetition = measure_repetition(summary.output)
+        if repetition >= limits.repetition and summary.reward is not None and summary.reward > mean:
             reason = (
-                f"{share:.0%} of the output is repeated text, with reward {summary.reward:g} (mean {mean:g})"
+                f"{repetition:.0%} of the output is repeated text, but its reward is {summary.reward:g} "
+                f"(mean {mean:g})"
             )
-            numbers = {"repetition": share, "reward": summary.reward}
+            numbers = {"repetition": repetition, "reward": summary.reward}
             findings.append(
-                _make_finding("repetitive", "repetitive", f"{share:.2f}", reason, [summary], numbers)
+                _make_finding("repetitive", "repetitive", f"{repetition:.2f}", reason, [summary], numbers)
             )
     return findings
 
 
 def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding if outputs become much longer with newer versions: the reward may favor length."""
+    """Find outputs that become much longer with newer versions. The reward may favor length."""
     lengths = [float(summary.tokens) for summary in sessions]
     return _find_drift("length_drift", "tokens", sessions, lengths, limits.drift, 1.0)
 
@@ -90,14 +92,14 @@ def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits
 def find_repetition_drift(
     sessions: Sequence[SessionSummary], limits: CurationLimits
 ) -> list[CurationFinding]:
-    """Return a finding if outputs become more repetitive with newer versions."""
-    shares = [measure_repetition(summary.output) for summary in sessions]
-    return _find_drift("repetition_drift", "repetition", sessions, shares, limits.drift, 0.05)
+    """Find outputs that become more repetitive with newer versions."""
+    values = [measure_repetition(summary.output) for summary in sessions]
+    return _find_drift("repetition_drift", "repetition", sessions, values, limits.drift, 0.05)
 
 
 def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
-    """Return a finding for each session whose latest rewards by a rule and by a judge differ by at least
-    ``limits.disagreement``: one of them is probably wrong."""
+    """Find sessions whose latest rewards from a rule and from a judge differ by at least
+    ``limits.disagreement``. One of them is probably wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
         rule, judge = _find_reward(summary, RewardSource.RULE), _find_reward(summary, RewardSource.JUDGE)
@@ -120,7 +122,7 @@ CHECKS: dict[str, Check] = {
 }
 
 GROUP_CHECKS = ("identical", "zero_signal")
-"""Checks that need complete groups. If sessions of a group are missing, their findings may be wrong."""
+"""Checks that need complete groups. Their findings may be wrong if sessions of a group are missing."""
 
 
 def _find_drift(
@@ -131,11 +133,11 @@ def _find_drift(
     limit: float,
     floor: float,
 ) -> list[CurationFinding]:
-    """Return a finding if the mean of the values, one per session, grows by at least the factor ``limit``
-    from the first to the last quarter of the versions. Means below ``floor`` are treated as ``floor``.
+    """Return a finding if the mean value grows by at least the factor ``limit`` from the first to the last
+    quarter of the versions. ``values`` has one value per session. Means below ``floor`` count as ``floor``.
 
-    The finding lists the last quarter's sessions with a value above the first quarter's mean. There is none
-    if a quarter has fewer than MIN_SESSIONS_FOR_MEAN sessions.
+    The finding lists the last quarter's sessions with a value above the first quarter's mean. Nothing is
+    reported if one of the two quarters has fewer than MIN_SESSIONS_FOR_MEAN sessions.
     """
     versions = sorted({summary.version for summary in sessions})
     quarter = max(1, len(versions) // 4)
@@ -148,15 +150,15 @@ def _find_drift(
     if max(after, floor) < limit * max(before, floor):
         return []
     ratio = max(after, floor) / max(before, floor)
-    reason = f"{unit} per session rose from {before:.3g} to {after:.3g} over the versions ({ratio:.1f} times)"
+    reason = f"{unit} per session rose from {before:.3g} to {after:.3g} over the versions ({ratio:.1f}x)"
     numbers = {"before": before, "after": after, "ratio": ratio, "correlation": _correlate_with_reward(late)}
     above = [summary for summary, value in late if value > before]
     return [_make_finding(check, check, f"{ratio:.1f}", reason, above, numbers)]
 
 
 def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
-    """Return the correlation of values and rewards (near 1: the reward may favor the value), or None if there
-    are too few rewards or one of the two does not vary."""
+    """Return the correlation between values and rewards, or None if there are too few rewards or one of the
+    two does not vary. A correlation near 1 suggests that the reward favors high values."""
     pairs = [(summary.reward, value) for summary, value in late if summary.reward is not None]
     rewards, values = np.array([reward for reward, _ in pairs]), np.array([value for _, value in pairs])
     if len(pairs) < MIN_SESSIONS_FOR_MEAN or not rewards.std() or not values.std():

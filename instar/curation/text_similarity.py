@@ -1,4 +1,4 @@
-"""Detection of near-duplicate texts in linear time, with MinHash over word trigrams and banding."""
+"""Detects near-duplicate texts in linear time, with MinHash over word trigrams and banding."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASHES, BANDS = 64, 16
-"""The number of hashes of a text, and of the bands of four hashes that they are split into. Texts that share
-90% of their trigrams almost surely have a band in common; texts that share 30% rarely do."""
+"""The number of hashes per text, and the number of bands that they are split into. Texts that share 90% of
+their trigrams almost surely have a band in common; texts that share 30% rarely do."""
 MAX_WORDS = 4096
-"""The number of words that are read from a text. The rest of the text is ignored."""
+"""The maximum number of words to read from a text. The rest is ignored."""
 _PRIME = np.uint64((1 << 61) - 1)
 
 Shingles = NDArray[np.uint64]
 
 
 def hash_shingles(text: str) -> Shingles:
-    """Return the hashes of the distinct word trigrams in the text. A text with fewer than three words counts
-    as one trigram."""
+    """Hash the distinct word trigrams in the text. A text with fewer than three words counts as one
+    trigram."""
     words = text.lower().split()[:MAX_WORDS]
     triples = [" ".join(words[start : start + 3]) for start in range(max(1, len(words) - 2))]
     # A model may generate a lone surrogate, which the store keeps.
@@ -30,16 +30,15 @@ def hash_shingles(text: str) -> Shingles:
 
 
 def measure_repetition(text: str) -> float:
-    """Return the share of word trigrams that occurred earlier in the text, or 0 for fewer than three
-    words."""
+    """Return the fraction of word trigrams that occurred earlier in the text, or 0 if there are none."""
     words = text.lower().split()[:MAX_WORDS]
     count = len(words) - 2
     return 1.0 - len({tuple(words[i : i + 3]) for i in range(count)}) / count if count > 0 else 0.0
 
 
 def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[int]]:
-    """Return the indices of each set of two or more similar texts. Every text in a set has at least the
-    Jaccard similarity ``similarity`` to the first text of the set. A few similar texts may be missed."""
+    """Return the indices of each set of two or more similar texts. Every text in a set has a Jaccard
+    similarity of at least ``similarity`` to the first one. A few similar texts may be missed."""
     shingles = [hash_shingles(text) for text in texts]
     values = _minhash(shingles)
     duplicates: dict[int, list[int]] = defaultdict(list)
@@ -54,7 +53,7 @@ def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[i
             duplicates[match].append(index)
             continue
         for key in keys:
-            if len(leaders[key]) < HASHES:  # limits the time if thousands of dissimilar texts share a band
+            if len(leaders[key]) < HASHES:  # bounds the time if thousands of dissimilar texts share a band
                 leaders[key].append(index)
     return [[leader, *others] for leader, others in sorted(duplicates.items())]
 

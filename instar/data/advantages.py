@@ -1,7 +1,7 @@
 """Computes advantages from the rewards of a group.
 
-A session without a reward has the reward None, which is excluded from every mean, and the advantage None. The
-batcher trains on such a session only if it can learn from call rewards or from a reference.
+A session without a reward has reward None: it is left out of every mean, and its advantage is None. The
+batcher trains on such a session only if its calls have rewards, or if the run learns only from a reference.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Advantages = list[float | None]
 STD_FLOOR = 1e-6
 """Added to the standard deviation, so that nearly equal rewards do not get huge advantages."""
 SIGNAL_THRESHOLD = 1e-8
-"""Advantages with at most this absolute value are considered rounding errors."""
+"""Advantages with an absolute value up to this are treated as zero."""
 MAX_SAMPLING_WEIGHT = 2.0
-"""The largest importance weight of a token that was not sampled from the full softmax."""
+"""Upper bound for the weights in `reweight_truncated_sampling`."""
 
 
 def grpo(rewards: Rewards) -> Advantages:
@@ -41,7 +41,7 @@ def grpo_no_std(rewards: Rewards) -> Advantages:
 
 
 def rloo(rewards: Rewards) -> Advantages:
-    """Return r - mean of the rewards of the other sessions, or 0 if no other session has a reward."""
+    """Return r - mean of the other sessions' rewards, or 0 if no other session has a reward."""
     known = _get_known_rewards(rewards)
     count, total = len(known), float(known.sum())
     if count < 2:
@@ -61,15 +61,15 @@ class AdvantageEstimator:
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
         self.baseline: float | None = None
-        """The moving mean of the rewards, for the estimator `running`. None before the first reward."""
+        """The moving average of rewards for the `running` estimator. None before the first reward."""
 
     def __call__(self, rewards: Rewards) -> Advantages:
         estimate = ESTIMATORS.get(self.config.estimator, self._subtract_baseline)
         return [None if value is None else self.config.weight * value for value in estimate(rewards)]
 
     def _subtract_baseline(self, rewards: Rewards) -> Advantages:
-        """Return r - the moving mean before this group, then update the mean. The first group uses its own
-        mean."""
+        """Subtract the moving average, then update it with this group's rewards. The first group uses its
+        own mean as the baseline."""
         known = _get_known_rewards(rewards)
         if not len(known):
             return [None] * len(rewards)
@@ -79,7 +79,7 @@ class AdvantageEstimator:
         return [None if r is None else r - baseline for r in rewards]
 
     def to_json(self) -> Json:
-        """Return the estimator's state for a checkpoint. It is empty for estimators without a state."""
+        """Return the state to checkpoint. It is empty for stateless estimators."""
         return {"mean": self.baseline} if self.config.estimator == "running" else {}
 
     def load_json(self, state: Json) -> None:
@@ -100,8 +100,8 @@ Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "non
 
 
 def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
-    """Return the samples with their advantages divided by the step's divisor (see `compute_divisor`) or, with
-    ``session_tokens``, by the trained tokens of their session times the number of sessions."""
+    """Divide the advantages by the step's divisor (see `compute_divisor`). With ``session_tokens``, divide
+    them by the number of trained tokens in their session times the number of sessions instead."""
     tokens = _count_trained_tokens_by_session(samples)
     common_divisor = compute_divisor(samples, mode)
     divisors = (
@@ -115,8 +115,8 @@ def normalize(samples: Sequence[Sample], mode: Normalization) -> list[Sample]:
 
 
 def compute_divisor(samples: Sequence[Sample], mode: Normalization) -> float:
-    """Return the number by which the per-token terms of the step, such as advantages and penalties, are
-    divided: the trained tokens or the sessions of the step, or 1 with ``session_tokens`` and ``none``."""
+    """Return the divisor of the step's per-token terms, such as advantages and penalties: the number of
+    trained tokens or of sessions in the step, or 1 for ``session_tokens`` and ``none``."""
     match mode:
         case "batch_tokens":
             return sum(_count_trained_tokens_by_session(samples).values())
@@ -134,25 +134,28 @@ def _count_trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int
 
 
 def compute_token_scales(
-    samples: Sequence[Sample], mode: Normalization, *, should_reweight: bool = True
+    samples: Sequence[Sample], mode: Normalization, *, reweight: bool = True
 ) -> list[Floats]:
-    """Return the scales of each sample: for each trained token, the factor by which its advantage is
-    multiplied, and 0 for other tokens. Terms that are added to the advantages later must be multiplied by
-    these scales. If ``should_reweight``, they include the weights of `reweight_truncated_sampling`."""
+    """Return, for each sample, the scale of every token's advantage, which is 0 for untrained tokens. Terms
+    that are added to the advantages later must be multiplied by these scales. With ``reweight``, they include
+    the weights of `reweight_truncated_sampling`."""
     ones = [replace(sample, advantages=sample.mask) for sample in samples]
-    if should_reweight:
+    if reweight:
         ones = [reweight_truncated_sampling(sample) for sample in ones]
     return [sample.advantages for sample in normalize(ones, mode)]
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:
-    """Return the sample with its advantages multiplied by p_full / p_sampled, at most `MAX_SAMPLING_WEIGHT`.
+    """Multiply the advantages by p_full / p_sampled, capped at `MAX_SAMPLING_WEIGHT`.
+
     The losses use logprobs of the full softmax, but tokens may be sampled with a temperature, top_p or top_k.
-    Tokens without logprobs and samples without ``behavior_logprobs`` are not changed."""
+    Tokens without logprobs and samples without ``behavior_logprobs`` are left unchanged.
+    """
     if sample.behavior_logprobs is None:
         return sample
     trained = sample.mask > 0
     weights = np.ones(len(sample), dtype=np.float32)
-    gap = sample.logprobs[trained] - sample.behavior_logprobs[trained]
-    weights[trained] = np.minimum(np.exp(np.where(np.isnan(gap), np.float32(0), gap)), MAX_SAMPLING_WEIGHT)
+    log_ratio = sample.logprobs[trained] - sample.behavior_logprobs[trained]
+    log_ratio = np.where(np.isnan(log_ratio), np.float32(0), log_ratio)
+    weights[trained] = np.minimum(np.exp(log_ratio), MAX_SAMPLING_WEIGHT)
     return replace(sample, advantages=sample.advantages * weights)

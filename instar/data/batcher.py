@@ -3,17 +3,17 @@
 A step consumes ``groups_per_step`` finished groups, lowest index first. Each sample of these groups is either
 used for training or dropped for one of the following reasons:
 
-- ``zero_signal``: the group has no advantage or call reward other than 0, and no reference to learn from.
+- ``zero_signal``: the group has no nonzero advantage or call reward, and the run does not use a reference.
 - ``no_reward``, ``failed``, ``no_tokens``: the session has no reward, failed, or has no trainable token.
 - ``no_sessions``: the group has no session that has ended.
-- ``stale``: the sample, or with `trainer.stale: mask` each of its tokens, is too stale.
-- ``too_long``: the sample, which comes from exported data, is longer than the model's context.
+- ``stale``: the sample is too stale. With `trainer.stale: mask`, all of its trained tokens are too stale.
+- ``too_long``: the sample is longer than the model's context. This only happens with exported data.
 - ``superseded``, ``untrainable``: the session was run again, or is tagged as untrainable.
-- ``late``: the session ended after its group was consumed. It is dropped as part of the group's step.
+- ``late``: the session ended after a step had consumed its group. Its claim belongs to that step.
 
-Groups whose samples are all stale, and groups that the rollout dropped, are dropped outside of steps. If
-`data` lists exported data, its groups take a share of each step and are claimed once per epoch; staleness
-does not apply to them. A batch depends only on the rows in the store and on the estimator's state.
+Groups whose samples are all stale and groups that the rollout dropped are claimed without a step. If `data`
+lists exported data, its groups make up part of each step and are claimed once per epoch; they are never
+stale. A batch depends only on the rows in the store and on the estimator's state.
 """
 
 from __future__ import annotations
@@ -52,18 +52,17 @@ class StepBatch:
     samples: list[Sample]
     """The samples to train on, with normalized advantages."""
     scales: list[Floats]
-    """For each sample, the factors by which the advantages of its tokens were multiplied."""
+    """For each sample, the scale of every token's advantage (see `compute_token_scales`)."""
     divisor: float
-    """The number that per-token terms of the step, such as advantages and penalties, are divided by (see
-    `compute_divisor`)."""
+    """The divisor of the step's per-token terms (see `compute_divisor`)."""
     claims: list[Claim]
-    """The claims of all samples of the step's groups, trained or dropped."""
+    """Claims for all samples in the step's groups, trained or dropped."""
     drops: list[Claim]
-    """Claims that drop samples outside of steps or, for late sessions, as part of an earlier step."""
+    """Claims for samples that are dropped without a step or, for late sessions, in an earlier step."""
     session_starts: list[float]
     """For each live sample, the Unix time at which its session started."""
     is_full: bool
-    """True if the batch has each live group that the step needs or, without live data, at least one group."""
+    """True if the batch has all its live groups or, in a run without live data, at least one group."""
     report: Json
 
 
@@ -82,7 +81,7 @@ class Batcher:
         self._consumed = ConsumedGroups(store, run_id, config.agent_id, limit)
 
     def reset(self) -> None:
-        """Forget all groups and the estimator's state. This must be called after steps were released."""
+        """Forget all groups and the estimator's state. Must be called after steps are released."""
         self._loaded = {}
         self._consumed.reset()
         self.mixture.reset()
@@ -101,16 +100,16 @@ class Batcher:
     ) -> StepBatch | None:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
 
-        ``epoch`` is the epoch of the claims of live groups; for exported data it is `LoadedGroup.epoch`.
-        ``step_by_version`` is described in `Staleness`. If ``is_finished`` returns True, no more groups will
-        arrive, and the batch consists of the remaining groups. Returns None if no group is left, or if there
-        are too few when ``stop`` is set or ``timeout`` seconds have passed.
+        Live groups are claimed in ``epoch``, exported groups in `LoadedGroup.epoch`. See `Staleness` for
+        ``step_by_version``. Once ``is_finished`` returns True, no more groups will arrive, and the batch
+        consists of the remaining groups. Returns None if no groups are left, or if there are still too few
+        when ``stop`` is set or after ``timeout`` seconds.
         """
         staleness = Staleness(version, step_by_version)
         deadline = None if timeout is None else time.monotonic() + timeout
         drops = await self._claim_late_and_dropped(epoch)
         while True:
-            # Called before the store is read: a group that finishes between the two calls would be missed.
+            # Check this before reading the store, or a group that finishes in between would be missed.
             is_last = is_finished is not None and is_finished()
             fresh, stale = await self._load_ready(step, epoch, staleness)
             drops += stale
@@ -119,7 +118,7 @@ class Batcher:
                 if groups or self.mixture.has_live_data:
                     return await self._assemble(groups, drops, step, epoch, staleness)
             if drops:
-                # Written immediately, because the rollout waits until it may replace the dropped groups.
+                # Store the claims now, because the rollout is waiting to replace the dropped groups.
                 await self.store.drop_samples(drops)
                 drops = []
             has_timed_out = deadline is not None and time.monotonic() >= deadline
@@ -130,8 +129,8 @@ class Batcher:
     async def preview(
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
     ) -> StepBatch:
-        """Return the batch that ``step`` would get now, with fewer groups if too few are finished. The store
-        is not changed. The batcher must not be used afterwards: it treats the groups as consumed."""
+        """Return the batch that ``step`` would get now, even if too few groups are finished. The store is not
+        changed, but the batcher treats the groups as consumed, so it must not be used afterwards."""
         staleness = Staleness(version, step_by_version)
         drops = await self._claim_late_and_dropped(epoch)
         fresh, stale = await self._load_ready(step, epoch, staleness)
@@ -149,8 +148,8 @@ class Batcher:
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
-        """Return unclaimed finished groups, at most as many as the step needs, lowest index first, and claims
-        that drop the groups that were skipped because all their samples are too stale."""
+        """Load the unclaimed finished groups that the step needs, or fewer, lowest index first. Groups whose
+        samples are all too stale are skipped; the returned claims drop them."""
         needed = self.mixture.count_live_groups(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
@@ -175,7 +174,7 @@ class Batcher:
         return fresh, drops
 
     async def _claim_late_and_dropped(self, epoch: int) -> list[Claim]:
-        """Return claims that drop late sessions and the groups that the rollout dropped."""
+        """Return claims that drop late sessions and groups dropped by the rollout."""
         drops = await self._consumed.drop_late_sessions(epoch)
         builder = ClaimBuilder(self.run_id, epoch)
         groups = await self.store.groups(
@@ -189,7 +188,7 @@ class Batcher:
     async def _assemble(
         self, groups: Sequence[LoadedGroup], drops: list[Claim], step: int, epoch: int, staleness: Staleness
     ) -> StepBatch:
-        # Tags are read now, because a person may have added a tag after the group was loaded.
+        # Read the tags now, because a user may have added one after the group was loaded.
         groups = await self.loader.exclude_untrainable(groups)
         samples: list[Sample] = []
         claims: list[Claim] = []
@@ -214,7 +213,7 @@ class Batcher:
                 self._consumed.add(group, step)
         claims = [replace(claim, step=step) for claim in claims]
         # If the trainer recomputes logprobs, its importance weights already include this correction.
-        should_reweight = self.config.trainer.off_policy.proximal == "behavior"
+        reweight = self.config.trainer.off_policy.proximal == "behavior"
         mode = self.config.trainer.advantage.normalize
         live = [group for group in groups if group.epoch is None]
         starts = {
@@ -225,10 +224,10 @@ class Batcher:
         live_samples = [sample for sample in samples if sample.session_id in starts]
         unmasked = {sample.sample_key: sample.trained_tokens for group in live for sample in group.samples}
         masked = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in live_samples)
-        reweighted = [reweight_truncated_sampling(s) for s in samples] if should_reweight else samples
+        reweighted = [reweight_truncated_sampling(s) for s in samples] if reweight else samples
         return StepBatch(
             samples=normalize(reweighted, mode),
-            scales=compute_token_scales(samples, mode, should_reweight=should_reweight),
+            scales=compute_token_scales(samples, mode, reweight=reweight),
             divisor=compute_divisor(samples, mode),
             claims=claims,
             drops=drops,
@@ -242,8 +241,8 @@ class Batcher:
         )
 
     def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
-        """Return the advantages of a group's sessions. A session without a reward has the advantage 0 if its
-        calls have rewards or, unless the session failed, if the run learns only from a reference."""
+        """Return the advantages of a group's sessions. A session without a reward gets advantage 0 if its
+        calls have rewards, or if the run learns only from a reference and the session did not fail."""
         ignores_rewards = self._uses_reference and self.config.trainer.advantage.weight == 0
         estimated = self.estimator([session.reward for session in sessions])
         return [
@@ -256,7 +255,7 @@ class Batcher:
     def _select_samples(
         self, group: LoadedGroup, advantages: Advantages, builder: ClaimBuilder
     ) -> tuple[list[Sample], list[Claim]]:
-        """Return the samples to train on, and claims for the whole group except its untrainable sessions."""
+        """Return the samples to train on, and claims for the group except its untrainable sessions."""
         samples: list[Sample] = []
         claims: list[Claim] = []
         for session, advantage in zip(group.sessions, advantages, strict=True):
@@ -277,8 +276,8 @@ class Batcher:
         return samples, claims
 
     def _mask_stale_tokens(self, sample: Sample, staleness: Staleness | None) -> Sample | None:
-        """Return the sample with masked stale tokens, or None if the sample must be dropped. If ``staleness``
-        is None (exported data), return the sample unchanged."""
+        """Mask stale tokens. Return None if the sample must be dropped, or the unchanged sample if
+        ``staleness`` is None (exported data)."""
         limit = self.config.max_staleness
         if staleness is None or staleness.of_sample(sample) <= limit:
             return sample

@@ -1,5 +1,7 @@
-"""Builds claims for the caller to store; a method such as `drop_sample` drops nothing itself. A claim records
-that a step trains on a sample, or that the sample was dropped and why."""
+"""Builds claims, which record that a step trained on a sample or why the sample was dropped.
+
+Methods such as `drop_sample` only build the claims; the caller stores them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ class ClaimBuilder:
     run_id: str
     epoch: int
     staleness: Staleness | None = None
-    """Computes the staleness of samples. If None, the claims have no staleness, as for exported data."""
+    """None for exported data, whose claims have no staleness."""
 
     def claim_trained(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
@@ -42,8 +44,8 @@ class ClaimBuilder:
     def drop_loaded_session(
         self, session: LoadedSession, reason: str, advantage: float | None
     ) -> list[Claim]:
-        """Return claims that drop a session: one per sample, or one for a session without samples."""
-        # If the reward or the tokens are missing, that is a more specific reason than these two.
+        """Return claims that drop a session: one per sample, or a single one if it has no samples."""
+        # A missing reward or missing tokens are more specific reasons than these two.
         if reason in ("zero_signal", "no_reward") and session.reward is None:
             reason = "failed" if session.is_failed else "no_reward"
         if session.samples:
@@ -53,7 +55,7 @@ class ClaimBuilder:
         return [replace(claim, sample_key=key, reward=session.reward, advantage=advantage)]
 
     def drop_session(self, session: Session, reason: str) -> Claim:
-        # The key contains the session's own id, because the keys of its slot belong to a different session.
+        # The key contains the session id, because the keys of the slot belong to a different session.
         return self._drop(f"{session.session_id}/0", session.session_id, session.group_id, reason)
 
     def drop_group(
@@ -69,7 +71,7 @@ class ClaimBuilder:
         claims += self.drop_superseded(group)
         if claims or group.untrainable:
             return claims
-        # A group without sessions needs a claim, because every step would otherwise load the group again.
+        # A group without sessions needs a claim, or every step would load it again.
         group_id = group.group.group_id
         return [self._drop(f"{group_id}/0", "", group_id, "no_sessions")]
 
@@ -85,13 +87,13 @@ class ClaimBuilder:
 class ConsumedGroup:
     group: Group
     step: int | None
-    """The step that consumed the group, or None if the group was dropped outside of steps."""
+    """The step that consumed the group, or None if the group was dropped without a step."""
     session_ids: set[str]
 
 
 class ConsumedGroups:
-    """The last ``limit`` groups that were consumed. Sessions of these groups that end later are dropped. Call
-    `drop_late_sessions`, which loads the groups from the store, before `add`."""
+    """The last ``limit`` consumed groups, used to drop their late sessions. `drop_late_sessions` loads the
+    groups from the store, so call it before `add`."""
 
     def __init__(self, store: Store, run_id: str, agent_id: str, limit: int) -> None:
         self._store = store
@@ -110,14 +112,12 @@ class ConsumedGroups:
             self._groups.popitem(last=False)
 
     async def drop_late_sessions(self, epoch: int) -> list[Claim]:
-        """Return claims that drop sessions that ended after their group was consumed. A claim belongs to the
-        step that consumed the group. When that step is released, so are its claims, and the group can be
-        claimed again."""
+        """Return claims that drop sessions that ended after their group was consumed. The claims belong to
+        the step that consumed the group, so they are released together with it."""
         groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []
-        members = [consumed.group for consumed in groups.values()]
-        sessions = await self._store.group_sessions(members, self._agent_id)
+        sessions = await self._store.group_sessions([c.group for c in groups.values()], self._agent_id)
         for group_id, consumed in groups.items():
             for session in sessions[group_id]:
                 if session.status in ENDED_STATUSES and session.session_id not in consumed.session_ids:

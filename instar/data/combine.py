@@ -30,7 +30,7 @@ class RewardCombiner:
         return combine_rewards(self.config, [r for r in self._select_counted(rewards) if r.call_id is None])
 
     def combine_calls(self, rewards: Sequence[Reward], scores: Sequence[Score] = ()) -> dict[str, float]:
-        """Return the combined rewards of single calls by call id, or nothing if the session is excluded."""
+        """Return the combined reward of each call by call id. Empty if the session is excluded."""
         if self.is_excluded(scores):
             return {}
         by_call: dict[str, list[Reward]] = {}
@@ -47,8 +47,8 @@ class RewardCombiner:
 
 
 def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
-    """Return the combined reward of a session or call, or None if no reward counts. ``rewards`` must be in
-    the order in which they were created."""
+    """Return the combined reward of a session or call, or None if no reward counts. ``rewards`` must be
+    sorted by creation time."""
     # A fallback does not count if its scorer also returned a score, earlier or later.
     scored = {reward.scorer for reward in rewards if reward.source is not RewardSource.FALLBACK}
     rewards = [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]
@@ -63,8 +63,8 @@ def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float |
 
 
 def _compute_weighted_sum(weights: dict[str, float], rewards: Sequence[Reward]) -> float | None:
-    """Return the weighted sum of each scorer's last reward. The weight is found by the scorer's name, or else
-    by its source. Rewards without a weight are ignored; the result is None if no reward is left."""
+    """Return the weighted sum of each scorer's last reward, or None if no reward has a weight. Weights are
+    looked up by scorer name, then by source."""
     last_rewards = {(reward.source, reward.scorer): reward for reward in rewards}
     weighted = [
         weights.get(reward.scorer, weights.get(reward.source.value, 0.0)) * reward.value

@@ -1,7 +1,7 @@
-"""Corrections by people, as samples for the cross-entropy loss.
+"""Turns human corrections into samples for the cross-entropy loss.
 
-The sample of a correction is the exact prompt of a call followed by the corrected reply. A step claims the
-oldest unclaimed corrections, and each correction is used once per epoch.
+A sample is the exact prompt of a call followed by the corrected reply. Each step claims the oldest unclaimed
+corrections, and each correction is used once per epoch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """The samples of the corrections. The advantage of a token is its weight in the loss."""
+    """Samples whose advantages are the weights of the tokens in the loss."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 
 async def load_corrections(
     store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
 ) -> CorrectionBatch:
-    """Return the samples of the corrections for a step, and the claims that the step must store. A
-    correction without tokens has only a claim. The batch is empty if corrections have no weight."""
+    """Load the corrections for a step, and the claims that the step must store. Corrections without tokens
+    only get a claim. The batch is empty if the weight of corrections is 0."""
     section = config.corrections
     if section.weight == 0:
         return CorrectionBatch()
@@ -77,6 +77,6 @@ def _make_claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: 
 
 
 def compute_correction_loss(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
-    """Return the mean negative logprob of the tokens of the corrections."""
+    """Return the mean negative logprob of the trained tokens."""
     trained = [new[sample.mask > 0] for sample, new in zip(samples, logprobs, strict=True)]
     return -float(np.concatenate(trained).mean())

@@ -1,4 +1,4 @@
-"""Loads groups for a batch: the final session of every slot, with the session's samples and reward."""
+"""Loads the groups of a batch: the final session of every slot, with its samples and reward."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class LoadedGroup:
     group: Group
     sessions: list[LoadedSession]
     superseded: list[Session]
-    """Ended sessions that a later attempt of the same slot replaced."""
+    """Ended sessions that were replaced by a later attempt in the same slot."""
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
     epoch: int | None = None
-    """The epoch in which a group of exported data is claimed, or None for the run's own groups."""
+    """The epoch in which an exported group is claimed, or None for live groups."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -48,7 +48,7 @@ class LoadedGroup:
         return {session.session_id for session in (*final, *self.superseded)}
 
     def move_to_untrainable(self, session_ids: Set[str]) -> LoadedGroup:
-        """Return the group with these sessions moved to ``untrainable``, which must be empty before."""
+        """Return a copy with these sessions moved to ``untrainable``, which must be empty."""
         trainable = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
         excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
         return replace(self, sessions=trainable, untrainable=excluded)
@@ -63,7 +63,7 @@ class GroupLoader:
     async def load(self, groups: Sequence[Group]) -> list[LoadedGroup]:
         sessions = await self.store.group_sessions(groups, self.config.agent_id)
         ended = [[s for s in sessions[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
-        final = [select_final_sessions(sessions_of_group) for sessions_of_group in ended]
+        final = [select_final_sessions(ended_sessions) for ended_sessions in ended]
         loaded = await self._load_sessions([session for chosen in final for session in chosen])
         result: list[LoadedGroup] = []
         for group, all_ended, chosen in zip(groups, ended, final, strict=True):
@@ -100,10 +100,10 @@ class GroupLoader:
             reward = self.config.rollout.failed_reward
         weight = self.config.trainer.advantage.weight
         call_rewards = self.combiner.combine_calls(rewards, scores)
-        needs_logprobs = self.config.trainer.loss.name != "cross_entropy"
+        requires_logprobs = self.config.trainer.loss.name != "cross_entropy"
         return LoadedSession(
             session,
-            samples=linearize(session, calls, requires_logprobs=needs_logprobs),
+            samples=linearize(session, calls, requires_logprobs=requires_logprobs),
             reward=reward,
             call_rewards={call_id: weight * value for call_id, value in call_rewards.items()},
         )

@@ -20,11 +20,11 @@ from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Se
 
 
 def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: bool = True) -> list[Sample]:
-    """Return the session's samples in the order in which their last calls were recorded. Advantages are zero.
+    """Return the session's samples, with zero advantages, in the order of their last calls.
 
-    Walks without tokens to train are omitted, but are counted in the keys of the samples, so that a sample's
-    key depends only on the session's graph. Raises StoreError if a call does not extend its parent as
-    recorded or, with ``requires_logprobs``, if a trainable token has no logprob.
+    Walks without trainable tokens are omitted, but still numbered, so that a sample's key depends only on the
+    session's graph. Raises StoreError if a call does not extend its parent as recorded or, with
+    ``requires_logprobs``, if a trainable token has no logprob.
     """
     by_id = {call.call_id: call for call in calls}
     parents = {call.call_id: _find_parent(call, by_id) for call in calls}
@@ -45,8 +45,8 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
 
 
 def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
-    """Return the sample with the advantage ``value`` on every trained token. If ``per_call`` has a value for
-    the call of a token, that value is added."""
+    """Return the sample with advantage ``value`` on every trained token, plus the value for the token's call
+    in ``per_call``, if any."""
     advantages = np.full(len(sample), value, dtype=np.float32)
     for span in sample.spans:
         advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)
@@ -54,7 +54,7 @@ def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] |
 
 
 def _find_parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
-    # The prompt has no tokens if a provider sampled the call, or if the call contains a secret.
+    # Calls that were sampled by a provider or contain a secret have no prompt tokens.
     if call.link is not Link.EXTENDS or not len(call.prompt_ids):
         return None
     parent = by_id.get(call.parent_id or "")
@@ -74,7 +74,7 @@ def _find_parent(call: Call, by_id: Mapping[str, Call]) -> Call | None:
 def _flatten(
     key: str, session: Session, walk: Sequence[Call], trained: set[str], requires_logprobs: bool
 ) -> Sample:
-    """Return the calls of a walk as one sample, and add the calls that the sample trains to ``trained``."""
+    """Turn the calls of a walk into one sample, and add the calls that it trains to ``trained``."""
     tokens = walk[-1].sequence.astype(np.int32, copy=False)
     mask = np.zeros(len(tokens), dtype=np.float32)
     logprobs = np.full(len(tokens), np.nan, dtype=np.float32)

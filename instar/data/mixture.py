@@ -1,4 +1,4 @@
-"""Selects the groups of exported data that a step takes in addition to the live groups."""
+"""Selects the exported groups that a step trains on in addition to live groups."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ExportedGroup = tuple[Group, int]
 
 
 class DataMixture:
-    """The sources of exported data. Each source contributes groups to a step according to its share, in order
-    and for the configured number of epochs. A step contains a group at most once."""
+    """Picks groups from the sources of exported data. Each source contributes its share of a step's groups,
+    in order and for the configured number of epochs. A step contains a group at most once."""
 
     def __init__(self, store: Store, run_id: str, config: RunConfig) -> None:
         self.store = store
         self.run_id = run_id
         self.config = config
         self._first_epoch: dict[str, int] = {}
-        """The first epoch that may have unclaimed groups, by the label of the source."""
+        """The first epoch that may have unclaimed groups, by source label."""
 
     @property
     def has_live_data(self) -> bool:
@@ -30,16 +30,15 @@ class DataMixture:
         self._first_epoch = {}
 
     def count_live_groups(self, step: int) -> int:
-        """Return the number of live groups in this step."""
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
-        """Return unclaimed groups of exported data for a step, fewer than planned if a source is used up."""
+        """Return unclaimed exported groups for a step, or fewer than planned if a source is exhausted."""
         before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
         picked: list[ExportedGroup] = []
-        for section, first, last in zip(self.config.data, before, after, strict=True):
+        for section, start, end in zip(self.config.data, before, after, strict=True):
             if not section.is_live:
-                picked += await self._pick_from_source(section, last - first)
+                picked += await self._pick_from_source(section, end - start)
         return picked
 
     async def _pick_from_source(self, section: DataConfig, count: int) -> list[ExportedGroup]:

@@ -3,7 +3,7 @@
 A token has three logprobs. The *behavior* logprob is from the distribution that the token was drawn from,
 which may be an older version, or the same weights in an engine with slightly different numerics. The
 *proximal* logprob is from the trained policy at the start of the step. The *new* logprob is from the policy
-that is being updated, so the loss can change it.
+during the update, and is the one that gradients flow through.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from instar.errors import BackendError
 from instar.types import Floats, Json, Sample
 
 DEFAULT_TRUNCATE = 2.0
-"""The largest importance weight if the config does not set one."""
+"""The maximum importance weight if `truncate` is not set."""
 MAX_LOGPROB_DIFFERENCE = 60.0
-"""Differences between logprobs are clipped to this limit, because larger ratios carry no information."""
+"""Logprob differences are clipped to this, because larger ratios carry no information."""
 
 
 def get_behavior_logprobs(sample: Sample) -> Floats:
@@ -33,10 +33,10 @@ def apply_decoupled_ppo(
 ) -> tuple[list[Sample], list[Floats], Json]:
     """Apply decoupled PPO. Return the new samples, their new scales, and metrics.
 
-    The ratio in the loss is relative to the proximal logprobs, which replace the samples' logprobs. The
-    advantages are multiplied by the truncated importance weight from behavior to proximal. The ``scales`` are
-    multiplied, too, for terms that are added later. Tokens with a weight above ``drop_above`` or below its
-    inverse are not trained, but count in the step's divisor, so that the other tokens keep their weight.
+    The proximal logprobs replace the samples' logprobs, so that the loss computes its ratio relative to them.
+    The advantages are multiplied by the truncated importance weight from behavior to proximal, and so are the
+    ``scales``, for terms that are added later. Tokens with a ratio above ``drop_above`` or below its inverse
+    are masked, but still count in the step's divisor, so that the other tokens keep their weight.
     """
     corrected: list[Sample] = []
     weighted: list[Floats] = []
@@ -47,17 +47,17 @@ def apply_decoupled_ppo(
         trained = sample.mask > 0
         ratio = np.ones(len(sample))
         ratio[trained] = _compute_likelihood_ratio(logprobs[trained], get_behavior_logprobs(sample)[trained])
-        is_kept = np.ones(len(ratio), bool)
+        kept = np.ones(len(ratio), bool)
         if config.drop_above is not None:
-            is_kept = (ratio <= config.drop_above) & (ratio >= 1.0 / config.drop_above)
-        weight = (np.minimum(ratio, max_weight) * is_kept).astype(np.float32)
-        truncated += int((trained & is_kept & (ratio > max_weight)).sum())
-        dropped += int((~is_kept).sum())
+            kept = (ratio <= config.drop_above) & (ratio >= 1.0 / config.drop_above)
+        weight = (np.minimum(ratio, max_weight) * kept).astype(np.float32)
+        truncated += int((trained & kept & (ratio > max_weight)).sum())
+        dropped += int((~kept).sum())
         weighted.append(scale * weight)
         corrected.append(
             replace(
                 sample,
-                mask=sample.mask * is_kept,
+                mask=sample.mask * kept,
                 logprobs=np.where(trained, logprobs, sample.logprobs).astype(np.float32),
                 advantages=sample.advantages * weight,
             )
@@ -67,14 +67,14 @@ def apply_decoupled_ppo(
 
 
 def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
-    """Return statistics of the likelihood ratio between the trained policy and the behavior policy. ``ess``
-    is the effective sample size divided by the number of tokens. Without logprobs, the result is empty."""
+    """Return statistics of the likelihood ratio between the trained and the behavior policy. ``ess`` is the
+    effective sample size divided by the number of tokens. Empty if no token has a logprob."""
     parts = [
         _compute_likelihood_ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
         for sample, new in zip(samples, logprobs, strict=True)
     ]
     ratio = np.concatenate([np.empty(0), *parts])
-    ratio = ratio[~np.isnan(ratio)]  # exported data for imitation may have no logprobs
+    ratio = ratio[~np.isnan(ratio)]  # exported data for imitation learning may have no logprobs
     if not len(ratio):
         return {}
     return {

@@ -15,7 +15,7 @@ NGRAM_LENGTH = 4
 
 
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
-    """Return the mean reward and the numbers of groups and sessions. Sessions of exported data are reported
+    """Return the mean reward and the number of groups and sessions. Exported sessions are reported
     separately, because the policy did not sample them; ``groups`` counts all groups."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
@@ -37,7 +37,7 @@ def _average_reward(sessions: Sequence[LoadedSession]) -> float | None:
 def report_batch(
     samples: Sequence[Sample], live: Sequence[Sample], claims: Iterable[Claim], staleness: Staleness
 ) -> Json:
-    """Return the size of the batch, staleness and versions of its live samples, and drops by reason."""
+    """Return the size of the batch, the staleness and versions of its live samples, and drops by reason."""
     versions = np.concatenate([np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in live)])
     by_sample = [staleness.of_sample(sample) for sample in live]
     reasons = Counter(claim.reason or "unknown" for claim in claims if claim.outcome is ClaimOutcome.DROPPED)
@@ -58,9 +58,12 @@ def report_batch(
 
 
 def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
-    """Return the mean length and repetition of the outputs, and the share of sessions that have the same
-    output as another session of their group. If these values rise with the reward, the policy may be learning
-    something other than the task. ``groups`` contains the samples of each session of each group."""
+    """Return the mean length and repetition of the outputs, and the fraction of sessions that have the same
+    output as another session in their group.
+
+    If these values rise with the reward, the policy may be learning something other than the task. ``groups``
+    contains the samples of each session in each group.
+    """
     outputs = [[_get_sampled_tokens(session) for session in group if session] for group in groups]
     flat = [output for group in outputs for output in group]
     if not flat:
@@ -75,7 +78,7 @@ def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
 
 
 def _get_sampled_tokens(samples: Sequence[Sample]) -> Ids:
-    """Return the sampled tokens of a session. Each call counts once, even if several samples contain it."""
+    """Concatenate the sampled tokens of a session's calls, without repeating calls shared by samples."""
     calls = {
         span.call_id: sample.token_ids[span.start : span.start + span.length]
         for sample in samples
@@ -85,7 +88,7 @@ def _get_sampled_tokens(samples: Sequence[Sample]) -> Ids:
 
 
 def _compute_repetition(tokens: Ids) -> float:
-    """Return the share of n-grams of NGRAM_LENGTH tokens that repeat an earlier one."""
+    """Return the fraction of n-grams (NGRAM_LENGTH tokens) that repeat an earlier one."""
     count = len(tokens) - NGRAM_LENGTH + 1
     if count < 1:
         return 0.0
@@ -99,6 +102,6 @@ def report_session_ages(starts: Sequence[float], now: float) -> Json:
 
 
 def tally(values: Iterable[int] | Ids) -> dict[str, int]:
-    """Return the number of occurrences of each value, lowest value first, with strings as keys for JSON."""
+    """Count each value. The result is sorted by value and has strings as keys, for JSON."""
     counts = Counter(int(value) for value in values)
     return {str(value): counts[value] for value in sorted(counts)}

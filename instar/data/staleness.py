@@ -12,9 +12,9 @@ from instar.types import Ids, Sample
 class Staleness:
     """Computes staleness relative to ``version``.
 
-    ``step_by_version`` maps versions to the steps that trained them. A version that is not in the mapping is
-    assumed to come from the step with the same number. After a crash, a repeated step has a new version, but
-    this does not increase the staleness of tokens from its first version.
+    ``step_by_version`` maps versions to the steps that produced them. A version that is not in the mapping is
+    assumed to come from the step with the same number. A step that is repeated after a crash produces a new
+    version, but tokens from its first version do not become more stale.
     """
 
     def __init__(self, version: int, step_by_version: Mapping[int, int] | None = None) -> None:
@@ -24,7 +24,7 @@ class Staleness:
         self._by_version = np.maximum(0, steps[version] - steps)
 
     def of_tokens(self, versions: Ids) -> Ids:
-        """Return the staleness of each token. The values of tokens that were not sampled are meaningless."""
+        """Return the staleness of each token. The values for tokens that were not sampled are meaningless."""
         return self._by_version.take(versions, mode="clip")
 
     def of_sample(self, sample: Sample) -> int:

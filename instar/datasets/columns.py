@@ -1,8 +1,8 @@
-"""The columns of the exported tables, and rows as canonical lines of JSON.
+"""The columns of the exported tables, and rows as lines of canonical JSON.
 
-An export has three content tables: groups, sessions and calls. A session's row contains the number of its
-calls; the rows of the calls are in the order of their sessions. A call's row contains only the part after its
-base call, as in a store, so that a session grows with its messages and not with the sum of its prompts.
+An export has three content tables: groups, sessions and calls. A session row contains the number of the
+session's calls; call rows are in the same order as their sessions. As in a store, a call row contains only
+the part after its base call, so the size of a session does not depend on the total length of its prompts.
 """
 
 from __future__ import annotations
@@ -75,21 +75,23 @@ def dump_canonical_json(value: Any) -> str:
 
 
 def encode_line(columns: Columns, row: ExportRow) -> str:
-    return dump_canonical_json({name: _to_json(kind, row[name]) for name, kind in columns.items()})
+    return dump_canonical_json(
+        {name: _to_json(column_type, row[name]) for name, column_type in columns.items()}
+    )
 
 
 def decode_line(columns: Columns, line: str, location: str) -> ExportRow:
     try:
         values: Json = json.loads(line)
-        return {name: _from_json(kind, values[name]) for name, kind in columns.items()}
+        return {name: _from_json(column_type, values[name]) for name, column_type in columns.items()}
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{location} is not a row of an Instar export: {error!r}") from error
 
 
-def _to_json(kind: ColumnType, value: Any) -> Any:
+def _to_json(column_type: ColumnType, value: Any) -> Any:
     if value is None:
         return None
-    match kind:
+    match column_type:
         case ColumnType.IDS:
             return value.tolist()
         case ColumnType.FLOATS:
@@ -100,10 +102,10 @@ def _to_json(kind: ColumnType, value: Any) -> Any:
             return value
 
 
-def _from_json(kind: ColumnType, value: Any) -> Any:
+def _from_json(column_type: ColumnType, value: Any) -> Any:
     if value is None:
         return None
-    match kind:
+    match column_type:
         case ColumnType.IDS:
             return to_id_array(value)
         case ColumnType.FLOATS:
@@ -119,7 +121,8 @@ def to_id_array(values: Iterable[int]) -> Ids:
 
 
 def _floats_to_json(values: Floats) -> list[float | str | None]:
-    # JSON has no NaN (written as null) and no infinity (as text). Python floats represent float32 exactly.
+    # JSON has neither NaN nor infinity, so NaN is written as null and infinity as text. Python floats
+    # represent float32 exactly.
     if np.isfinite(values).all():
         return values.tolist()
     return [None if v != v else (v if math.isfinite(v) else str(v)) for v in values.tolist()]

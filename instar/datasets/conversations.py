@@ -1,7 +1,6 @@
-"""Conversion of sessions to conversations for SFT and DPO, in the format that TRL reads.
+"""Converts sessions to conversations for SFT and DPO, in the format that TRL reads.
 
-The rows contain text, which TRL renders and tokenizes itself. Only the importable formats include the sampled
-tokens.
+The rows contain text, which TRL renders and tokenizes. Only the importable formats contain sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FILE_NAMES = {
 
 
 class ConversationWriter:
-    """Writes each kind of row to its own file. A file is created when its first row is written."""
+    """Writes each type of row to its own file, which is created with the first row."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,10 +52,10 @@ class ConversationWriter:
 
 
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
-    """Return two kinds of rows: ``messages`` has one row per conversation, ``completions`` one per reply.
+    """Return two types of rows: ``messages`` has one row per conversation, ``completions`` one per reply.
 
     Only completed sessions with a reward of at least ``min_reward`` are included; None means any reward above
-    0. Corrections by people are added to ``completions`` in any case. Untrainable sessions have no rows.
+    0. Human corrections are always added to ``completions``. Untrainable sessions have no rows.
     """
     rows: dict[str, Rows] = {"messages": [], "completions": _make_correction_rows(record)}
     is_good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
@@ -79,7 +78,7 @@ def _make_completion(call: Call, reply: Message) -> Json:
 
 
 def _make_correction_rows(record: SessionRecord) -> Rows:
-    """Return a completion for each correction by a person. Corrections by agents are left out."""
+    """Return a completion for each human correction. Corrections by agents are left out."""
     if _is_untrainable(record):
         return []
     calls = {call.call_id: call for call in record.calls}
@@ -91,8 +90,7 @@ def _make_correction_rows(record: SessionRecord) -> Rows:
 
 
 def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
-    """Return pairs of sessions from a group: the best with the worst, the second best with the second worst,
-    and so on.
+    """Pair the sessions of a group: the best with the worst, the second best with the second worst, etc.
 
     The rewards in a pair must differ by more than ``margin``, and the conversations must first differ in a
     reply. Only completed, trainable sessions with exactly one complete conversation are used.
@@ -114,17 +112,18 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
 def _make_pair(chosen: Call, rejected: Call) -> Json | None:
     """Return a pair of conversations with their common prefix as the prompt. Return None if there is no such
     prefix, if the tools differ, or if the first difference is not in a reply."""
-    preferred, other = [*chosen.messages, chosen.reply], [*rejected.messages, rejected.reply]
-    length = min(len(preferred), len(other))
-    shared = next((index for index in range(length) if preferred[index] != other[index]), length)
+    chosen_messages = [*chosen.messages, chosen.reply]
+    rejected_messages = [*rejected.messages, rejected.reply]
+    length = min(len(chosen_messages), len(rejected_messages))
+    shared = next((i for i in range(length) if chosen_messages[i] != rejected_messages[i]), length)
     if shared in (0, length) or chosen.tools != rejected.tools:
         return None
-    if preferred[shared]["role"] != "assistant" or other[shared]["role"] != "assistant":
+    if any(m[shared]["role"] != "assistant" for m in (chosen_messages, rejected_messages)):
         return None
     return {
-        "prompt": _convert_messages(preferred[:shared]),
-        "chosen": _convert_messages(preferred[shared:]),
-        "rejected": _convert_messages(other[shared:]),
+        "prompt": _convert_messages(chosen_messages[:shared]),
+        "chosen": _convert_messages(chosen_messages[shared:]),
+        "rejected": _convert_messages(rejected_messages[shared:]),
         **_convert_tools(chosen.tools),
     }
 
@@ -142,13 +141,13 @@ def _is_complete(call: Call) -> bool:
 
 
 def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call, which has all messages, of each conversation whose last reply is complete."""
+    """Return the last call of each conversation whose last reply is complete. It has all the messages."""
     extended_ids = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 
 
 def _convert_tools(tools: Sequence[Tool]) -> Json:
-    # JSON text, because schemas differ from row to row and a dataset column has one type.
+    # Encoded as JSON text, because schemas differ between rows and a dataset column has one type.
     if not tools:
         return {}
     return {"tools": json.dumps([{"type": "function", "function": dict(tool)} for tool in tools])}
@@ -177,8 +176,8 @@ def _convert_message(message: Message) -> Json:
 
 
 def _parse_arguments(text: str) -> Any:
-    """Parse a tool call's arguments, because chat templates expect objects. Return text that is not JSON
-    unchanged."""
+    """Parse the arguments of a tool call, because chat templates expect objects. Text that is not JSON is
+    returned unchanged."""
     try:
         return json.loads(text)
     except ValueError:

@@ -26,7 +26,7 @@ SESSIONS_PER_PAGE = 256
 EVERYTHING = SessionFilter()
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the number of processed sessions (in a `dpo` export: groups) and with the total number."""
+"""Called with the number of processed sessions (in a `dpo` export: groups) and their total number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ExportHooks:
 class ExportOptions:
     format: Format = "jsonl"
     where: SessionFilter = EVERYTHING
-    has_samples: bool = False
+    include_samples: bool = False
     """Also write the flat `samples` table. `hf` exports always have it; `sft` and `dpo` exports never do."""
     min_reward: float | None = None
     """The minimum reward of a session in an `sft` export. None means any reward above 0."""
@@ -50,10 +50,10 @@ class ExportOptions:
 
     @property
     def tables(self) -> tuple[TableName, ...]:
-        return (*CONTENT_TABLES, "samples") if self.has_samples or self.format == "hf" else CONTENT_TABLES
+        return (*CONTENT_TABLES, "samples") if self.include_samples or self.format == "hf" else CONTENT_TABLES
 
     def describe(self) -> Json:
-        """Return the filters that are set, the `min_reward` of `sft` if set, and the `margin` of `dpo`."""
+        """Return the filters and format options that are set, for the manifest."""
         defaults = asdict(EVERYTHING)
         options = {name: value for name, value in asdict(self.where).items() if value != defaults[name]}
         if self.format == "sft" and self.min_reward is not None:
@@ -65,7 +65,7 @@ class ExportOptions:
 
 def check_target(folder: Path) -> None:
     if folder.exists():
-        raise ConfigError(f"{folder} already exists and is not overwritten; choose another folder")
+        raise ConfigError(f"{folder} already exists; choose another folder")
 
 
 @contextmanager
@@ -87,16 +87,14 @@ async def export_sessions(
     options: ExportOptions,
     hooks: ExportHooks,
     *,
-    store_kind: str,
+    store_type: str,
     progress: ProgressCallback | None = None,
 ) -> DatasetManifest:
-    """Write the ended sessions of a run that match the filters to a new folder, and return its manifest. Two
+    """Write a run's ended sessions that match the filters to a new folder, and return its manifest. Two
     exports of the same data by the same version of Instar are identical."""
     check_target(folder)
     if options.where.channel is Channel.DATA:
-        raise ConfigError(
-            "channel: given data, but imported training data cannot be exported; use its original dataset"
-        )
+        raise ConfigError("channel: imported training data cannot be exported; use its original dataset")
     sessions = await _select_sessions(store, run_id, options.where)
     if not sessions:
         raise DataError(f"nothing to export: no session of run {run_id} matches the filters and has ended")
@@ -108,7 +106,7 @@ async def export_sessions(
         manifest = DatasetManifest(
             format=options.format,
             run=run_id,
-            store=store_kind,
+            store=store_type,
             filters=options.describe(),
             counts=dict(export.counts),
             hash=digest,
@@ -258,7 +256,7 @@ async def read_records(
 async def _read_feedback(
     store: Store, run_id: str, session_ids: Sequence[str], page_size: int
 ) -> dict[str, list[Feedback]]:
-    # For few sessions, one query each is cheaper than reading the feedback of the entire run.
+    # For a few sessions, one query each is cheaper than reading the feedback of the entire run.
     if len(session_ids) <= page_size:
         return {session_id: await store.feedback(run_id, session_id=session_id) for session_id in session_ids}
     feedback: dict[str, list[Feedback]] = {}

@@ -1,4 +1,4 @@
-"""Writers and readers of the exported tables as JSON Lines, Parquet or a Hugging Face `datasets` folder."""
+"""Writes and reads exported tables as JSON Lines, Parquet or a Hugging Face `datasets` folder."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class TableWriter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files. If `finish` was not called before, the files are incomplete."""
+        """Close the files. They are incomplete if `finish` was not called."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -146,7 +146,7 @@ def _read_parquet_batches(folder: Path, table: TableName) -> Iterator[Any]:
 
 
 def _read_arrow_batches(folder: Path, table: TableName) -> Iterator[Any]:
-    # Reads the files directly, so that importing does not need the `datasets` package.
+    # Read the files directly, so that importing does not require the `datasets` package.
     pa = _import_package("pyarrow")
     state = json.loads((folder / table / "state.json").read_text())
     for data_file in state["_data_files"]:
@@ -160,20 +160,22 @@ def _read_batches(batches: Iterator[Any], table: TableName, folder: Path) -> Ite
     columns = TABLES[table]
     try:
         for batch in batches:
-            values = {name: _decode_column(kind, batch.column(name)) for name, kind in columns.items()}
+            values = {
+                name: _decode_column(column_type, batch.column(name)) for name, column_type in columns.items()
+            }
             for index in range(batch.num_rows):
                 yield {name: values[name][index] for name in columns}
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise DataError(f"cannot read the table {table} in {folder}: {error}") from error
 
 
-def _decode_column(kind: ColumnType, column: Any) -> list[Any]:
-    if kind in (ColumnType.IDS, ColumnType.FLOATS):
+def _decode_column(column_type: ColumnType, column: Any) -> list[Any]:
+    if column_type in (ColumnType.IDS, ColumnType.FLOATS):
         return [
             scalar.values.to_numpy(zero_copy_only=False) if scalar.is_valid else None for scalar in column
         ]
     values = column.to_pylist()
-    if kind is ColumnType.JSON:
+    if column_type is ColumnType.JSON:
         return [None if text is None else json.loads(text) for text in values]
     return values
 
@@ -190,15 +192,15 @@ def _make_schema(columns: Columns) -> Any:
         ColumnType.JSON: pa.string(),
         ColumnType.BYTES: pa.binary(),
     }
-    return pa.schema([pa.field(name, types[kind]) for name, kind in columns.items()])
+    return pa.schema([pa.field(name, types[column_type]) for name, column_type in columns.items()])
 
 
 def _make_batch(schema: Any, columns: Columns, rows: Sequence[ExportRow]) -> Any:
     pa = _import_package("pyarrow")
     arrays: list[Any] = []
-    for name, kind in columns.items():
+    for name, column_type in columns.items():
         values = [row[name] for row in rows]
-        if kind is ColumnType.JSON:
+        if column_type is ColumnType.JSON:
             values = [None if value is None else dump_canonical_json(value) for value in values]
         arrays.append(pa.array(values, type=schema.field(name).type))
     return pa.record_batch(arrays, schema=schema)
@@ -210,5 +212,6 @@ def _import_package(name: str) -> Any:
     except ImportError as error:
         package = name.split(".")[0]
         raise ConfigError(
-            f"the formats parquet and hf need {package}, which cannot be imported: pip install 'instar[data]'"
+            f"the formats parquet and hf require {package}, which cannot be imported; run "
+            "`pip install 'instar[data]'`"
         ) from error

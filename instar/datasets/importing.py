@@ -28,12 +28,12 @@ class ImportResult:
 
 
 def verify_content(folder: Path) -> DatasetManifest:
-    """Return the folder's manifest. Raise DataError if it cannot be imported or does not match its hash."""
+    """Return the manifest. Raises DataError if the folder does not match it or cannot be imported."""
     manifest = read_manifest(folder)
     if manifest.format not in IMPORTABLE_FORMATS:
         raise DataError(
-            f"{folder} is in the format {manifest.format}, which lacks the sampled tokens; only "
-            f"{', '.join(IMPORTABLE_FORMATS)} can be imported; export the data again in one of these formats"
+            f"{folder} has the format {manifest.format}, which does not contain the sampled tokens; export "
+            f"the data again in one of these formats: {', '.join(IMPORTABLE_FORMATS)}"
         )
     digest = ContentHash()
     for table in CONTENT_TABLES:
@@ -130,10 +130,10 @@ def _require_same(name: str, stored: ExportRow, imported: ExportRow, table: Tabl
         return
     differing = [
         column
-        for column, kind in columns.items()
-        if encode_line({column: kind}, stored) != encode_line({column: kind}, imported)
+        for column, column_type in columns.items()
+        if encode_line({column: column_type}, stored) != encode_line({column: column_type}, imported)
     ]
     raise ConflictError(
         f"{name} is already in the store with different content: {', '.join(differing)} differ. Import the "
-        "data into a run with another store"
+        "data into a run with a different store"
     )

@@ -18,13 +18,13 @@ VERSION = 1
 
 Format = Literal["jsonl", "parquet", "hf", "sft", "dpo"]
 IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
-"""The formats that contain all recorded data, so that they can be imported."""
+"""The formats that contain all recorded data and can be imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """A description of exported data. It contains neither a time nor a path, so that two exports of the same
-    data by the same version of Instar are identical."""
+    """Describes exported data. It contains no timestamps or paths, so two exports of the same data by the
+    same version of Instar are identical."""
 
     format: Format
     run: str
@@ -36,7 +36,7 @@ class DatasetManifest:
     hash: str
     """The content hash, ``sha256:…``. It is the same in all importable formats."""
     policies: list[Json] = field(default_factory=list[Json])
-    """The published versions of the run's policy: id, version, step, and kind and name of the artifact."""
+    """The published versions of the run's policy: id, version, step, artifact kind and artifact name."""
     versions: list[int] = field(default_factory=list[int])
     """The policy versions that sampled the tokens; empty if the format is not importable."""
     instar: str = ""
@@ -53,11 +53,11 @@ def read_manifest(folder: Path) -> DatasetManifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{folder} contains no export: {FILE_NAME} is missing; use another folder") from None
+        raise DataError(f"{folder} is not an exported dataset: {FILE_NAME} is missing") from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") not in get_args(Format):
-        raise DataError(f"{path} is not the manifest of an Instar export: its format is missing or unknown")
+        raise DataError(f"{path} is not the manifest of an Instar export: the format is missing or unknown")
     if content.get("format_version") != VERSION:
         raise DataError(
             f"{path} has format version {content.get('format_version')}, but this version of Instar reads "
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> DatasetManifest:
 
 
 class ContentHash:
-    """The hash of the rows of each table, in order. It does not depend on the format of the files."""
+    """Hashes the rows of each table in order. The hash does not depend on the file format."""
 
     def __init__(self) -> None:
         self._tables = {name: hashlib.sha256() for name in TABLES}

@@ -1,4 +1,4 @@
-"""Encode groups and sessions as rows of an export, and decode them."""
+"""Encode groups and sessions as export rows, and decode them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def _encode_fields(item: Group | Session | Call) -> ExportRow:
 
 
 def _decode_fields(cls: type[T], row: Mapping[str, Any], **decoded: Any) -> T:
-    """Return the dataclass with the values of the row. Values in ``decoded`` take precedence over values in
-    the row."""
+    """Create a dataclass from a row. Values in ``decoded`` take precedence over those in the row."""
     values = {
         name: _decode_value(field_type, row[name])
         for name, field_type in _get_cached_field_types(cls).items()
@@ -63,7 +62,7 @@ def decode_group(row: ExportRow) -> Group:
 
 
 def encode_record(record: SessionRecord) -> tuple[ExportRow, list[ExportRow]]:
-    """Return the row of the session and the rows of its calls."""
+    """Return the session row and the call rows."""
     row = _encode_fields(record.session) | {
         "calls": len(record.calls),
         "rewards": [_encode_annotation(reward) for reward in record.rewards],
@@ -96,7 +95,7 @@ def _encode_call(call: Call, calls_by_id: Mapping[str, Call]) -> ExportRow:
 
 
 def decode_record(row: ExportRow, call_rows: Sequence[ExportRow]) -> SessionRecord:
-    """Return the record that `encode_record` encoded as these rows."""
+    """Decode rows returned by `encode_record`."""
     session_id = row["session_id"]
     calls_by_id: dict[str, Call] = {}
     for call_row in call_rows:

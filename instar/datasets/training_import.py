@@ -1,4 +1,4 @@
-"""Import an exported folder into a run's store as training data of the run."""
+"""Import an exported folder into a run's store as training data."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ async def import_for_training(
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
     """Import the sessions as finished groups of the run's data channel, and return the number of groups and
-    sessions. Raises DataError if ``needs_logprobs`` and a trainable call has none.
+    sessions. Raises DataError if ``needs_logprobs`` is True and a trainable call lacks logprobs.
 
-    Groups and sessions get new ids, derived from ``label``, because the store may also contain the original
-    ids. Evaluation sessions are skipped, and so are groups that are not ready. A completed session without a
-    group id becomes a group of one. Groups that the store already has are left unchanged.
+    Groups and sessions get new ids derived from ``label``, because the store may also contain the original
+    ids. Evaluation sessions and groups that are not ready are skipped. A completed session without a group id
+    becomes a group of one. Groups that the store already has are left unchanged.
     """
     prefix = group_prefix(run_id, label)
     existing = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
@@ -82,7 +82,7 @@ def _get_group_key(group_id: str | None, session_id: str, channel: str) -> str:
 
 
 def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
-    """Return the number of trainable sessions of each group, by key."""
+    """Count the trainable sessions of each group, by key."""
     return Counter(
         _get_group_key(row["group_id"], row["session_id"], row["channel"])
         for row in read_rows(folder, manifest.format, "sessions")
@@ -126,14 +126,14 @@ def _read_training_groups(
 
 
 def _convert_record(record: SessionRecord, group: Group, label: str) -> SessionRecord:
-    """Return the record as a session in a group of the data channel, with new ids."""
+    """Convert the record to a session in a group of the data channel, with new ids."""
     session = record.session
     suffix = hashlib.sha256(f"{group.run_id} {label}".encode()).hexdigest()[:8]
     session_id = f"{session.session_id}.{suffix}"
     origin = {"dataset": label, "run_id": session.run_id, "session_id": session.session_id}
 
     def convert(item: T, *id_fields: str, **changes: Any) -> T:
-        """Return the item as part of the new session, with new ids in ``id_fields``."""
+        """Move the item to the new session, with new ids in ``id_fields``."""
         ids = {name: getattr(item, name) for name in id_fields}
         new_ids = {name: None if value is None else f"{value}.{suffix}" for name, value in ids.items()}
         return replace(item, session_id=session_id, **new_ids, **changes)
@@ -163,5 +163,5 @@ def _require_logprobs(record: SessionRecord) -> None:
         if call.trainable and call.status is CallStatus.OK and np.isnan(call.logprobs).any():
             raise DataError(
                 f"call {call.call_id} of session {call.session_id} lacks logprobs; set trainer.loss.name to "
-                "cross_entropy, which needs no logprobs"
+                "cross_entropy, which does not need them"
             )

@@ -1,4 +1,4 @@
-"""The interfaces of renderers and stream parsers, and the place of a request in the message graph."""
+"""The interfaces of renderers and stream parsers, and the position of a request in the message graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ReplyDelta:
 
 
 class StreamParser(ABC):
-    """Converts sampled tokens to a reply while they arrive. All deltas together equal ``message``."""
+    """Parses sampled tokens into a reply as they arrive. All deltas together equal ``message``."""
 
     @abstractmethod
     def feed(self, ids: Sequence[int]) -> list[ReplyDelta]: ...
@@ -44,19 +44,18 @@ class StreamParser(ABC):
     @property
     @abstractmethod
     def message(self) -> Message:
-        """The reply up to now. It is complete, with all arguments of its tool calls, after ``finish``."""
+        """The reply so far. The arguments of its tool calls may be missing until ``finish`` is called."""
 
 
 class Renderer(ABC):
     """Converts messages and tools to tokens, and tokens to replies, for one model."""
 
     max_prompt_tokens: int | None = None
-    """If this is set, a prompt that certainly has more tokens is not tokenized, and PromptTooLong is
-    raised."""
+    """If set, a prompt that certainly has more tokens raises PromptTooLong before it is tokenized."""
 
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
-        """Return the renderer of the model in a folder. This imports transformers, which is slow."""
+        """Load the renderer for the model in ``folder``. Imports transformers, which is slow."""
         from instar.record.render import load_renderer
 
         return load_renderer(folder, model)
@@ -90,17 +89,19 @@ class Renderer(ABC):
         *,
         eager: bool = False,
     ) -> StreamParser:
-        """Return a parser for a reply to ``prompt_ids``, which ends before the first ``stop`` string. If
-        ``eager`` is True, the arguments of a tool call may be emitted before the call is complete. A
-        malformed call becomes plain text, unless a piece of it was already emitted."""
+        """Return a parser for a reply to ``prompt_ids``. The reply ends before the first ``stop`` string.
+
+        With ``eager``, the arguments of a tool call may be emitted before the call is complete. A malformed
+        call becomes plain text, unless part of it was already emitted.
+        """
 
     @abstractmethod
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        """Return a parser for the reply to a prompt without messages. The reply is plain text."""
+        """Return a parser that treats a reply as plain text, for prompts without messages."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without added start and end tokens. May raise PromptTooLong."""
+        """Tokenize text without adding start or end tokens. May raise PromptTooLong."""
 
     def parse(
         self,
@@ -115,22 +116,23 @@ class Renderer(ABC):
         return parser.message
 
     @abstractmethod
-    def token_text(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         """Return the text of one token, for display."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a request in its session's graph. A prompt that a provider renders is empty at first."""
+    """The position of a request in its session's graph. If a provider renders the prompt, ``prompt_ids`` is
+    empty until `MessageGraph.attach_prompt`."""
 
     prompt_ids: Ids
     link: Link
     parent_id: str | None = None
     base_id: str | None = None
-    """The recorded call that shares the request's first ``base_tokens`` and ``base_messages``, or None."""
+    """The recorded call with which the request shares ``base_tokens`` and ``base_messages``, or None."""
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
-    """The index of the base call's first redacted message if the request shares it, or else None."""
+    """The index of the base call's first redacted message if the request shares it, else None."""

@@ -1,10 +1,9 @@
-"""The exact continuation of a conversation, for chat templates without a hand-written bridge.
+"""Extends conversations exactly, for chat templates without a hand-written bridge.
 
-The new messages are rendered after a placeholder history. The tokens after the reply of the placeholder
-history (the end-of-turn token, the new messages, the start of the next reply) are appended to the real
-tokens. This is correct only if these tokens do not depend on the history. `TemplateBridge` verifies this for
-each role that can follow a reply, with several histories. A role for which the tokens depend on the history
-is not bridged.
+The new messages are rendered after a placeholder history. The tokens after the placeholder's last reply (the
+end-of-turn token, the new messages, the start of the next reply) are appended to the real tokens. This is
+correct only if these tokens do not depend on the history, so `TemplateBridge` checks several histories for
+each role that can follow a reply. Roles that fail the check are not bridged.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class TemplateBridge:
             for role in ("user", "tool", "system")
             if all(self._is_stable(role, tools) for tools in tool_sets)
         )
-        """The bridge is exact for new messages with these roles."""
+        """The roles of new messages for which the bridge is exact."""
 
     def extend(
         self,
@@ -75,8 +74,11 @@ class TemplateBridge:
     def _render_continuation(
         self, history_index: int, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the tokens after a placeholder reply, starting with its end-of-turn token; an empty list if
-        it is missing or the new messages change the tokens up to it; None if the template rejects them."""
+        """Return the tokens after a placeholder reply, starting with its end-of-turn token.
+
+        The list is empty if there is no such token, or if the new messages change the tokens up to it. Return
+        None if the template rejects the messages.
+        """
         history = self._build_history(history_index, new_messages)
         try:
             prompt_length = len(self._render(history[:-1], tools, generation=False))

@@ -1,4 +1,4 @@
-"""Encodes a person's corrected reply as the tokens that the model would have sampled."""
+"""Encodes a human correction as the tokens that the model would have sampled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _REASONING_END = "\n</think>\n\n"
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
     """Encode ``text`` as a reply to the call's prompt, including the end-of-reply token. Raises RenderError
-    unless the model's format parses the tokens as this text or as tool calls."""
+    unless the tokens are parsed as this text or as tool calls."""
     prompt, end = call.prompt_ids.tolist(), _find_end_token(renderer, call)
-    # If the prompt opens the reasoning, the text follows the end of the reasoning.
+    # If the prompt opens a reasoning block, the block must be closed before the text.
     for prefix in ("", _REASONING_END):
         ids = [*renderer.encode(prefix + text), end]
-        if _is_parsed_as(renderer, call, prompt, ids, text):
+        if _parses_as(renderer, call, prompt, ids, text):
             return np.asarray(ids, np.int32)
-    raise RenderError("the correction is not a valid reply in this model's format: it is parsed differently")
+    raise RenderError(
+        "the correction is not a valid reply in this model's format: it is parsed as different text"
+    )
 
 
 def _find_end_token(renderer: Renderer, call: Call) -> int:
@@ -34,11 +36,11 @@ def _find_end_token(renderer: Renderer, call: Call) -> int:
     )
     end = next((token for token in complete[reply_start:] if token in stops), None)
     if end is None:
-        raise RenderError("the model's format has no token that ends a reply")
+        raise RenderError("the model's format has no end-of-reply token")
     return end
 
 
-def _is_parsed_as(renderer: Renderer, call: Call, prompt: list[int], ids: list[int], text: str) -> bool:
+def _parses_as(renderer: Renderer, call: Call, prompt: list[int], ids: list[int], text: str) -> bool:
     if call.dialect in ("completions", "tokens") or not call.messages:
         parser = renderer.stream_text()
         parser.feed(ids)

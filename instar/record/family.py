@@ -3,12 +3,12 @@
 The library parses only complete replies. For streaming, a reply is divided into runs of plain text between
 boundary tokens such as `<think>` and `<tool_call>`. At every boundary token, the library parses the reply so
 far, and complete text and tool calls are emitted. Within a run, the library is called until its result shows
-whether the run is reasoning or content. The rest of the run is emitted while it is decoded.
+whether the run is reasoning or content. The rest of the run is emitted as it is decoded.
 
-Arguments are streamed if a family writes a call as `{"name": ..., "arguments": {...}}` between boundary
-tokens (Qwen3, Qwen3-VL). The calls of other families are emitted when they are complete. A call inside
-unclosed reasoning is held back until the end of the reply: if the reasoning is closed later, the call was
-only a draft. White space around reasoning and content is dropped.
+Arguments are streamed for families that write a call as `{"name": ..., "arguments": {...}}` between boundary
+tokens (Qwen3, Qwen3-VL). Other families' calls are emitted once they are complete. A call inside unclosed
+reasoning is held back until the end of the reply: if the reasoning is closed later, the call was only a
+draft. Whitespace around reasoning and content is dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from instar.record.render import TokenizerRenderer, to_template_message
 from instar.record.stream import (
     Detokenizer,
     StopStringFilter,
+    build_call_delta,
     build_reply,
-    complete_call_delta,
     cut_at_stop,
     overlap_length,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _RENDER_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""The library raises these errors if a family's format cannot express the messages or the tools."""
+"""Errors that the library raises if a family's format cannot express the messages or tools."""
 ParseReply = Callable[[list[int]], "ParsedResponse"]
 MARKERS = ("<think>", "</think>", "<tool_call", "<|", "<｜")
 """Markers that a model writes as plain text if its tokenizer has no token for them."""
@@ -50,16 +50,16 @@ _MARKER_PATTERN = re.compile("|".join(map(re.escape, MARKERS)))
 @dataclass(slots=True)
 class ReplyChannel:
     pieces: list[str] = field(default_factory=list[str])
-    """The emitted text of the reasoning or of the content."""
+    """The pieces of reasoning or content emitted so far."""
     base: str = ""
-    """The text that the library had parsed when the current run began."""
+    """The text parsed by the library up to the start of the current run."""
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
     def get_unemitted(self, complete_text: str) -> str:
-        """Return the complete text without its common prefix with the emitted text."""
+        """Return the complete text without the prefix that it shares with the emitted text."""
         emitted = self.text
         if complete_text.startswith(emitted):
             return complete_text[len(emitted) :]
@@ -67,7 +67,7 @@ class ReplyChannel:
         return complete_text[next((i for i, (a, b) in pairs if a != b), len(complete_text)) :]
 
     def ends_with_run(self, text: str, run: str) -> bool:
-        """Return True if ``text`` is ``base`` followed by the run, apart from white space between them."""
+        """Return True if ``text`` is ``base`` followed by the run, apart from whitespace between them."""
         if text == self.base or not text.startswith(self.base) or not text.endswith(run):
             return False
         return self.base.startswith(text[: len(text) - len(run)].rstrip())
@@ -157,8 +157,8 @@ class FamilyStreamParser(StreamParser):
         self._pieces_seen += bool(run)
         if not run or self._pieces_seen < self._next_parse_at:
             return []
-        self._next_parse_at *= 2  # the library is called less often the longer the run is
-        reasoning, content = self._get_texts(self._parse(self._ids), should_cut=False)
+        self._next_parse_at *= 2  # call the library less often as the run grows
+        reasoning, content = self._get_texts(self._parse(self._ids), apply_stop=False)
         if self._has_bare_calls and content.startswith("{"):
             return []
         for channel, text in ((self._content, content), (self._reasoning, reasoning)):
@@ -193,13 +193,13 @@ class FamilyStreamParser(StreamParser):
         return [ReplyDelta(text=text) if channel is self._content else ReplyDelta(reasoning=text)]
 
     def _process_boundary(self, text: str = "") -> list[ReplyDelta]:
-        """Return the deltas that are certain at a boundary. ``text`` follows the boundary."""
+        """Return the deltas that are final at a boundary. ``text`` follows the boundary."""
         deltas = self._close_call()
         self._begin_run(text)
         if self._has_ended:
             return deltas
         parsed = self._parse(self._ids)
-        self._reasoning.base, self._content.base = self._get_texts(parsed, should_cut=False)
+        self._reasoning.base, self._content.base = self._get_texts(parsed, apply_stop=False)
         deltas += self._emit_rest(*map(self._emittable_prefix, self._get_texts(parsed)))
         if parsed.tool_calls and self._tools:
             if self._has_call_in_reasoning is None:
@@ -221,7 +221,7 @@ class FamilyStreamParser(StreamParser):
         return deltas
 
     def _emit_call(self, index: int, call: ToolCall) -> ReplyDelta:
-        delta = complete_call_delta(len(self._calls), call)
+        delta = build_call_delta(len(self._calls), call)
         self._calls[index] = call
         return delta
 
@@ -242,9 +242,9 @@ class FamilyStreamParser(StreamParser):
         rest = self._stop_filter.feed(self._detokenizer.finish()) + self._stop_filter.finish()
         return [*call.feed(rest), *call.finish()]
 
-    def _get_texts(self, parsed: ParsedResponse, *, should_cut: bool = True) -> tuple[str, str]:
+    def _get_texts(self, parsed: ParsedResponse, *, apply_stop: bool = True) -> tuple[str, str]:
         texts = (parsed.reasoning_content or "").strip(), (parsed.content or "").strip()
-        return (cut_at_stop(texts[0], self._stop), cut_at_stop(texts[1], self._stop)) if should_cut else texts
+        return (cut_at_stop(texts[0], self._stop), cut_at_stop(texts[1], self._stop)) if apply_stop else texts
 
     def _emit_rest(self, reasoning: str, content: str) -> list[ReplyDelta]:
         deltas = self._emit(self._reasoning, self._reasoning.get_unemitted(reasoning))
@@ -260,7 +260,7 @@ def _to_tool_call(parsed_call: ParsedToolCall) -> ToolCall | None:
 
 
 def _format_arguments(parsed_call: ParsedToolCall) -> str:
-    """Return the arguments as the model generated them if the library provides this text, or else as JSON."""
+    """Return the arguments exactly as generated if the library provides that text, or else as JSON."""
     arguments: Any = parsed_call.arguments
     if isinstance(arguments, str):
         return arguments
@@ -311,7 +311,7 @@ class FamilyRenderer(TokenizerRenderer):
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
     def _check_messages(self, messages: Sequence[Message]) -> None:
-        # A format may trim messages and leave out parts of replies, so only these texts are certain.
+        # A format may trim messages and omit parts of replies, so only these texts are sure to be rendered.
         self._check_length(*(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
 
     def supports_tools(self) -> bool:
@@ -326,7 +326,7 @@ class FamilyRenderer(TokenizerRenderer):
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
         self._check_messages(new_messages)
-        before = [*prompt_ids, *sampled_ids]
+        prefix = [*prompt_ids, *sampled_ids]
         try:
             library_messages, library_tools = _to_library_format(new_messages, tools)
             bridged = self._library.bridge_to_next_turn(
@@ -334,8 +334,8 @@ class FamilyRenderer(TokenizerRenderer):
             )
         except _RENDER_ERRORS:
             return None
-        # A bridge may drop tokens that were sampled after the end of a turn. Then the prefix differs.
-        if bridged is None or bridged.token_ids[: len(before)] != before:
+        # A bridge may drop tokens that were sampled after the end of a turn, which changes the prefix.
+        if bridged is None or bridged.token_ids[: len(prefix)] != prefix:
             return None
         return list(bridged.token_ids)
 

@@ -1,7 +1,7 @@
 """The message graph of one session, which finds the recorded call that a request continues.
 
 Requests are compared by their hash chains (`record.hashing`), and prompts without messages by text or tokens.
-The memory of a graph is linear in the size of the recorded session.
+The memory use of a graph is linear in the size of the recorded session.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
 _RECENT_CALLS = 8
-"""If all messages are new, this many recent calls are searched for a shared prefix."""
+"""The number of recent calls to search for a shared prefix if all messages are new."""
 _RECENT_PROMPTS = 64
-"""A prompt without messages is compared with this many recent calls."""
+"""The number of recent calls to compare with a prompt without messages."""
 
 
 class MessageGraph:
@@ -53,7 +53,7 @@ class MessageGraph:
         return len(self._finished)
 
     def count_known(self, chain: HashChain) -> int:
-        """Return the number of recorded messages at the start of the request, or 0 if its tools differ."""
+        """Count the leading messages of a request that are already recorded. Return 0 if its tools differ."""
         known = self._count_recorded(chain)
         node = self._by_prefix.get(chain.canonical[known])
         return known if node is not None and node.tools_digest == chain.tools_digest else 0
@@ -65,8 +65,8 @@ class MessageGraph:
         return known
 
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Return the chain with the recorded digest of each reply to which the agent added arguments, so that
-        the request still matches the recorded calls."""
+        """Restore the recorded digests of replies to which the agent added arguments, so that the request
+        still matches the recorded calls."""
         known = self._count_recorded(chain)
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):
@@ -78,15 +78,15 @@ class MessageGraph:
     def place(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
-        """Return the place of a request in the graph. The placement has no tokens if ``renderer`` is None.
-        The graph is not changed, so that a thread can place a request while calls are added."""
+        """Find the position of a request in the graph. The placement has no tokens if ``renderer`` is None.
+        The graph is not changed, so a thread can place a request while calls are added."""
         placement = self._place_sibling(chain, messages, tools, renderer)
         placement = placement or self._place_extension(chain, messages, tools, renderer)
         return placement or self._place_branch(chain, messages, tools, renderer)
 
     def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
-        """Return the place of a prompt without messages. It is a sibling of a call with the same prompt, or
-        else continues the recent call with the longest prompt and reply that are a prefix of it."""
+        """Find the position of a prompt without messages. It is a sibling of a call with the same prompt, or
+        else extends the recent call whose prompt and reply are its longest prefix."""
         parent = self._find_text_parent(prompt) if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             rest = prompt[parent.prompt_and_reply[0] :] if parent and parent.prompt_and_reply else prompt
@@ -96,8 +96,8 @@ class MessageGraph:
             ids = np.asarray(prompt, np.int32)
             parent = self._find_token_parent(ids)
         key = self._prompt_key(prompt if isinstance(prompt, str) else ids)
-        if same := self._by_request.get(key):
-            node = same[-1]
+        if recorded := self._by_request.get(key):
+            node = recorded[-1]
             return _create_sibling(node, node.prompt_ids() if node.has_tokens else ids, 0, key)
         if parent is None:
             return Placement(ids, Link.BRANCH if self._nodes else Link.ROOT, key=key)
@@ -105,7 +105,7 @@ class MessageGraph:
         return Placement(ids, Link.EXTENDS, parent.call_id, parent.call_id, shared, 0, key)
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
-        """Add the prompt that a provider returned. If it does not extend the base, it is a branch."""
+        """Add the prompt that a provider returned. The request is a branch if it does not extend the base."""
         base = self._nodes.get(placement.base_id or "")
         shared = _stored_prefix_length(base, prompt_ids) if base else 0
         link = placement.link
@@ -114,8 +114,8 @@ class MessageGraph:
         return replace(placement, prompt_ids=prompt_ids, link=link, base_tokens=shared)
 
     def register(self, placement: Placement) -> Placement:
-        """Count a placed request as in flight until `release`. It becomes a sibling of an equal request that
-        is in flight."""
+        """Count a placed request as in flight until `release`. If an equal request is already in flight, the
+        new one becomes its sibling."""
         if self._in_flight[placement.key]:
             placement = replace(placement, link=Link.SIBLING)
         self._in_flight[placement.key] += 1
@@ -129,9 +129,9 @@ class MessageGraph:
     def _place_sibling(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement | None:
-        if not (same := self._by_request.get(chain.key)):
+        if not (recorded := self._by_request.get(chain.key)):
             return None
-        node = same[-1]
+        node = recorded[-1]
         shared = min(node.count_shared_messages(chain.exact), node.message_count)
         if renderer is None or node.has_tokens:
             return _create_sibling(node, node.prompt_ids() if renderer else EMPTY_IDS, shared, chain.key)
@@ -144,8 +144,8 @@ class MessageGraph:
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
                 continue
-            same = self._by_conversation.get(chain.canonical[count], ())
-            if not (candidates := [node for node in same if node.tools_digest == chain.tools_digest]):
+            recorded = self._by_conversation.get(chain.canonical[count], ())
+            if not (candidates := [node for node in recorded if node.tools_digest == chain.tools_digest]):
                 continue
             parent = nodes.choose_parent(candidates, tool_call_ids(messages[count - 1]))
             shared = parent.count_shared_messages(chain.exact)
@@ -173,18 +173,18 @@ class MessageGraph:
         prefix_nodes = map(self._by_prefix.get, reversed(chain.canonical[1:]))
         longest = next(filter(None, prefix_nodes), None)
         candidates = [longest] if longest else self._newest_nodes(_RECENT_CALLS)
-        shared, base = max(
+        shared_tokens, base = max(
             ((_stored_prefix_length(node, prompt), node) for node in candidates), key=lambda pair: pair[0]
         )
-        same_messages = base.count_shared_messages(chain.exact)
+        shared_messages = base.count_shared_messages(chain.exact)
         return Placement(
             prompt_ids=prompt,
             link=Link.BRANCH,
             base_id=base.call_id,
-            base_tokens=shared,
-            base_messages=same_messages,
+            base_tokens=shared_tokens,
+            base_messages=shared_messages,
             key=key,
-            first_redacted_message=base.first_redacted_within(same_messages),
+            first_redacted_message=base.first_redacted_within(shared_messages),
         )
 
     def _find_text_parent(self, prompt: str) -> CallNode | None:
@@ -214,17 +214,17 @@ class MessageGraph:
         return list(islice(reversed(self._nodes.values()), count))
 
     def match_strength(self, chain: HashChain, messages: Sequence[Message]) -> tuple[bool, int]:
-        """Return how well a request continues this session: True if the session made the request's latest
-        tool call, and the number of messages at its start that are equal in every byte."""
+        """Return how well a request matches this session: True if the session made the request's latest tool
+        call, and the number of leading messages that are identical."""
         ids = map(normalize_call_id, hashing.latest_tool_call_ids(messages))
         has_tool_call = any(call_id in self._by_tool_call for call_id in ids)
         for prefix in reversed(chain.canonical[1:]):
-            if same := self._by_conversation.get(prefix):
-                return has_tool_call, max(node.count_shared_messages(chain.exact) for node in same)
+            if recorded := self._by_conversation.get(prefix):
+                return has_tool_call, max(node.count_shared_messages(chain.exact) for node in recorded)
         return has_tool_call, 0
 
     def find_recorded(self, key: bytes) -> list[str]:
-        """Return the call ids of the newest successful request with this key, ordered by choice."""
+        """Return the call ids of the newest successful request with this key, ordered by choice index."""
         return _newest_request(node for node in self._by_request.get(key, ()) if node.is_ok)
 
     def has_call(self, call_id: str) -> bool:
@@ -248,7 +248,7 @@ class MessageGraph:
         return _newest_request(node for node in matching if node.is_ok and node.client_key == client_key)
 
     def mark_undelivered(self, key: bytes) -> None:
-        """Record that the client of a request with this key disconnected before it received the reply."""
+        """Record that a client disconnected before it received the reply to a request with this key."""
         self._undelivered.add(key)
 
     def is_undelivered(self, key: bytes) -> bool:
@@ -274,7 +274,7 @@ class MessageGraph:
         base = self._nodes[call.base_id] if call.base_id else None
         base_tokens = placement.base_tokens
         if sampled_ids is not None and base and base.has_tokens:
-            # The call shares no prefix in the store, but it shares the prefix in memory.
+            # The call shares no tokens with its base in the store, but it does in memory.
             base_tokens = common_prefix_length(base.sequence(), placement.prompt_ids)
         node = self._create_node(
             call,
@@ -324,34 +324,34 @@ class MessageGraph:
 
     def _restore(self, recorded: Iterable[CallDelta]) -> None:
         chains: dict[str, HashChain] = {}
-        for part in recorded:
-            has_tokens = part.base_tokens + len(part.prompt_tail) > 0
+        for delta in recorded:
+            has_tokens = delta.base_tokens + len(delta.prompt_tail) > 0
             node = self._create_node(
-                part,
+                delta,
                 has_tokens=has_tokens,
                 is_stored=has_tokens,
-                base_tokens=part.base_tokens,
-                prompt=part.prompt_tail,
-                sampled=part.sampled_ids,
-                message_count=part.message_count,
-                first_redacted_message=parse_redaction_reason(part.reason),
+                base_tokens=delta.base_tokens,
+                prompt=delta.prompt_tail,
+                sampled=delta.sampled_ids,
+                message_count=delta.message_count,
+                first_redacted_message=parse_redaction_reason(delta.reason),
             )
-            if part.message_count == 0:
+            if delta.message_count == 0:
                 self._add_node(node, self._prompt_key(node.prompt_ids()))
                 continue
-            if hashing.is_prompt_digest(part.digests):
-                key, node.prompt_and_reply = hashing.unpack_prompt_digest(part.digests)
+            if hashing.is_prompt_digest(delta.digests):
+                key, node.prompt_and_reply = hashing.unpack_prompt_digest(delta.digests)
                 self._add_node(node, key)
                 continue
-            if part.digests:
-                tools, digests = hashing.unpack_digests(part.digests)
+            if delta.digests:
+                tools, digests = hashing.unpack_digests(delta.digests)
             else:
-                tools = self._hasher.hash_tools(part.tools)
-                digests = [self._hasher.hash_message(message) for message in (*part.messages, part.reply)]
+                tools = self._hasher.hash_tools(delta.tools)
+                digests = [self._hasher.hash_message(message) for message in (*delta.messages, delta.reply)]
             # A base call without a chain is a prompt without messages, which shares only its tokens.
-            base_chain = chains.get(part.base_id or "") or self._hasher.empty_chain()
-            shared = base_chain.prefix(part.base_messages)
-            chains[part.call_id] = chain = shared.with_tools(tools).extend(digests)
+            base_chain = chains.get(delta.base_id or "") or self._hasher.empty_chain()
+            shared = base_chain.prefix(delta.base_messages)
+            chains[delta.call_id] = chain = shared.with_tools(tools).extend(digests)
             self._add_chain(node, chain)
 
     def _prompt_key(self, prompt: str | Ids) -> bytes:

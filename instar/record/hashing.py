@@ -1,6 +1,6 @@
-"""Hashes of every prefix of a request's messages, by which requests are compared.
+"""Hashes every prefix of a request's messages, so that requests can be compared.
 
-The canonical chain ignores what agents change: the reasoning of a reply, the white space around its content,
+The canonical chain ignores what agents may change: a reply's reasoning, the whitespace around its content,
 the ids of tool calls, the format of their arguments, and the tool names of results. The exact chain covers
 every field and determines how many messages a call shares with its base call in the store. The hashes are
 keyed, so that they reveal nothing about redacted text.
@@ -26,14 +26,14 @@ _PROMPT_DIGEST = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """The hashes of all prefixes of a request's messages. Entry k of ``canonical`` and ``exact`` is the hash
-    of the first k messages."""
+    """The hashes of all prefixes of a request's messages. ``canonical[k]`` and ``exact[k]`` are hashes of the
+    first k messages."""
 
     tools_digest: bytes
     canonical: list[bytes]
     exact: list[bytes]
     digests: list[bytes]
-    """The canonical and the exact digest of each message, concatenated."""
+    """The canonical digest of each message followed by its exact digest."""
 
     def __len__(self) -> int:
         return len(self.digests)
@@ -59,13 +59,13 @@ class HashChain:
         return HashChain(tools_digest, self.canonical, self.exact, self.digests)
 
     def pack(self, start: int) -> bytes:
-        """Return the value of ``Call.digests``: the tools' digest, the digests of the messages from index
-        ``start`` on, and the reply's digest. The reply is the last message in the chain."""
+        """Return the value of ``Call.digests``: the digest of the tools and the digests of the messages from
+        index ``start`` on. The last message in the chain is the reply."""
         return b"".join([self.tools_digest, *self.digests[start:]])
 
 
 def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
-    """Return the tools' digest, and the digests of the messages and the reply."""
+    """Return the digest of the tools, and the digests of the messages and the reply."""
     size = _MESSAGE_DIGESTS_SIZE
     starts = range(DIGEST_SIZE, len(packed), size)
     return packed[:DIGEST_SIZE], [packed[start : start + size] for start in starts]
@@ -76,7 +76,7 @@ def is_prompt_digest(packed: bytes) -> bool:
 
 
 def unpack_prompt_digest(packed: bytes) -> tuple[bytes, tuple[int, bytes]]:
-    """Return the prompt's digest, and the length in characters and the digest of prompt + reply."""
+    """Return the digest of the prompt, and the length (in characters) and digest of prompt + reply."""
     prompt, length, prompt_and_reply = _PROMPT_DIGEST.unpack(packed)
     return prompt, (length, prompt_and_reply)
 
@@ -101,7 +101,7 @@ class MessageHasher:
         canonical = self._hash(canonical_content(message))
         if message["role"] == "assistant":
             return canonical + self._hash(message)
-        # The canonical content lacks only the id of the tool call and the name of the tool.
+        # The canonical content omits only the tool call id and the tool name.
         omitted = [message.get("tool_call_id"), message.get("name")]
         return canonical + (canonical if omitted == [None, None] else self._hash([canonical.hex(), omitted]))
 
@@ -127,7 +127,7 @@ class MessageHasher:
 
 
 def canonical_content(message: Message) -> list[Any]:
-    """Return the parts of a message that agents do not change when they send the message back."""
+    """Return the parts of a message that agents do not change when they send it back."""
     role = message["role"]
     if role == "assistant":
         calls = [[call["name"], parse_arguments(call)] for call in message.get("tool_calls", ())]
@@ -148,7 +148,7 @@ def _combine(prefix_hash: bytes, digest: bytes) -> bytes:
 
 
 def normalize_call_id(call_id: str) -> str:
-    """Return only the letters and digits of an id, because some agents drop all other characters."""
+    """Keep only the letters and digits of an id, because some agents drop all other characters."""
     return "".join(filter(str.isalnum, call_id))
 
 
@@ -157,5 +157,5 @@ def tool_call_ids(message: Message) -> tuple[str, ...]:
 
 
 def latest_tool_call_ids(messages: Sequence[Message]) -> tuple[str, ...]:
-    """Return the ids in the last message that has tool calls, or an empty tuple."""
+    """Return the tool call ids in the last message that has any, or an empty tuple."""
     return next((tool_call_ids(message) for message in reversed(messages) if message.get("tool_calls")), ())

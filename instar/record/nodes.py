@@ -1,4 +1,4 @@
-"""The nodes of a message graph, and the comparison of messages with recorded replies."""
+"""Nodes of the message graph, and functions that compare messages with recorded replies."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class CallNode:
     base_tokens: int
     base_messages: int
     prompt: Ids
-    """The prompt without its first ``base_tokens`` tokens, which are those of the base call."""
+    """The prompt without the first ``base_tokens`` tokens, which it shares with the base call."""
     sampled: Ids
     reply: Message | None
-    """The reply if it has tool calls, else None. It is compared with the agent's messages, because agents may
-    change the arguments of tool calls."""
+    """The reply if it has tool calls, else None. Digests are not enough to recognize such a reply, because
+    agents may add arguments to its calls."""
     message_count: int
     first_redacted_message: int | None
-    """The index of the first redacted message (0 for tools), or None. The reply is at ``message_count``."""
+    """The index of the first redacted message (0 for tools), or None. The reply has the index
+    ``message_count``."""
     tools_digest: bytes = b""
     reply_digest: bytes = b""
     exact: list[bytes] = field(default_factory=list[bytes])
@@ -54,7 +55,7 @@ class CallNode:
 
     def sequence(self, length: int | None = None) -> Ids:
         """Return the prompt and the sampled tokens, or only the first ``length`` tokens."""
-        # This is a loop, because a session can have more calls than the recursion limit.
+        # This is not recursive, because a session can have more calls than the recursion limit.
         pieces: list[Ids] = []
         node: CallNode | None = self
         needed = length
@@ -69,7 +70,7 @@ class CallNode:
         return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
     def count_shared_messages(self, exact: Sequence[bytes]) -> int:
-        """Return the number of messages at the start of ``exact`` that this call has (its reply included)."""
+        """Count the leading messages in ``exact`` that this call shares. Its reply counts as a message."""
         node: CallNode | None = self
         limit = len(exact) - 1
         while node is not None:
@@ -82,7 +83,7 @@ class CallNode:
         return 0
 
     def first_redacted_within(self, count: int) -> int | None:
-        """Return the index of the first redacted message if it is less than ``count``, or else None."""
+        """Return the index of the first redacted message if it is less than ``count``, else None."""
         first = self.first_redacted_message
         return first if first is not None and first < count else None
 
@@ -111,11 +112,13 @@ def _matches_call(received: ToolCall, sent: ToolCall) -> bool:
     same_id = normalize_call_id(received["id"]) == normalize_call_id(sent["id"])
     if received["name"] != sent["name"] or not same_id:
         return False
-    arguments, generated = parse_arguments(received), parse_arguments(sent)
-    if not isinstance(arguments, dict) or not isinstance(generated, dict):
-        return arguments == generated
-    members = cast(Json, arguments)
-    return all(name in members and members[name] == value for name, value in cast(Json, generated).items())
+    received_arguments, sent_arguments = parse_arguments(received), parse_arguments(sent)
+    if not isinstance(received_arguments, dict) or not isinstance(sent_arguments, dict):
+        return received_arguments == sent_arguments
+    members = cast(Json, received_arguments)
+    return all(
+        name in members and members[name] == value for name, value in cast(Json, sent_arguments).items()
+    )
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:
@@ -144,7 +147,7 @@ def extend_prompt(
         added = np.asarray(extended[len(end) + len(sampled) :], np.int32)
         prompt = np.concatenate([tokens, added])
     elif any(message["role"] == "assistant" for message in messages[count:]):
-        return None  # the agent wrote a reply itself, so the history differs
+        return None  # the agent wrote a reply of its own
     else:
         # The rendered conversation may still begin with exactly these tokens.
         prompt = np.asarray(renderer.render(messages, tools), np.int32)

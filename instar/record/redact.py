@@ -1,7 +1,7 @@
 """Removes secrets from data before it is stored.
 
-Each secret pattern lists marker strings, and every match contains at least one of them. Text without a marker
-is not searched with the regular expressions, so the search costs almost nothing.
+Each secret pattern lists marker strings, and every match contains at least one of them. The regular
+expressions run only on text with a marker, so checking other text costs almost nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _REASON_PREFIX = "redacted from message "
 
 
 def format_redaction_reason(message_index: int, reason: str | None) -> str:
-    """Return why a call is not trainable: its first redacted message and, if set, another ``reason``."""
+    """Format the reason why a call is not trainable, with the index of its first redacted message."""
     return f"{_REASON_PREFIX}{message_index}: {reason or 'it contains a secret'}"
 
 
 def parse_redaction_reason(reason: str | None) -> int | None:
-    """Return the index of the first redacted message, or None if the reason is not a redaction."""
+    """Return the index of the first redacted message, or None if the reason is not about redaction."""
     if reason is None or not reason.startswith(_REASON_PREFIX):
         return None
     return int(reason.removeprefix(_REASON_PREFIX).partition(":")[0])
@@ -36,13 +36,13 @@ def parse_redaction_reason(reason: str | None) -> int | None:
 class SecretPattern:
     name: str
     markers: tuple[str, ...]
-    """Every secret of this kind contains at least one of these texts."""
+    """Every match contains at least one of these strings."""
     rare_character: str
-    """A character that every secret of this kind contains, or an empty string. It is searched for first."""
+    """A character that every match contains, or an empty string. It is searched for first."""
     pattern: re.Pattern[str]
 
     def build_replacement(self, match: re.Match[str]) -> str:
-        """Return the text that replaces a match. It keeps the text of the group ``before``."""
+        """Return the replacement for a match, which keeps the text of the group ``before``."""
         return f"{match.groupdict().get('before') or ''}[redacted {self.name}]"
 
 
@@ -74,7 +74,7 @@ SECRET_PATTERNS: tuple[SecretPattern, ...] = (
     ),
     _create_pattern("url-password", "://", "@", r"(?P<before>://)[^\s:/@\"']{1,64}:[^\s:/@\"']{3,128}(?=@)"),
 )
-"""The patterns of secrets to remove. A private key without an end line extends to the end of the text."""
+"""The built-in patterns. A private key without an end line extends to the end of the text."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Redactor:
     secret_patterns: Sequence[SecretPattern] = SECRET_PATTERNS
     custom_patterns: Sequence[re.Pattern[str]] = ()
     _markers: dict[str, list[str]] = field(init=False)
-    """The markers of all kinds of secrets by their rare character."""
+    """The markers of all patterns, by rare character."""
 
     def __post_init__(self) -> None:
         self._markers = {}
@@ -102,7 +102,7 @@ class Redactor:
         return Redactor(SECRET_PATTERNS if config.secrets else (), patterns)
 
     def redact_text(self, text: str) -> str:
-        """Return the text with its secrets replaced."""
+        """Replace the secrets in a text."""
         if self._has_marker(text):
             for secret in self.secret_patterns:
                 if any(marker in text for marker in secret.markers):
@@ -121,7 +121,7 @@ class Redactor:
         return False
 
     def redact_message(self, message: Message) -> Message:
-        """Return the message with its secrets redacted, or the same object if it contains none."""
+        """Redact the secrets in a message. Return the same object if it contains none."""
         clean = message
         for name in ("content", "reasoning", "name", "tool_call_id"):
             if (text := message.get(name)) and (redacted := self.redact_text(text)) != text:
@@ -134,7 +134,7 @@ class Redactor:
         return clean
 
     def redact_tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-        """Return the tools with their secrets redacted, or the same object if they contain none."""
+        """Redact the secrets in tools. Return the same object if they contain none."""
         cleaned = tuple(cast(Tool, self.redact_value(cast(Json, tool))) for tool in tools)
         return cleaned if cleaned != tools else tools
 
@@ -159,7 +159,7 @@ class Redactor:
         return call if clean == call else clean
 
     def _redact_arguments(self, arguments: str) -> str:
-        # The arguments are JSON. Its escape sequences may hide a secret from a search in the text.
+        # The arguments are JSON, whose escape sequences may hide a secret from a text search.
         clean = self.redact_text(arguments)
         if "\\" not in clean:
             return clean

@@ -1,8 +1,8 @@
 """Renderers, which convert messages to prompts and sampled tokens to replies.
 
-The `renderers` library has renderers for some model families. For other models, the renderer uses the model's
-own chat template. `TemplateBridge` extends a prompt without rendering the history again. If the template does
-not support tools, the renderer uses our own tool format.
+The `renderers` library has renderers for some model families. Other models are rendered with their chat
+template. `TemplateBridge` extends a prompt without rendering the history again. If the template does not
+support tools, the generic tool format is used (see `record.tool_calls`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MIN_LONG_TEXT = 16 * 1024
 _MAX_CACHED_CHARS = 8 * 1024 * 1024
 _PROBE_TEXT = "7440-mark"
-"""A text that occurs in no chat template, so that the template must have rendered it."""
+"""A text that is in no chat template, so its presence shows that the template rendered it."""
 _ENCODING_PROBES = (
     "{0}user\nHello there.{1}\n{0}assistant\n",
     " {0}  system\n\n\tA  B{1}{1}\n {0}\n",
@@ -47,8 +47,8 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     from renderers.base import MODEL_RENDERER_MAP  # slow to import
 
     tokenizer = load_tokenizer(folder)
-    # The library maps only the names of published models. The template of a fine-tuned model may differ from
-    # the template of its base model.
+    # The library only knows published models by name. A fine-tuned model is not mapped to its base model,
+    # because its template may be different.
     if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
         from instar.record.family import FamilyRenderer
 
@@ -57,9 +57,7 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
         if renderer.supports_tools() or tokenizer.chat_template is None:
             return renderer
     if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"model.name: {model.name!r} has no chat template; choose a model with a chat template"
-        )
+        raise ConfigError(f"model.name: {model.name!r} has no chat template; choose a model that has one")
     path = folder / "generation_config.json"
     eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
@@ -90,9 +88,9 @@ def to_template_message(message: Message) -> Json:
 class CachingEncoder:
     """Encodes text and caches the tokens of the pieces between added tokens, such as `<|im_start|>`.
 
-    A tokenizer encodes these pieces separately. With the cache, the instructions and tools at the start of
-    every session of an agent, and the messages of a history that is rendered again, are encoded only once.
-    The constructor verifies that pieces can be encoded separately; if not, complete texts are encoded.
+    A tokenizer encodes these pieces separately. With the cache, an agent's instructions and tools, and the
+    messages of a history that is rendered again, are encoded only once. The constructor verifies that pieces
+    can be encoded separately; if not, complete texts are encoded without the cache.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, max_cached_chars: int = _MAX_CACHED_CHARS) -> None:
@@ -113,7 +111,7 @@ class CachingEncoder:
     def encode_uncached(self, text: str) -> list[int]:
         if len(text) < _MIN_LONG_TEXT:
             return self._backend.encode(text, add_special_tokens=False).ids
-        # This method is slower for short texts, but other threads can run at the same time.
+        # This method is slower for short texts, but it releases the GIL.
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _encode_piece(self, piece: str) -> list[int]:
@@ -163,10 +161,10 @@ class TokenizerRenderer(Renderer):
         return self._stop_token_ids
 
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
-        scanner = ReplyScanner(is_plain_text=True)
+        scanner = ReplyScanner(plain_text=True)
         return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
-    def token_text(self, token_id: int) -> str:
+    def decode_token(self, token_id: int) -> str:
         return self._decode([token_id])
 
     def _check_length(self, *texts: str) -> None:
@@ -191,7 +189,7 @@ class TemplateRenderer(TokenizerRenderer):
 
         super().__init__(tokenizer)
         self._encoder = CachingEncoder(tokenizer)
-        # The library's own renderer for templates provides only the stop tokens here.
+        # The library's template renderer is used only for its stop tokens.
         library = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
         self._has_tool_role = self._supports_tool_role()
         has_tools = self._supports_tool_calls()
@@ -208,7 +206,7 @@ class TemplateRenderer(TokenizerRenderer):
         turn_end = [token_id for token_id in conversation[len(prompt) :] if token_id in special_ids][:1]
         stop_ids = {*library.get_stop_token_ids(), *eos_ids, *turn_end}
         self._stop_token_ids = tuple(sorted(stop_ids))
-        # The markers of reasoning and of tool calls are not hidden, because the parser needs them.
+        # The markers of reasoning and tool calls are not hidden, because the parser needs them.
         special = zip(special_ids, tokenizer.all_special_tokens, strict=True)
         hidden_ids = {i for i, text in special if "think" not in text and "tool_call" not in text}
         self._hidden_ids = frozenset(hidden_ids | stop_ids)
@@ -221,7 +219,7 @@ class TemplateRenderer(TokenizerRenderer):
             tool_sets=[()] if self.uses_generic_tools else [(), (PROBE_TOOL,)],
         )
         self.bridged_roles = self._bridge.roles
-        """The roles that can follow a reply without rendering the history again."""
+        """The roles of new messages that do not require rendering the history again."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if self.uses_generic_tools:
@@ -248,7 +246,7 @@ class TemplateRenderer(TokenizerRenderer):
         eager: bool = False,
     ) -> StreamParser:
         scanner = ReplyScanner(
-            should_parse_calls=bool(tools), is_in_reasoning=self._opens_reasoning, eager=eager
+            parse_calls=bool(tools), starts_in_reasoning=self._opens_reasoning, eager=eager
         )
         return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
@@ -298,5 +296,5 @@ class TemplateRenderer(TokenizerRenderer):
             return False
         if with_tools == self._render_text([question]) or PROBE_TOOL["name"] not in with_tools:
             return False
-        written = parse_call(with_call.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
-        return written is not None and written["name"] == call["name"]
+        parsed = parse_call(with_call.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
+        return parsed is not None and parsed["name"] == call["name"]

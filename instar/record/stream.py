@@ -1,6 +1,6 @@
-"""Parsers that convert sampled tokens to a reply while the tokens arrive.
+"""Parses sampled tokens into a reply as they arrive.
 
-There are three stages. The first converts tokens to text, the second ends the text at a stop string, and the
+There are three stages. The first converts tokens to text, the second cuts the text at a stop string, and the
 third splits the text into reasoning, content and tool calls. Each stage holds back text that may still
 change: an incomplete character, a possible start of a stop string, or a possible tool call.
 """
@@ -19,7 +19,7 @@ _REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Detokenizer:
-    """Converts tokens to text. It decodes only the last tokens, so that the cost per token is constant."""
+    """Converts tokens to text. It decodes only the latest tokens, so the cost per token is constant."""
 
     _MAX_WINDOW_TOKENS, _KEPT_TOKENS = 32, 8
 
@@ -94,30 +94,29 @@ def build_reply(content: str, reasoning: str, tool_calls: Iterable[ToolCall]) ->
     return message
 
 
-def complete_call_delta(index: int, call: ToolCall) -> ReplyDelta:
+def build_call_delta(index: int, call: ToolCall) -> ReplyDelta:
     return ReplyDelta(call=ToolCallDelta(index, call["id"], call["name"], call["arguments"]))
 
 
 class ReplyScanner:
-    """Splits text into reasoning, content and tool calls. White space after reasoning and next to a call is
-    dropped. Calls are content unless ``should_parse_calls`` is True. The text begins inside reasoning if
-    ``is_in_reasoning`` is True, and is not split if ``is_plain_text`` is True."""
+    """Splits text into reasoning, content and tool calls. Whitespace after reasoning and next to a call is
+    dropped. Without ``parse_calls``, calls are part of the content. With ``plain_text``, nothing is split."""
 
     def __init__(
         self,
         *,
-        should_parse_calls: bool = False,
-        is_in_reasoning: bool = False,
+        parse_calls: bool = False,
+        starts_in_reasoning: bool = False,
         eager: bool = False,
-        is_plain_text: bool = False,
+        plain_text: bool = False,
     ) -> None:
-        self._should_parse_calls = should_parse_calls
+        self._parse_calls = parse_calls
         self._eager = eager
         self._open_call: PartialToolCall | None = None
-        self._state = "plain text" if is_plain_text else "reasoning" if is_in_reasoning else "start"
+        self._state = "plain text" if plain_text else "reasoning" if starts_in_reasoning else "start"
         self._buffer = ""
         self._held_space = ""
-        self._should_trim_next = False
+        self._trim_next = False
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.tool_calls: list[ToolCall] = []
@@ -175,7 +174,7 @@ class ReplyScanner:
         before, closed, after = self._buffer.partition(THINK_CLOSE)
         if closed:
             self._emit_reasoning(before)
-            self._state, self._buffer, self._should_trim_next = "content", after, True
+            self._state, self._buffer, self._trim_next = "content", after, True
             return True
         held_length = overlap_length(self._buffer, THINK_CLOSE)
         self._emit_reasoning(self._buffer[: len(self._buffer) - held_length])
@@ -183,7 +182,7 @@ class ReplyScanner:
         return False
 
     def _scan_content(self) -> bool:
-        if not self._should_parse_calls:
+        if not self._parse_calls:
             self._add_content(self._buffer)
             self._buffer = ""
             return False
@@ -203,7 +202,7 @@ class ReplyScanner:
         if (not start or start.startswith("{")) and not closed:
             return self._eager and self._begin_call(rest)
         if closed and (call := parse_call(body)):
-            self._deltas.append(complete_call_delta(len(self.tool_calls), call))
+            self._deltas.append(build_call_delta(len(self.tool_calls), call))
             self._add_call(call)
             self._buffer = after
         else:
@@ -235,7 +234,7 @@ class ReplyScanner:
 
     def _add_call(self, call: ToolCall) -> None:
         self.tool_calls.append(call)
-        self._held_space, self._should_trim_next = "", True
+        self._held_space, self._trim_next = "", True
 
     def _emit_reasoning(self, text: str) -> None:
         if text:
@@ -243,11 +242,11 @@ class ReplyScanner:
             self._deltas.append(ReplyDelta(reasoning=text))
 
     def _add_content(self, text: str) -> None:
-        if self._should_trim_next:
+        if self._trim_next:
             text = text.lstrip()
             if not text:
                 return
-            self._should_trim_next = False
+            self._trim_next = False
         text = self._held_space + text
         visible = text.rstrip()
         self._held_space = text[len(visible) :]

@@ -1,4 +1,4 @@
-"""A lower bound for the number of tokens of a text, which is computed much faster than the tokens."""
+"""Computes a lower bound on the number of tokens in a text, much faster than tokenizing it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOSSLESS_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 
 
 class TokenBound:
-    """The bound of a byte-level BPE tokenizer. For other tokenizers the bound is 0.
+    """Computes the bound for a byte-level BPE tokenizer. For other tokenizers, the bound is 0.
 
-    The tokens of a text are a partition of its bytes. Each byte counts as 1 / (the length of the longest
-    token that contains this byte), so that no token counts as more than 1.
+    The tokens of a text partition its bytes. Each byte counts as 1 / (length of the longest token that
+    contains it), so no token counts as more than 1.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -33,20 +33,20 @@ class TokenBound:
         for token in sorted([*vocabulary, *added_tokens], key=len, reverse=True):
             longest |= dict.fromkeys(set(token).difference(longest), len(token))
         for byte, character in enumerate(byte_characters):
-            if character in vocabulary:  # A tokenizer drops unknown bytes.
+            if character in vocabulary:  # the tokenizer drops unknown bytes
                 self._weights[byte] = 1 / longest[character]
 
     def count(self, text: str) -> int:
-        """Return a lower bound for the number of tokens of the text."""
+        """Return a lower bound on the number of tokens in the text."""
         data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
         bound = 0.0
         if self._is_nfc and not text.isascii():
             bound = self._weights.min() * len(text) / _COMPOSED_CHARACTERS
-            # An ASCII character is only composed with characters that follow it and are not ASCII.
+            # NFC composes an ASCII character only with non-ASCII characters that follow it.
             data = data[:-1][(data[:-1] | data[1:]) < 128]
         chunks = (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
         weight = sum(float(self._weights[chunk].sum()) for chunk in chunks)
-        return int(max(bound, weight) * (1 - 1e-9))  # The sum may be rounded up.
+        return int(max(bound, weight) * (1 - 1e-9))  # the sum may have been rounded up
 
 
 def _is_lossless(backend: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tool calls in text: the generic tool format, for models whose chat template does not support tools.
+"""The generic tool format: tool calls as plain text, for chat templates that do not support tools.
 
 The tools are listed at the end of the system message, one per line, with a `?` after an optional parameter::
 
@@ -6,13 +6,13 @@ The tools are listed at the end of the system message, one per line, with a `?` 
     calc(expression: string): Evaluate arithmetic.
     To call a tool, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 
-A call is one line in the format of Hermes, after the text of the message. In the history, the arguments stay
-as they were generated::
+A call is one line in the Hermes format after the text of the message. In the history, its arguments stay as
+they were generated::
 
     <tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>
 
-A result is a message with the role `tool` if the template supports this role, or else a user message
-`<tool_response>...</tool_response>`. A malformed call is plain text.
+A result is a message with the role `tool` if the template supports that role, or else a user message
+`<tool_response>...</tool_response>`. A malformed call is treated as plain text.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def format_call(call: ToolCall) -> str:
 
 
 def parse_call(body: str) -> ToolCall | None:
-    """Parse the text between a call's markers. Keep its arguments as generated. Return None if invalid."""
+    """Parse the text between the markers of a call. Return None if it is invalid. The arguments are kept as
+    they were generated."""
     try:
         members = _split_members(body.strip())
         name = parse_call_name(members["name"])
@@ -100,7 +101,7 @@ def parse_call_name(text: str) -> str | None:
 
 
 def can_encode(text: str) -> bool:
-    """Return False for text with half a surrogate pair, which is valid in JSON but not in UTF-8."""
+    """Return False for text with lone surrogates, which are valid in JSON but not in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -111,8 +112,8 @@ def can_encode(text: str) -> bool:
 def to_generic_messages(
     messages: Sequence[Message], tools: Sequence[Tool], *, has_tool_role: bool
 ) -> list[Message]:
-    """Return the messages with the list of tools, the tool calls and the tool results as plain text. If
-    ``has_tool_role`` is True, tool results keep the role `tool`."""
+    """Convert the tool list, tool calls and tool results to plain text. With ``has_tool_role``, tool results
+    keep the role `tool`."""
     plain = [_to_plain_message(message, has_tool_role) for message in messages]
     if not tools:
         return plain
@@ -133,7 +134,7 @@ def _to_plain_message(message: Message, has_tool_role: bool) -> Message:
 
 
 def _split_members(text: str) -> dict[str, str]:
-    """Return the members of a JSON object with their values as text, or raise ValueError."""
+    """Return the values in a JSON object as unparsed text, by key. Raises ValueError if it is invalid."""
     if not text.startswith("{"):
         raise ValueError("the text does not begin with an object")
     members: dict[str, str] = {}
@@ -180,11 +181,11 @@ class JsonObjectTracker:
 
     def __init__(self) -> None:
         self.has_value = False
-        """True once a part of a value in the object was read."""
+        """True once part of a value in the object has been read."""
         self.is_complete = False
         """True once the object is closed."""
         self.is_broken = False
-        """True if the text is not JSON, so that the end of the object is unknown."""
+        """True if the text is not JSON, so the end of the object is unknown."""
         self.has_invalid_string = False
         """True if a string is invalid but its end is known, for example if it contains a line break."""
         self._closers: list[str] = []
@@ -195,8 +196,8 @@ class JsonObjectTracker:
         self._hex_digits_left = 0
 
     def feed(self, text: str) -> int:
-        """Process the text and return the number of processed characters. The caller passes the rest again,
-        with more text."""
+        """Process text and return the number of processed characters. The caller must pass the rest again,
+        followed by more text."""
         position = 0
         while position < len(text) and not (self.is_complete or self.is_broken):
             read = self._read_string if self._is_in_string else self._read_token
@@ -280,8 +281,8 @@ class JsonObjectTracker:
 
 
 class PartialToolCall:
-    """A call ``{"name": ..., "arguments": {...}}`` whose arguments are emitted while they are generated. If
-    the arguments stop being valid JSON, all later text belongs to them, because their end is unknown."""
+    """A call ``{"name": ..., "arguments": {...}}`` whose arguments are emitted as they are generated. If they
+    stop being valid JSON, their end is unknown, so all later text is added to them."""
 
     def __init__(self, name: str, index: int) -> None:
         self.call = ToolCall(id=new_id("call"), name=name, arguments="")

@@ -1,4 +1,4 @@
-"""The interface of references, which score the tokens of samples with a model other than the policy."""
+"""The interface of references, which score samples with a model other than the policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PerSequenceReference(Reference):
 
     @abstractmethod
     async def score(self, token_ids: Ids) -> Floats:
-        """Return the logprob of every token (NaN at index 0)."""
+        """Return the logprob of every token. The first one is NaN."""
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         return await map_concurrently(self._score_sample, samples, self._max_in_flight)

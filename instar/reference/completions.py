@@ -1,6 +1,6 @@
-"""A teacher behind an OpenAI-compatible ``/v1/completions`` that returns the logprobs of token ids.
+"""A teacher behind an OpenAI-compatible ``/v1/completions`` endpoint that returns prompt logprobs.
 
-It uses the first format in `instar.reference.prompt_logprobs` that the server supports.
+The first format in `instar.reference.prompt_logprobs` that the server supports is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROBE_TEXT = "The answer to 615 plus 278 is 893."
 
 
 class TeacherOverloaded(Exception):
-    """A response with status 429 or a server error. ``retry_after`` is the requested delay in seconds."""
+    """The response has status 429 or a server error. ``retry_after`` is the requested delay in seconds."""
 
     def __init__(self, message: str, retry_after: float | None) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class CompletionsReference(PerSequenceReference):
         await self._client.close()
 
     async def _score_prompt(self, logprobs_format: PromptLogprobsFormat, ids: Ids) -> ScoredPrompt:
-        """Return the scored prompt. Raises PromptLogprobsUnsupported if the server lacks this format."""
+        """Score a prompt. Raises PromptLogprobsUnsupported if the server does not support this format."""
         body = {"model": self._section.model, "prompt": ids.tolist(), "temperature": 0}
         response = await self._post(msgspec.json.encode(body | logprobs_format.request_fields))
         return logprobs_format.parse(response, ids)

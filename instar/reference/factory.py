@@ -16,12 +16,12 @@ from instar.types import Floats, Ids, Sample
 
 MAX_IN_FLIGHT = 16
 UNAVAILABLE_TIMEOUT_SECONDS = 300.0
-"""The time to wait for an unreachable engine, which may be restarting and loading its model."""
+"""How long to wait for an unreachable engine, which may be restarting and loading its model."""
 RETRY_POLICY = RetryPolicy(first_delay=0.1, max_delay=5.0, jitter=(1.0, 1.0))
 
 
 class BackendReference(Reference):
-    """The base model as the reference. The training backend computes its logprobs."""
+    """Uses the base model as the reference. The training backend computes its logprobs."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -52,14 +52,14 @@ class EngineReference(PerSequenceReference):
 
 
 def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
-    """Return the penalty, or None if the reference's weight is 0. ``teacher`` is the engine of an engine
-    reference, and is not used otherwise. Raises ConfigError if the key's variable is not set."""
+    """Create the penalty, or return None if the reference's weight is 0. ``teacher`` is only used for an
+    engine reference. Raises ConfigError if the environment variable of the API key is not set."""
     section = config.trainer.reference
     if section.weight == 0:
         return None
     reference: Reference
     if isinstance(section, EngineReferenceConfig):
-        assert teacher is not None, "the trainer's role has connected to the teacher"
+        assert teacher is not None, "the trainer role connects to the teacher"
         # Batching changes the last bits of logprobs, and a run in sync mode must be reproducible bit for bit.
         reference = EngineReference(teacher, 1 if config.trainer.mode == "sync" else MAX_IN_FLIGHT)
     elif isinstance(section, CompletionsReferenceConfig):
@@ -68,7 +68,7 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
         key = None if section.api_key_env is None else os.environ.get(section.api_key_env)
         if section.api_key_env is not None and not key:
             raise ConfigError(
-                f"trainer.reference.api_key_env: the variable {section.api_key_env} is not set; set it"
+                f"trainer.reference.api_key_env: the environment variable {section.api_key_env} is not set"
             )
         reference = CompletionsReference(section, config.model, key)
     else:

@@ -1,7 +1,7 @@
-"""Adds a penalty for the divergence from the reference to the advantages.
+"""Adds a penalty for diverging from the reference to the advantages.
 
 The penalty of a trained token is ``-weight · (sample's logprob - reference logprob)``, scaled like the
-advantages of the step. As an advantage, it gives the gradient that reduces the reverse KL, KL(policy ‖
+advantages of the step. Used as an advantage, it gives a gradient that reduces the reverse KL, KL(policy ‖
 reference). With rewards, the penalty keeps the policy close to the reference. Without rewards, training is
 on-policy distillation.
 """
@@ -40,10 +40,10 @@ class ReferencePenalty:
         penalized: list[Sample] = []
         log_ratios: list[Floats] = []
         for (sample, logprobs), scale in zip(scored, scales, strict=True):
-            is_trained = sample.mask > 0
-            log_ratio = sample.logprobs[is_trained] - logprobs[is_trained]
+            trained = sample.mask > 0
+            log_ratio = sample.logprobs[trained] - logprobs[trained]
             penalty = np.zeros(len(sample), np.float32)
-            penalty[is_trained] = -self._weight * log_ratio * scale[is_trained]
+            penalty[trained] = -self._weight * log_ratio * scale[trained]
             aux = {**sample.aux, AUX_KEY: logprobs}
             penalized.append(replace(sample, advantages=sample.advantages + penalty, aux=aux))
             log_ratios.append(log_ratio)

@@ -1,4 +1,4 @@
-"""The formats in which servers of ``/v1/completions`` return the logprobs of a prompt."""
+"""The formats in which ``/v1/completions`` endpoints return prompt logprobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.errors import EngineError
 from instar.types import Floats, Ids, Json
 
 ZERO_PROBABILITY = -9999.0
-"""The logprob that vLLM writes for a probability of 0."""
+"""The logprob that vLLM returns for a probability of 0."""
 
 
 class PromptLogprobsUnsupported(EngineError):
@@ -34,8 +34,8 @@ class PromptLogprobsFormat(ABC):
 
     @abstractmethod
     def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        """Parse a response. Raises PromptLogprobsUnsupported if it has no logprobs of the prompt, and
-        EngineError if it is malformed or the logprobs are for different tokens."""
+        """Parse a response. Raises PromptLogprobsUnsupported if it has no prompt logprobs, and EngineError if
+        it is malformed or the logprobs are for different tokens."""
 
 
 class VllmFormat(PromptLogprobsFormat):
@@ -63,8 +63,8 @@ class VllmFormat(PromptLogprobsFormat):
 
 
 class EchoFormat(PromptLogprobsFormat):
-    """OpenAI's format: with ``echo``, the logprobs of the prompt precede the logprobs of the sampled tokens.
-    The fields vary: some servers return nothing for ``logprobs: 0``, and some always sample a token."""
+    """OpenAI's format: with ``echo``, the prompt logprobs precede those of the sampled tokens. Servers
+    differ: some return nothing for ``logprobs: 0``, and some always sample a token."""
 
     def __init__(self, *, logprobs: int, max_tokens: int) -> None:
         fields = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
@@ -112,8 +112,8 @@ def _check_length(length: int, ids: Ids) -> None:
 
 
 def _parse_token_texts(tokens: Any, ids: Ids) -> list[str | None]:
-    """Return the text of each token, or None where it is unknown. If the server returns token ids instead of
-    texts, raise EngineError if they differ from ``ids``."""
+    """Return the text of each token, or None where it is unknown. Raises EngineError if the server returns
+    token ids instead of texts and they differ from ``ids``."""
     if not isinstance(tokens, list) or len(cast(list[Any], tokens)) < len(ids):
         return [None] * len(ids)
     texts: list[str | None] = []

@@ -8,7 +8,7 @@ from instar.models import load_tokenizer, resolve_model
 
 
 def require_same_vocabulary(model: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise ConfigError if a token of the model is missing in the teacher or has a different id there."""
+    """Raise ConfigError if one of the model's tokens is missing from the teacher or has a different id."""
     model_vocab: dict[str, int] = load_tokenizer(resolve_model(model.name)).get_vocab()
     teacher_vocab: dict[str, int] = load_tokenizer(resolve_model(teacher.name)).get_vocab()
     different = [(id_, token) for token, id_ in model_vocab.items() if teacher_vocab.get(token) != id_]

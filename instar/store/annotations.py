@@ -1,4 +1,4 @@
-"""Queries for annotations of sessions (rewards, scores, tags, feedback) and for a judge's answers."""
+"""Queries for session annotations (rewards, scores, tags, feedback) and for a judge's answers."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def get_unscored_sessions(
     limit: int = 256,
     pending_only: bool = False,
 ) -> list[UnscoredSession]:
-    """Return completed sessions with a ``seq`` greater than ``after`` and without a score by this scorer,
-    oldest first. ``pending_only`` excludes the sessions of groups that are ready or dropped, and sessions
-    that another version of the scorer has scored."""
+    """Return completed sessions that this scorer has not scored and whose ``seq`` is greater than ``after``,
+    oldest first. ``pending_only`` excludes sessions in groups that are ready or dropped, and sessions that
+    another version of the scorer has scored."""
     channel_list = ", ".join(f"'{channel.value}'" for channel in channels)
     same_scorer, values = "scorer = ?", list[Any]([scorer])
     pending = ""
@@ -86,7 +86,7 @@ def get_unscored_sessions(
 
 def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
     """Return the highest ``seq`` up to which every session of the run in these channels has ended."""
-    # The maximum is read first: a session opened between the two queries has a greater ``seq``.
+    # Read the maximum first: a session that is opened between the two queries has a greater ``seq``.
     last_seq = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:
         oldest = db.execute(
@@ -98,8 +98,8 @@ def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -
 
 
 def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
-    """Add scores and rewards and return True. If one of the sessions already has a score by the same scorer,
-    return False and change nothing."""
+    """Add scores and rewards, and return True. If one of the sessions already has a score by the same
+    scorer, return False and change nothing."""
     for score in scores:
         sql = "SELECT 1 FROM scores WHERE session_id = ? AND scorer = ?"
         if db.execute(sql, (score.session_id, score.scorer)).fetchone() is not None:
@@ -121,12 +121,12 @@ def end_session(
     """End an open session with its rewards and scores, and return True. ``metadata`` is merged into the
     session's metadata. If the session has already ended, return False and change nothing."""
     if status is SessionStatus.OPEN:
-        raise StoreError(f"Session {session_id} cannot end as open; use completed, failed or abandoned.")
+        raise StoreError(f"cannot end session {session_id} as open; use completed, failed or abandoned")
     row = db.execute(
         f"SELECT status, metadata FROM sessions WHERE session_id = ?{db.for_update}", (session_id,)
     ).fetchone()
     if row is None:
-        raise StoreError(f"There is no session {session_id}.")
+        raise StoreError(f"there is no session {session_id}")
     if row["status"] != SessionStatus.OPEN.value:
         return False
     merged = {**json.loads(row["metadata"]), **(metadata or {})}
@@ -149,7 +149,7 @@ def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score
 
 
 def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
-    """Return the number of the run's sessions by scorer and score state."""
+    """Count the run's sessions by scorer and score state."""
     counts: dict[str, dict[str, int]] = {}
     rows = db.execute(
         "SELECT scorer, state, COUNT(*) AS n FROM scores WHERE run_id = ? GROUP BY scorer, state "
@@ -167,13 +167,13 @@ _UPSERT_TAG = TAGS.insert_for_session_sql + TAGS.build_upsert_clause("session_id
 
 
 def add_tags(db: Database, tags: Sequence[Tag]) -> None:
-    """Insert tags. A tag replaces an existing tag of the same session and name."""
+    """Add tags. A tag replaces an existing tag with the same session and name."""
     for tag in tags:
         insert_for_session(db, _UPSERT_TAG, TAG_ROWS.encode(tag))
 
 
 def remove_tags(db: Database, session_ids: Sequence[str], name: str) -> int:
-    """Remove the tag from these sessions, and return the number of sessions that had the tag."""
+    """Remove a tag from these sessions, and return the number of sessions that had it."""
     return sum(
         db.execute("DELETE FROM tags WHERE session_id = ? AND name = ?", (session_id, name)).rowcount
         for session_id in session_ids
@@ -212,7 +212,7 @@ def get_feedback(
 
 
 def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
-    """Return at most ``limit`` corrections that have token ids and are not claimed in this epoch, oldest
+    """Return up to ``limit`` corrections that have token ids and are not claimed in this epoch, oldest
     first. Evaluation sessions and sessions tagged as untrainable are excluded."""
     return FEEDBACK_ROWS.select(
         db,
@@ -229,13 +229,13 @@ def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[F
 
 
 def get_judgment(db: Database, key: bytes) -> Json | None:
-    """Return the stored answer of a judge, or None. ``key`` is the hash of the question and the settings."""
+    """Return a judge's stored answer, or None. ``key`` is a hash of the question and the settings."""
     row = db.execute("SELECT answer FROM judgments WHERE key = ?", (key,)).fetchone()
     return json.loads(row["answer"]) if row else None
 
 
 def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
-    """Store a judge's answer, unless there already is an answer with this key."""
+    """Store a judge's answer, unless there is already an answer with this key."""
     db.execute(
         "INSERT INTO judgments (key, run_id, answer, cost, created_at) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (key) DO NOTHING",

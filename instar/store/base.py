@@ -1,9 +1,9 @@
 """The store: the sessions, calls, annotations and training steps of one or more runs.
 
 SQLite and PostgreSQL share the class `Store` and differ in the `Database` that they open. Each query is a
-function of a `Database` in a module of this package; `Store` declares how the query is run, and the
-function's docstring documents the method. Writes are durable when they return, and concurrent writes share a
-commit.
+function in another module of this package that takes a `Database`. `Store` declares how the query runs, and
+the function's docstring documents the method. Writes are durable when they return, and concurrent writes
+share a commit.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ T = TypeVar("T")
 Query = Callable[Concatenate[Database, P], T]
 
 SESSIONS_PER_READ = 64
-"""The number of sessions whose calls are read in one snapshot. The limit keeps snapshots short."""
+"""The maximum number of sessions whose calls are read in one snapshot, to keep snapshots short."""
 
 
 class _QueryMethod(Generic[P, T]):
-    """A method of `Store` that runs a query. ``mode`` is the name of the `Store` method that executes the
-    query."""
+    """A method of `Store` that runs a query. ``mode`` is the name of the `Store` method that runs it."""
 
     def __init__(self, query: Query[P, T], mode: Literal["write", "read", "read_statement"]) -> None:
         self.query = query
@@ -85,8 +84,8 @@ def _read_statement(query: Query[P, T]) -> _QueryMethod[P, T]:
 class Store:
     """A store, usable from any event loop.
 
-    If a caller is cancelled before its write is executed, the write is skipped. If the caller is cancelled
-    while its write is executed, the write may still be committed.
+    If a caller is cancelled before its write starts, the write is skipped. If the caller is cancelled during
+    the write, the write may still be committed.
     """
 
     def __init__(self, name: str, writer: Writer | None, readers: ReaderPool) -> None:
@@ -108,15 +107,15 @@ class Store:
 
     async def write(self, work: Callable[[Database], T]) -> T:
         if self._writer is None:
-            raise StoreError(f"{self._name} is open for reading only; nothing can be written.")
+            raise StoreError(f"cannot write to {self._name}: it was opened read-only")
         return await self._writer.submit(work)
 
     async def read(self, fetch: Callable[[Database], T]) -> T:
-        """Run a query with any number of statements on one snapshot."""
+        """Run a query whose statements all see the same snapshot."""
         return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read_snapshot(fetch)))
 
     async def read_statement(self, fetch: Callable[[Database], T]) -> T:
-        """Run a query with a single statement. It needs no transaction."""
+        """Run a query that consists of a single statement, without a transaction."""
         return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read(fetch)))
 
     # runs
@@ -143,8 +142,8 @@ class Store:
     sessions_by_group = _read(listing.get_sessions_by_group)
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:
-        """Return the sessions that belong to the groups of the agent, by group id, oldest first. Sessions
-        that have the id of a group but do not belong to it are left out (see `is_member`)."""
+        """Return the sessions that belong to each group, by group id, oldest first. Sessions that have the
+        group's id but do not belong to it are left out (see `is_member`)."""
         sessions = await self.sessions_by_group([group.group_id for group in groups])
         return {
             group.group_id: [s for s in sessions[group.group_id] if is_member(group, s, agent_id)]
@@ -160,12 +159,12 @@ class Store:
         key_hash: str | None = None,
         tail_keys: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Store all of the calls or none. The base of a call must already be stored or precede the call in
-        ``calls``. Calls may be added to a session that has ended.
+        """Store the calls atomically. A call's base must already be stored or precede the call in ``calls``.
+        Calls may be added to a session that has ended.
 
         ``new_session`` is opened first, in the same transaction, with an API key that has the hash
         ``key_hash``. Raises ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to
-        hashes of the call's messages and reply, by which `sessions_by_tail` finds the session.
+        hashes of the call's messages and reply, which `sessions_by_tail` looks up.
         """
         await self.write(
             call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache)
@@ -196,7 +195,7 @@ class Store:
 
     async def call_deltas(self, session_id: str) -> list[CallDelta]:
         """Return the calls of a session in commit order, without the prefixes that they share with their base
-        calls. The cost grows with the stored tokens, not with the sum of the prompts."""
+        calls. The cost is linear in the stored tokens, not in the total length of the prompts."""
 
         def read() -> list[CallDelta]:
             fetched = self._readers.read_snapshot(lambda db: call_queries.fetch_deltas(db, session_id))
@@ -211,8 +210,7 @@ class Store:
         return await asyncio.wrap_future(self._readers.submit(read))
 
     async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-        """Atomically store the imported groups and sessions. Raises ConflictError if one of their ids is
-        taken."""
+        """Store imported groups and sessions atomically. Raises ConflictError if one of the ids is taken."""
         await self.write(call_queries.PutRecords(groups, records))
 
     # rewards and other annotations
@@ -275,8 +273,8 @@ class Store:
     remove_endpoint = _write(session_queries.remove_endpoint)
 
     async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
-        """Make every later write through this object check the lease. This call and the later writes raise
-        LeaseLost if a later lease has been taken."""
+        """Check the lease now and in every later write. Each check raises LeaseLost if a later lease has been
+        taken."""
         check = session_queries.make_lease_check(run_id, name, lease)
         await self.write(check)
         assert self._writer is not None

@@ -1,8 +1,8 @@
-"""Conversion of calls to rows and back. A row contains only the part of a call that follows its base call;
-reading the row rebuilds the complete call.
+"""Converts calls to rows and back. A row contains only the part of a call that follows its base call; reading
+the row rebuilds the complete call.
 
-The row has checksums of the complete prompt and sequence. When a row is written, they reject most calls
-that do not begin with the tokens of their base call (`check_base`). When it is read, they verify the call.
+The row has checksums of the complete prompt and sequence. When a row is written, they detect most calls that
+do not begin with their base call's tokens (`check_base`). When it is read, they verify the rebuilt call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DELTA_ROWS = RowMapping(CallDelta, excluded=["prompt_tail", "sampled_ids", "mes
 
 
 class BaseCallSummary(NamedTuple):
-    """The properties of a base call that are needed to check calls built on it."""
+    """The properties of a base call that are needed to check the calls that extend it."""
 
     prompt_tokens: int
     sampled_tokens: int
@@ -60,8 +60,7 @@ class EncodedCall:
 
 
 def _make_row_encoder(*computed: str) -> Callable[..., tuple[object, ...]]:
-    """Return a function that takes a call and the values of the ``computed`` columns, and returns the values
-    of the row.
+    """Return a function that takes a call and the values of the ``computed`` columns, and returns the row.
 
     The function is generated, because it runs for every call and a loop over the columns would be slower.
     """
@@ -110,13 +109,16 @@ def _check_lengths(call: Call) -> None:
         ("base_messages", call.base_messages, len(call.messages)),
     ):
         if not 0 <= value <= limit:
-            raise _call_error(call, f"{name} is {value}; it must be between 0 and {limit}")
+            raise _call_error(call, f"{name} must be between 0 and {limit}, got {value}")
 
 
 def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
-    """Raise StoreError if there is no base, if it has fewer tokens or messages than the call takes from it,
-    or if the call takes all its tokens but begins with different ones. A call that branches off inside the
-    base's sequence can only be verified when it is read."""
+    """Raise StoreError if the call does not fit its base.
+
+    The base must exist, have at least as many tokens and messages as the call takes from it and, if the call
+    takes all of its tokens, have the same checksum. A call that takes only some of the tokens can only be
+    verified when it is read.
+    """
     call = encoded.call
     if base is None:
         raise _call_error(call, f"its base call {call.base_id} is not stored")
@@ -132,7 +134,7 @@ def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
 
 
 def _call_error(call: Call, reason: str) -> StoreError:
-    return StoreError(f"Call {call.call_id} cannot be stored: {reason}.")
+    return StoreError(f"cannot store call {call.call_id}: {reason}")
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -140,8 +142,8 @@ def _call_error(call: Call, reason: str) -> StoreError:
 
 @dataclass(slots=True)
 class _TokenSequence:
-    """The tokens of a chain of calls. A call that continues at the end of its base appends to the sequence,
-    so that all tokens of the chain are in one array and each prompt is a view of the array."""
+    """The tokens of a chain of calls. A call that takes all tokens of its base appends to the base's
+    sequence, so the chain is stored in one array and each prompt is a view of it."""
 
     pieces: list[Ids] = field(default_factory=list[Ids])
     length: int = 0
@@ -176,8 +178,8 @@ def decode_calls(
 ) -> list[Call]:
     """Return the complete calls with ``call_ids``. ``tools`` maps the hashes in the rows to tools.
 
-    ``rows`` contains these calls and all their base calls. A base call must come before the calls built on
-    it. The cost grows with the stored tokens, not with the sum of the prompts.
+    ``rows`` contains these calls and all their base calls, each before the calls that extend it. The cost is
+    linear in the stored tokens, not in the total length of the prompts.
     """
     rebuilt: dict[str, _RebuiltCall] = {}
     for row in rows:
@@ -214,8 +216,8 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
 
 def _row_error(row: DatabaseRow, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
-        f"The call {row['call_id']} of session {row['session_id']} is damaged in the store: {detail}. "
-        "Restore the store from a backup. To export the other sessions, tag this one and use --without."
+        f"call {row['call_id']} of session {row['session_id']} is damaged in the store: {detail}. Restore "
+        "the store from a backup. To export the other sessions, tag this one and use --without"
     )
 
 
@@ -241,7 +243,7 @@ DELTA_COLUMNS = (
 
 
 def decode_delta(row: DatabaseRow, tools: Mapping[str, tuple[Tool, ...]]) -> CallDelta:
-    """Return the delta in a row. ``tools`` maps hashes to tools, for rows without digests."""
+    """Decode a row. ``tools`` maps hashes to tools and is used only for rows without digests."""
     has_messages = row["messages"] is not None
     return _DELTA_ROWS.decode(
         row,

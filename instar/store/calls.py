@@ -26,7 +26,7 @@ from instar.store.schema import CALLS, SESSIONS
 from instar.store.writer import BatchableWrite
 from instar.types import Call, Channel, Group, Session, SessionStatus, Tool
 
-# A call and all of its base calls, the root first.
+# A call and all of its base calls, root first.
 _CHAIN_SQL = """
     WITH RECURSIVE chain (call_id, base_id, depth) AS (
       SELECT call_id, base_id, 0 FROM calls WHERE call_id = ?
@@ -40,16 +40,16 @@ TAIL_KEY_BYTES = 16
 MAX_SESSIONS_PER_TAIL = 8
 _MAX_CALLS_PER_TAIL = 64
 
-# The keys are passed as one value, so that the statement is the same for any number of them. The newest call
-# of a key has the highest row number, and the index of tail keys is in that order.
+# The keys are passed as one value, so that the statement is the same for any number of keys. The newest call
+# with a key has the highest row number, and the tail key index is in that order.
 _IS_OPEN_LIVE = """s.session_id = calls.session_id AND s.run_id = :run_id AND s.agent_id = :agent_id
         AND s.channel = :live AND s.status = :open"""
 _BY_TAIL_SQL = f"""
-    WITH RECURSIVE requested (place, tail_key) AS (
+    WITH RECURSIVE requested (idx, tail_key) AS (
       SELECT 0, substr(:keys, 1, {TAIL_KEY_BYTES})
       UNION ALL
-      SELECT place + 1, substr(:keys, {TAIL_KEY_BYTES} * (place + 1) + 1, {TAIL_KEY_BYTES}) FROM requested
-      WHERE {TAIL_KEY_BYTES} * (place + 1) < length(:keys)
+      SELECT idx + 1, substr(:keys, {TAIL_KEY_BYTES} * (idx + 1) + 1, {TAIL_KEY_BYTES}) FROM requested
+      WHERE {TAIL_KEY_BYTES} * (idx + 1) < length(:keys)
     )
     SELECT session_id FROM (
       SELECT s.session_id, calls.seq FROM calls CROSS JOIN sessions s
@@ -57,7 +57,7 @@ _BY_TAIL_SQL = f"""
         SELECT tail_key FROM requested WHERE EXISTS (
           SELECT 1 FROM calls CROSS JOIN sessions s
           WHERE calls.tail_key = requested.tail_key AND {_IS_OPEN_LIVE})
-        ORDER BY place LIMIT 1) AND {_IS_OPEN_LIVE}
+        ORDER BY idx LIMIT 1) AND {_IS_OPEN_LIVE}
       ORDER BY calls.seq DESC LIMIT {_MAX_CALLS_PER_TAIL}) AS newest
     GROUP BY session_id ORDER BY max(seq) DESC LIMIT {MAX_SESSIONS_PER_TAIL}"""
 
@@ -66,7 +66,7 @@ _BY_TAIL_SQL = f"""
 
 
 class BaseCallCache:
-    """A cache of summaries of recently stored calls. Stored calls never change."""
+    """Caches the summaries of recently stored calls. Stored calls never change."""
 
     def __init__(self, max_size: int = 4096) -> None:
         self.max_size = max_size
@@ -77,13 +77,13 @@ class BaseCallCache:
 
     def add(self, calls: Iterable[EncodedCall]) -> None:
         if len(self._summaries) > self.max_size:
-            self._summaries.clear()  # summaries that are still in use are read again from the database
+            self._summaries.clear()  # summaries that are needed again are read from the database
         for encoded in calls:
             self._summaries[encoded.call.call_id] = encoded.summary
 
 
 class AddCalls(BatchableWrite):
-    """Writes calls and, if ``new_session`` is not None, the session that the calls open."""
+    """Stores calls and, if ``new_session`` is not None, the session that they open."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class AddCalls(BatchableWrite):
         self._bases.add(self._calls)
 
     def __call__(self, db: Database) -> None:
-        self._write(db, [self], should_check=True)
+        self._write(db, [self], check_sessions=True)
 
     def write_batch(self, db: Database, others: Sequence[AddCalls]) -> None:
-        # SQLite needs no check: a missing session violates a foreign key, the batch fails, and the single
-        # writes that follow find the missing session.
-        self._write(db, [self, *others], should_check=bool(db.for_update))
+        # SQLite needs no check: a missing session violates a foreign key and fails the batch. The writes are
+        # then repeated one by one, with the check.
+        self._write(db, [self, *others], check_sessions=bool(db.for_update))
 
     def write_in_one_statement(self, db: Database, others: Sequence[AddCalls]) -> bool:
         writes = (self, *others)
@@ -128,11 +128,11 @@ class AddCalls(BatchableWrite):
         return db.insert_autocommit(CALLS, [encoded.values for encoded in calls])
 
     @staticmethod
-    def _write(db: Database, writes: Sequence[AddCalls], *, should_check: bool) -> None:
+    def _write(db: Database, writes: Sequence[AddCalls], *, check_sessions: bool) -> None:
         calls = [encoded for write in writes for encoded in write._calls]
         new_sessions = [write._new_session for write in writes if write._new_session is not None]
         db.insert(SESSIONS, [SESSIONS.to_values(row) for row in new_sessions])
-        if should_check:
+        if check_sessions:
             _lock_sessions(db, calls, {row["session_id"] for row in new_sessions})
         _check_bases(db, calls, writes[0]._bases)
         for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):
@@ -141,7 +141,7 @@ class AddCalls(BatchableWrite):
 
 
 def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
-    """Lock all sessions of the calls that were not just ``opened``, to number their calls in commit order."""
+    """Lock the calls' sessions, except those just ``opened``, so that calls are numbered in commit order."""
     call_ids = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
     session_ids = sorted(call_ids.keys() - opened)
     if not session_ids:
@@ -153,22 +153,22 @@ def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str])
     )
     if missing := set(session_ids) - {row["session_id"] for row in rows}:
         session_id = min(missing)
-        raise StoreError(f"Call {call_ids[session_id]} cannot be stored: there is no session {session_id}.")
+        raise StoreError(f"cannot store call {call_ids[session_id]}: there is no session {session_id}")
 
 
 def _check_bases(db: Database, calls: Sequence[EncodedCall], cache: BaseCallCache) -> None:
     base_ids = {encoded.call.base_id for encoded in calls} - {None}
-    unknown = sorted(base_id for base_id in base_ids if base_id is not None and cache.get(base_id) is None)
-    summaries = _read_summaries(db, unknown) if unknown else {}
+    uncached = sorted(base_id for base_id in base_ids if base_id is not None and cache.get(base_id) is None)
+    summaries = _read_summaries(db, uncached) if uncached else {}
     for encoded in calls:
         if (base_id := encoded.call.base_id) is not None:
             check_base(encoded, summaries.get(base_id) or cache.get(base_id))
-        if unknown:  # this call may be the base of a later one
+        if uncached:  # this call may be the base of a later one
             summaries.setdefault(encoded.call.call_id, encoded.summary)
 
 
 def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCallSummary]:
-    # All in one row: fetching a row releases the interpreter lock, which a busy event loop gives back late.
+    # Fetch one row only: each fetch releases the GIL, and a busy event loop is slow to give it back.
     columns = db.json_rows_sql.format(", ".join(("call_id", *BaseCallSummary._fields)))
     sql = f"SELECT {columns} AS summaries FROM calls WHERE call_id IN ({db.json_array_sql.format('?')})"
     rows = json.loads(db.execute(sql, (json.dumps(call_ids),)).fetchone()["summaries"])
@@ -176,7 +176,7 @@ def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCall
 
 
 class PutRecords:
-    """Writes imported groups and sessions."""
+    """Stores imported groups and sessions."""
 
     def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
         self._groups = groups
@@ -198,13 +198,13 @@ class PutRecords:
 def _add_annotations(db: Database, record: SessionRecord) -> None:
     for reward in record.rewards:
         if sessions.has_reward(db, reward.reward_id):
-            raise ConflictError(f"Reward {reward.reward_id} of session {reward.session_id} already exists.")
+            raise ConflictError(f"reward {reward.reward_id} of session {reward.session_id} already exists")
     sessions.add_rewards(db, record.rewards)
     annotations.record_scores(db, record.scores, [])
     annotations.add_tags(db, record.tags)
     for feedback in record.feedback:
         if not annotations.add_feedback(db, feedback):
-            raise ConflictError(f"Feedback {feedback.feedback_id} already exists.")
+            raise ConflictError(f"feedback {feedback.feedback_id} already exists")
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def _add_annotations(db: Database, record: SessionRecord) -> None:
 
 @dataclass(slots=True)
 class FetchedCalls:
-    """Rows of the calls ``call_ids`` and their base calls, and their tools as JSON by hash. They are
+    """The rows of the calls ``call_ids`` and of their base calls, and their tools as JSON by hash. They are
     decoded after the read transaction has ended."""
 
     rows: list[DatabaseRow]
@@ -236,8 +236,7 @@ def fetch_call(db: Database, call_id: str) -> FetchedCalls:
 
 
 def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
-    """Return the rows of the calls with one of these values in ``column``, and the rows of their base
-    calls."""
+    """Fetch the calls that have one of these values in ``column``, and their base calls."""
     placeholders = ", ".join("?" * len(values))
     own_rows = db.execute(
         f"SELECT * FROM calls WHERE {column} IN ({placeholders}) ORDER BY seq",
@@ -249,7 +248,7 @@ def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
         for row in db.execute(_CHAIN_SQL, (base_id,)):
             if row["call_id"] not in own_ids:
                 base_rows.setdefault(row["call_id"], row)
-    # A base is committed before the calls that extend it, so commit order is right for every chain.
+    # A base is committed before the calls that extend it, so commit order is valid for every chain.
     rows = own_rows
     if base_rows:
         rows = sorted([*base_rows.values(), *own_rows], key=lambda row: int(row["seq"]))
@@ -270,12 +269,12 @@ def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
 
 
 def get_sessions_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> list[str]:
-    """Return the ids of at most MAX_SESSIONS_PER_TAIL open live sessions with a call that has one of the tail
-    keys. Only the first key with such a session counts. The session with the newest call comes first."""
+    """Return the ids of up to MAX_SESSIONS_PER_TAIL open live sessions with a call that has one of the tail
+    keys, newest call first. Keys after the first one that matches are ignored."""
     if not keys:
         return []
     if lengths := {len(key) for key in keys} - {TAIL_KEY_BYTES}:
-        raise StoreError(f"A tail key has {min(lengths)} bytes; it must have {TAIL_KEY_BYTES}.")
+        raise StoreError(f"a tail key must have {TAIL_KEY_BYTES} bytes, got {min(lengths)}")
     values = {
         "keys": b"".join(keys),
         "run_id": run_id,

@@ -1,4 +1,4 @@
-"""Encoding of arrays as bytes and of values as JSON text.
+"""Encodes arrays as bytes and values as JSON text.
 
 Token ids are int32 and logprobs float32, little endian, so ``np.frombuffer`` reads them. Versions are
 stored as runs of (version, length), because nearly all tokens of a reply have the same version.
@@ -35,7 +35,7 @@ def unpack_ids(data: bytes) -> Ids:
 
 
 def view_ids(data: bytes) -> Ids:
-    """Return a read-only view of the bytes, without a copy."""
+    """Return a read-only view of the bytes, without copying them."""
     return np.frombuffer(data, _INT).astype(np.int32, copy=False)
 
 
@@ -48,7 +48,7 @@ def unpack_floats(data: bytes) -> Floats:
 
 
 def pack_runs(values: Ids) -> bytes:
-    """Return the values encoded by run length: ``[4 4 4 5]`` → ``[(4, 3), (5, 1)]``."""
+    """Encode the values by run length: ``[4 4 4 5]`` → ``[(4, 3), (5, 1)]``."""
     values = np.asarray(values, _INT)
     if len(values) == 0:
         return b""
@@ -77,7 +77,7 @@ _encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def dump_json(value: Any) -> str:
-    """Return compact JSON, with escapes if an agent sent lone surrogates, which UTF-8 cannot encode."""
+    """Return compact JSON, escaped to ASCII if it has lone surrogates, which UTF-8 cannot encode."""
     text = _encode_unicode(value)
     try:
         text.encode()
@@ -87,7 +87,7 @@ def dump_json(value: Any) -> str:
 
 
 def dump_message(value: Any) -> str:
-    """Return messages or tools as JSON. This is much faster than `dump_json`, but writes NaN as null."""
+    """Encode messages or tools as JSON. This is much faster than `dump_json`, but writes NaN as null."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
@@ -102,5 +102,5 @@ def load_message(text: str) -> Any:
 
 
 def sanitize_text(text: str | None) -> str | None:
-    """Return the text with lone surrogates and NUL escaped, because a database cannot store them."""
+    """Escape lone surrogates and NUL, which databases cannot store."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")

@@ -1,10 +1,10 @@
 """The interface between the store's SQL and a database connection.
 
 A query is written once, in the SQL that SQLite and PostgreSQL share, with parameters as ``?`` or ``:name``.
-Where the two differ, the query takes the text from its `Database`.
+Where the two differ, the query takes the SQL from its `Database`.
 
-Transactions of several processes may run concurrently. So a write that reads something and then changes it
-must lock it first: rows with `for_update`, a name with `lock_name`. SQLite has one writer at a time and needs
+Several processes may run transactions concurrently, so a write that reads something and then changes it must
+lock it first: rows with `for_update`, a name with `lock_name`. SQLite has one writer at a time and needs
 neither.
 """
 
@@ -20,7 +20,7 @@ Values = Sequence[Any] | Mapping[str, Any]
 
 
 class Cursor(Protocol):
-    """The result of a statement. The values of its rows are read by column name."""
+    """The result of a statement. Values in its rows are accessed by column name."""
 
     @property
     def rowcount(self) -> int: ...
@@ -35,11 +35,11 @@ class Database(Protocol):
     errors: ClassVar[tuple[type[Exception], ...]]
     """The exceptions that the driver raises."""
     for_update: ClassVar[str]
-    """The suffix of a SELECT that locks its rows until this transaction ends; empty if no lock is needed."""
+    """A suffix that makes a SELECT lock its rows until the transaction ends. Empty if no lock is needed."""
     json_rows_sql: ClassVar[str]
     """An aggregate that returns all rows as one JSON array of arrays. ``{}`` stands for the columns."""
     json_array_sql: ClassVar[str]
-    """A query that expands a JSON array of texts into rows. ``{}`` stands for the array."""
+    """A query that expands a JSON array of strings into rows. ``{}`` stands for the array."""
 
     def execute(self, sql: str, values: Values = (), /) -> Cursor: ...
 
@@ -79,10 +79,10 @@ class Database(Protocol):
         """Undo the changes since the savepoint ``job``."""
 
     def on_committed(self) -> None:
-        """Called after each batch of writes was committed or rolled back, before its callers are woken."""
+        """Called after each batch of writes is committed or rolled back, before its callers are notified."""
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """Return True if the error ended the complete transaction and not only the statement."""
+        """Return True if the error ended the transaction and not only the statement."""
         ...
 
     def is_global_failure(self, error: Exception) -> bool:
@@ -90,7 +90,7 @@ class Database(Protocol):
         ...
 
     def is_transient(self, error: Exception) -> bool:
-        """Return True if the transaction was not committed and may be tried again."""
+        """Return True if the transaction was not committed and can be retried."""
         ...
 
     def translate(self, error: Exception) -> StoreError: ...

@@ -1,5 +1,5 @@
-"""Decides which sessions belong to a group. The group id of a session is not enough: the session's run,
-channel, slot and agent must match, too."""
+"""Decides which sessions belong to a group. A session's group id is not enough: its run, channel, slot and
+agent must match too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 def is_member(group: Group, session: Session, agent_id: str) -> bool:
-    """Return True if the session belongs to the group of the agent. In imported training data, any agent is
-    allowed. A warning is logged once for each session that does not belong to the group."""
+    """Return True if the session belongs to the group. If not, log a warning, once per session. Sessions in
+    imported training data may be from any agent."""
     if group.accepts(session) and (group.channel is Channel.DATA or session.agent_id == agent_id):
         return True
     _warn_once(session.session_id, group.group_id, session.agent_id, session.channel.value, session.slot)
@@ -23,8 +23,8 @@ def is_member(group: Group, session: Session, agent_id: str) -> bool:
 @lru_cache(maxsize=4096)
 def _warn_once(session_id: str, group_id: str, agent_id: str, channel: str, slot: int) -> None:
     logger.warning(
-        "session %s (agent %s, channel %s, slot %d) has the group id %s but does not belong to that group; "
-        "the session is ignored",
+        "ignoring session %s (agent %s, channel %s, slot %d): it has the group id %s, but does not belong to "
+        "that group",
         session_id,
         agent_id,
         channel,

@@ -1,8 +1,8 @@
 """Queries for pages of sessions.
 
 Sessions are ordered by ``seq``. A page is read from an index that has this order for each channel and status,
-so that reading it costs the same with ten sessions as with a million. If only a few sessions have the
-requested tag, scorer, time or range of rewards, the search starts from those sessions instead.
+so it costs the same with ten sessions as with a million. If only a few sessions match the tag, scorer, time
+or reward range, the search starts from those sessions instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instar.store.rows import SESSION_ROWS
 from instar.types import Channel, RewardSource, Session, SessionStatus
 
 MAX_START_SESSIONS = 2000
-"""If at most this number of sessions meet a condition, the search starts from these sessions."""
+"""If at most this many sessions meet a condition, the search starts from those sessions."""
 
 _DETAILS = """
     SELECT s.*,
@@ -40,9 +40,9 @@ def get_sessions(
     after: int | None = None,
     limit: int | None = None,
 ) -> list[SessionRow]:
-    """Return the sessions that match, oldest first. ``channel`` and ``status`` override those in ``where``.
-    Only sessions with a ``seq`` lower than ``before`` and higher than ``after`` are returned. ``limit`` keeps
-    only the newest sessions or, together with ``after``, the oldest ones."""
+    """Return matching sessions, oldest first. ``channel`` and ``status`` override those in ``where``. Only
+    sessions with a ``seq`` lower than ``before`` and higher than ``after`` are returned. ``limit`` keeps only
+    the newest sessions or, together with ``after``, the oldest ones."""
     where = where or SessionFilter()
     where = replace(where, channel=channel or where.channel, status=status or where.status)
     query = _PageQuery(run_id, group_id, where, before, after, limit)
@@ -83,7 +83,7 @@ class _PageQuery:
     conditions: list[str] = field(default_factory=list[str])
     """SQL conditions; the sessions table has the alias ``x``."""
     start_queries: list[str] = field(default_factory=list[str])
-    """Queries for the ids of the sessions that meet a condition, for each condition with an index."""
+    """For each condition with an index, a query for the ids of the sessions that meet it."""
 
     def __post_init__(self) -> None:
         self._add_column_conditions()
@@ -105,8 +105,8 @@ class _PageQuery:
         return self._limit_page(" UNION ALL ".join(self._make_slices()))
 
     def _make_slices(self) -> list[str]:
-        """Return one query for the page's sessions for each channel and status, because the index has them in
-        order only within a channel and status."""
+        """Return one page query per channel and status, because the index is ordered by ``seq`` only within
+        a channel and status."""
         where = self.where
         slices: list[str] = []
         for channel in [where.channel] if where.channel else Channel:

@@ -1,8 +1,8 @@
-"""Creation of a store file from `schema`, and migration of an older file to the current version.
+"""Creates a store file from `schema`, or migrates an older file to the current version.
 
 ``MIGRATIONS[n]`` migrates a file from version n to version n + 1. New columns, tables and indexes are taken
-from `schema`, so never edit the declaration of a column, table or index that was released.
-tests/unit/store/fixtures has a file of every released version to test the migrations on.
+from `schema`, so never edit the declaration of a column, table or index that was released. The migrations are
+tested on a file of every released version in tests/unit/store/fixtures.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def create_or_migrate(
     """Create the store in the file or migrate it to ``version``, in one transaction. Several processes may
     call this at the same time.
 
-    Raises StoreError and changes nothing if the file is from another program or a newer version of Instar.
+    Raises StoreError and changes nothing if another program or a newer version of Instar wrote the file.
     """
     _read_version(connection, path, version)
     _enable_wal(connection, path)
@@ -92,8 +92,8 @@ def require_migrated(name: str, current: int, version: int) -> None:
 
 
 def require_not_newer(name: str, current: int, version: int, setting: str) -> None:
-    """Raise StoreTooNew if ``current`` is newer than ``version``. ``setting`` is the config setting that the
-    error message suggests to change."""
+    """Raise StoreTooNew if ``current`` is newer than ``version``. The message suggests changing the config
+    setting ``setting``."""
     if current > version:
         raise StoreTooNew(
             f"{name} was written by a newer version of Instar: it has schema version {current}, and this "
@@ -104,7 +104,7 @@ def require_not_newer(name: str, current: int, version: int, setting: str) -> No
 def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
     """Return the file's schema version, or 0 if the file is empty. Raise StoreError if the file is not a
     store, or was written by a newer version of Instar."""
-    # This is read first, because another process may create the store at the same time.
+    # Read this first, because another process may be creating the store at the same time.
     is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
     current = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application_id = int(connection.execute("PRAGMA application_id").fetchone()[0])
@@ -112,16 +112,16 @@ def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
         return 0
     if application_id != APPLICATION_ID:
         raise StoreError(
-            f"{path} is an SQLite file of another program: set store.path to another file. The file was not "
-            "changed"
+            f"{path} is a SQLite file of another program; set store.path to a different file. The file was "
+            "not changed"
         )
     require_not_newer(str(path), current, version, "store.path")
     return current
 
 
 def _enable_wal(connection: SqliteDatabase, path: Path) -> None:
-    """Switch the file to write-ahead logging. SQLite ignores the busy timeout for this statement, so this
-    function waits for the lock."""
+    """Switch the file to write-ahead logging. This function waits for the lock itself, because SQLite ignores
+    the busy timeout for this statement."""
     deadline = time.monotonic() + BUSY_TIMEOUT_SECONDS
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The types that a store returns or receives, in addition to those in `instar.types`."""
+"""Types that the store accepts or returns, in addition to those in `instar.types`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ FEEDBACK_KEY_PREFIX = "feedback:"
 
 
 def make_feedback_key(feedback_id: str) -> str:
-    """Return the id of the reward that is derived from the feedback. The same text is the sample key of the
-    feedback's correction."""
+    """Return the id of the reward derived from the feedback, which is also the sample key of its
+    correction."""
     return FEEDBACK_KEY_PREFIX + feedback_id
 
 
@@ -30,8 +30,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The counts of a run that admission control and the display need. Groups and sessions are those of one
-    channel. Every group is either open (or being scored), ready or consumed."""
+    """The counts of a run that admission control and the progress display need. Groups and sessions are
+    counted in one channel. Every group is either open (or being scored), ready or consumed."""
 
     groups_open: int
     groups_ready: int
@@ -53,15 +53,15 @@ class SessionRow:
     call_count: int
     sampled_tokens: int
     reward: float | None
-    """The session's latest reward; rewards of single calls are not considered."""
+    """The session's latest reward, not counting rewards for individual calls."""
     seq: int = 0
-    """The position of the session in the order in which sessions were opened. `Store.sessions` uses it
-    as the page cursor."""
+    """The session's position in the order in which sessions were opened. `Store.sessions` uses it as the
+    page cursor."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """Selects the sessions that meet all conditions that are set."""
+    """Selects sessions that meet all conditions that are set."""
 
     channel: types.Channel | None = None
     status: types.SessionStatus | None = None
@@ -71,8 +71,8 @@ class SessionFilter:
     without: tuple[str, ...] = ()
     """Names of tags that exclude a session."""
     reward_min: float | None = None
-    """The minimum of the session's latest reward or, if `scorer` or `source` is set, of one of their rewards.
-    ``reward_max`` is the maximum."""
+    """Minimum of the session's latest reward; ``reward_max`` is the maximum. If `scorer` or `source` is set,
+    one of their rewards must be in the range instead."""
     reward_max: float | None = None
     scorer: str | None = None
     """A scorer that rewarded the session, with or without the scorer's version: ``judge:outcome@1f03``."""
@@ -88,7 +88,7 @@ class SessionFilter:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A call without the prefix that it shares with its base call, the earlier call ``base_id``."""
+    """A call without the prefix that it shares with its base call ``base_id``."""
 
     call_id: str
     request_id: str
@@ -108,7 +108,7 @@ class CallDelta:
     digests: bytes
     reply: types.Message
     messages: tuple[types.Message, ...] = ()
-    """The messages after the first ``base_messages``. Messages and tools are empty if there are digests."""
+    """The messages after the first ``base_messages``. This and ``tools`` are empty if there are digests."""
     tools: tuple[types.Tool, ...] = ()
 
 
@@ -119,8 +119,7 @@ class KeyRow:
     key_hash: str
     kind: KeyKind
     agent_id: str | None = None
-    """The agent whose sessions the key is for; None for an ``admin`` key and for a ``feedback`` key of all
-    agents."""
+    """The agent that the key is for. None for ``admin`` keys, and for ``feedback`` keys for all agents."""
     name: str = ""
     created_at: float = 0.0
     revoked_at: float | None = None
@@ -144,7 +143,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """A named version of exported data in the folder ``path``, with the content hash ``hash``."""
+    """A version of a named dataset that was exported to the folder ``path``. ``hash`` is its content hash."""
 
     name: str
     version: int

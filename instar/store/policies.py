@@ -29,10 +29,10 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
 
 def publish(db: Database, policy: Policy) -> None:
     """Record the artifact of a reserved version and mark the version as published. Publishing a version again
-    replaces its artifact, because a remote sampler is exported again before it expires."""
+    replaces its artifact: remote samplers are exported again before they expire."""
     if _lock_state(db, policy.policy_id, policy.version) is PolicyState.TOMBSTONED:
         raise StoreError(
-            f"Version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version."
+            f"version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version"
         )
     artifact = msgspec.structs.asdict(policy.artifact)
     db.execute(
@@ -64,7 +64,7 @@ def _lock_state(db: Database, policy_id: str, version: int) -> PolicyState:
         (policy_id, version),
     ).fetchone()
     if row is None:
-        raise StoreError(f"Version {version} of {policy_id} was never reserved.")
+        raise StoreError(f"version {version} of {policy_id} was never reserved")
     return PolicyState(row["state"])
 
 

@@ -1,8 +1,8 @@
 """The store on a PostgreSQL server, for runs that write from several hosts.
 
 As in the SQLite store, each process has one writer, which groups concurrent writes into one commit, and
-several readers. After a lost connection is reopened, a read is repeated. A write is repeated once the server
-has confirmed that the write was not committed.
+several readers. If a connection is lost, reads are retried on a new one. Writes are retried only if the
+server confirms that they were not committed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PostgresStore(Store):
         name, timeout, writer = server.name, server.timeout, None
         with _translate_errors(server):
             if read_only:
-                # There are no retries, because a person is usually waiting for the store.
+                # Do not retry, because a user is usually waiting for the store.
                 with closing(server.connect("instar", read_only=True, retry_timeout=0.0)) as connection:
                     check_version(connection, server)
             else:

@@ -1,8 +1,8 @@
 """PostgreSQL connections that implement `Database`.
 
-A writer that lost its connection during a commit must find out whether the commit took effect. So each writer
-has a row with the number of its last transaction. On a new connection, the writer terminates the server
-process of the old connection and then reads the row.
+A writer that loses its connection during a commit must find out whether the transaction was committed. For
+this, each writer has a row with the number of its last transaction. After reconnecting, the writer terminates
+the server process of the old connection and reads the row.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class PostgresDatabase:
         return self._connection.closed or is_connection_lost(error)
 
     def begin(self) -> None:
-        raise StoreError(f"{self._server.name} is open for reading only; nothing can be written")
+        raise StoreError(f"cannot write to {self._server.name}: it was opened read-only")
 
     def commit(self) -> None:
         self._connection.execute("COMMIT")
 
     def rollback(self) -> None:
-        # If the connection is lost, the server has rolled back already.
+        # If the connection is lost, the server has already rolled back.
         with contextlib.suppress(psycopg.Error):
             self._connection.execute("ROLLBACK")
 
@@ -100,8 +100,8 @@ class PostgresDatabase:
 
 
 class PostgresWriteDatabase(PostgresDatabase):
-    """A PostgreSQL connection for writing. If the network fails during a commit, the connection finds out
-    whether the transaction was committed."""
+    """A PostgreSQL connection for writing. If the network fails during a commit, it checks whether the
+    transaction was committed."""
 
     def __init__(self, server: PostgresServer, connection: PostgresConnection, writer: str) -> None:
         super().__init__(server, connection)
@@ -160,7 +160,7 @@ class PostgresWriteDatabase(PostgresDatabase):
             raise StoreError(f"{self._server.name} did not commit a transaction: {result.statusmessage}")
 
     def close(self) -> None:
-        with contextlib.suppress(psycopg.Error):  # a row that stays is removed later by another writer
+        with contextlib.suppress(psycopg.Error):  # another writer removes the row later
             self.execute("DELETE FROM writers WHERE writer = ?", (self._writer,))
         super().close()
 
@@ -175,7 +175,7 @@ class PostgresWriteDatabase(PostgresDatabase):
 
     def _was_committed(self, cause: psycopg.Error) -> bool:
         """Return True if the server committed the transaction. Wait if the server is still executing it.
-        Raises StoreError if this cannot be found out. ``cause`` is the error of the commit."""
+        Raises StoreError if this cannot be determined. ``cause`` is the error that the commit raised."""
         deadline = time.monotonic() + self._server.timeout
         while True:
             try:

@@ -1,6 +1,6 @@
-"""The store's tables in a PostgreSQL schema, created from `schema` or migrated by one process at a time.
+"""Creates or migrates the store's tables in a PostgreSQL schema, in one process at a time.
 
-The declarations and migrations are those of SQLite, translated to PostgreSQL's types.
+The declarations and migrations are those for SQLite, translated to PostgreSQL types.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def create_or_migrate(
     """Create the store in the schema or migrate it to ``version``, in one transaction. Several processes may
     call this at the same time.
 
-    Raises StoreError and changes nothing if the schema is from another program or a newer version of Instar.
+    Raises StoreError and changes nothing if another program or a newer version of Instar wrote the schema.
     """
     _check_server(connection, server)
     if _read_version(connection, server, version) != version:
@@ -112,11 +112,11 @@ def _check_server(connection: PostgresConnection, server: PostgresServer) -> Non
     if connection.info.server_version < MIN_SERVER_VERSION * 10_000:
         major = connection.info.server_version // 10_000
         raise StoreError(
-            f"{server.name} is PostgreSQL {major}: the store needs {MIN_SERVER_VERSION} or later"
+            f"{server.name} runs PostgreSQL {major}; the store requires {MIN_SERVER_VERSION} or later"
         )
     if (encoding := connection.info.parameter_status("server_encoding")) != "UTF8":
         raise StoreError(
-            f"{server.name} has the encoding {encoding}: create a database with the encoding UTF8"
+            f"{server.name} has the encoding {encoding}; create a database with the encoding UTF8"
         )
 
 
@@ -128,8 +128,8 @@ def _read_version(connection: PostgresConnection, server: PostgresServer, versio
         return 0
     if VERSION_TABLE not in tables:
         raise StoreError(
-            f"{server.name} contains tables of another program: set store.db_schema to another schema. The "
-            "schema was not changed"
+            f"{server.name} contains tables of another program; set store.db_schema to a different schema. "
+            "The schema was not changed"
         )
     row = connection.execute(f"SELECT version FROM {VERSION_TABLE}".encode()).fetchone()
     current = 0 if row is None else int(row["version"])
@@ -165,9 +165,9 @@ def _build_create_statements() -> list[str]:
 
 
 def _add_backend_column(counts: Table) -> Table:
-    """Return the table of counts with one counter row per server process. Readers use the sum of the rows.
+    """Give each server process its own counter rows, which readers add up.
 
-    Writers that share a counter row would wait for each other, and writers that share two would deadlock.
+    Writers that share a counter row would wait for each other, and writers that share two could deadlock.
     """
     (key,) = counts.constraints
     return replace(

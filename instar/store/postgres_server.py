@@ -1,4 +1,4 @@
-"""Connections to a PostgreSQL server, and the translation of its errors."""
+"""Connects to a PostgreSQL server and translates its errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 MIN_SERVER_VERSION = 13
 RESPONSE_TIMEOUT_FACTOR = 1.25
-"""A server that does not respond within this number of statement timeouts is treated as lost."""
+"""A connection is considered lost if the server does not respond for this many statement timeouts."""
 
 # Failures that a retry cannot fix. They are recognized by the server's message, because libpq gives no code
-# for a refused connection. A failure whose message is in another language is retried until the timeout.
+# for a refused connection. Failures with a message in another language are retried until the timeout.
 _PERMANENT_FAILURE = re.compile(
     r"authentication failed|no password supplied|does not exist|no pg_hba.conf entry|permission denied"
     r"|unsupported frontend protocol|does not support SSL|certificate"
@@ -41,7 +41,7 @@ class ServerTimeout(psycopg.OperationalError):
 
 
 class TransactionNotCommitted(psycopg.OperationalError):
-    """Raised when the connection was lost and the server has not committed the transaction."""
+    """The connection was lost, and the server has not committed the transaction."""
 
 
 class PostgresConnection(psycopg.Connection[DictRow]):
@@ -78,7 +78,7 @@ class PostgresServer:
     url: str
     schema: str
     timeout: float
-    """The timeout of a statement and of all attempts to connect, in seconds. One attempt takes up to half."""
+    """Timeout in seconds for a statement, and for all connection attempts. One attempt takes up to half."""
     password: str | None = field(default=None, repr=False)
 
     @property
@@ -90,8 +90,8 @@ class PostgresServer:
     ) -> PostgresConnection:
         """Return a new connection in autocommit mode, with ``label`` as its application name.
 
-        Failures are retried for ``retry_timeout`` seconds, by default the store's timeout, unless a retry
-        cannot help; then psycopg's error is raised.
+        Failures that a retry may fix are retried for ``retry_timeout`` seconds, by default the store's
+        timeout, before psycopg's error is raised.
         """
         deadline = time.monotonic() + (self.timeout if retry_timeout is None else retry_timeout)
         pause, has_warned = 0.05, False
@@ -102,7 +102,7 @@ class PostgresServer:
                 if _PERMANENT_FAILURE.search(str(error)) or time.monotonic() + pause > deadline:
                     raise
                 if not has_warned:
-                    logger.warning("%s cannot be reached, trying again: %s", self.name, format_error(error))
+                    logger.warning("cannot reach %s, retrying: %s", self.name, format_error(error))
                     has_warned = True
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
@@ -125,7 +125,7 @@ class PostgresServer:
         )
         try:
             connection.response_timeout = self.timeout * RESPONSE_TIMEOUT_FACTOR
-            # One type for all integers, so that a statement is prepared once.
+            # Use one type for all integers, so that each statement is prepared only once.
             connection.adapters.register_dumper(int, Int8BinaryDumper)
             self._configure(connection, read_only)
         except BaseException:  # any failure: close the connection, then re-raise
@@ -136,8 +136,8 @@ class PostgresServer:
     def _configure(self, connection: PostgresConnection, read_only: bool) -> None:
         """Set the options of the database session.
 
-        A commit waits for the disk, whatever the server's own setting is. If a host disappears, its locks are
-        released after the timeout.
+        Commits wait for the disk, even if the server is configured otherwise. If a client disappears, its
+        locks are released after the timeout.
         """
         milliseconds = str(round(self.timeout * 1000))
         connection.execute(
@@ -156,7 +156,7 @@ class PostgresServer:
         )
 
     def translate(self, error: Exception) -> StoreError:
-        """Translate an error of PostgreSQL to the error that callers of the store see."""
+        """Map a PostgreSQL error to a StoreError."""
         code, text = _get_sqlstate(error), format_error(error)
         if code == "23505":
             return ConflictError(f"the row already exists: {text}")
@@ -171,12 +171,12 @@ class PostgresServer:
             return self.corrupt_error(text)
         if code == "57014":
             return StoreError(
-                f"{self.name} took longer than store.timeout, {self.timeout:g} s ({text}): look in "
-                "pg_stat_activity for a session that holds a lock and is stuck"
+                f"{self.name} took longer than store.timeout ({self.timeout:g} s): {text}. Look in "
+                "pg_stat_activity for a stuck session that holds a lock"
             )
         if code == "42501":
             return StoreError(
-                f"{self.name}: {text}: the user must own the schema, or have the right to create it"
+                f"{self.name}: {text}. The user must own the schema, or have permission to create it"
             )
         if code == "25006":
             return StoreError(
@@ -197,7 +197,7 @@ def _suggest_fix(text: str) -> str:
     if "password" in text:
         return "Set the password in the variable named by store.password_env, in PGPASSWORD or in ~/.pgpass"
     if "does not exist" in text:
-        return "Create it on the server: createdb, createuser"
+        return "Create it on the server with createdb or createuser"
     return "Check store.url, and that the server is running"
 
 

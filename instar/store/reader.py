@@ -1,6 +1,6 @@
-"""Threads that read concurrently with the writer, each with its own connection.
+"""A pool of threads that read concurrently with the writer, each with its own connection.
 
-Calls are decoded after their snapshot is released, so that snapshots are short.
+Calls are decoded after their snapshot is released, to keep snapshots short.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ReaderPool:
     def __init__(
         self, connect: Callable[[], Database], name: str, *, threads: int, retry_timeout: float = 0.0
     ) -> None:
-        """``name`` is the store's name in errors. If a connection is lost, the read is retried on a new
+        """``name`` identifies the store in errors. If a connection is lost, the read is retried on a new
         connection for ``retry_timeout`` seconds."""
         self._connect = connect
         self._name = name
@@ -35,7 +35,7 @@ class ReaderPool:
     def submit(self, read: Callable[[], T]) -> Future[T]:
         with self._lock:
             if self._is_closed:
-                raise StoreError(f"The store {self._name} is closed.")
+                raise StoreError(f"the store {self._name} is closed")
             return self._executor.submit(read)
 
     def close(self) -> None:
@@ -47,8 +47,8 @@ class ReaderPool:
         self._connections.clear()
 
     def read_snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """Return the result of a read. All its statements see the same snapshot. Must be called from a
-        function passed to `submit`."""
+        """Run a read whose statements all see the same snapshot. Must be called from a function passed to
+        `submit`."""
 
         def fetch_in_transaction(db: Database) -> T:
             db.begin_read()
@@ -60,7 +60,7 @@ class ReaderPool:
         return self.read(fetch_in_transaction)
 
     def read(self, fetch: Callable[[Database], T]) -> T:
-        """Return the result of a read with a single statement. Must be called from a function passed to
+        """Run a read that consists of a single statement. Must be called from a function passed to
         `submit`."""
         deadline: float | None = None
         while True:

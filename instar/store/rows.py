@@ -1,4 +1,4 @@
-"""Conversion between dataclasses and database rows."""
+"""Converts between dataclasses and database rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Converters = tuple[Converter, Converter]
 
 
 class RowMapping(Generic[T]):
-    """Converts a dataclass to a database row and back. The columns have the names of the fields.
+    """Converts a dataclass to a database row and back. Columns have the same names as fields.
 
     Enums, JSON objects and arrays are converted according to the type of their field. ``text`` lists the
-    fields whose text may need `sanitize_text`. ``default_now`` is the timestamp field in which 0 is
-    replaced with the current time. ``excluded`` fields are not converted; `decode` takes their values from
-    the caller. ``converters`` are pairs of functions that encode and decode a field.
+    fields whose text may need `sanitize_text`. ``default_now`` is a timestamp field in which 0 is replaced
+    with the current time. ``excluded`` fields are not converted; the caller passes their values to `decode`.
+    ``converters`` are pairs of functions that encode and decode a field.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ def make_converters(field_type: FieldType) -> Converters | None:
 def _make_converters(field_type: FieldType) -> Converters | None:
     python_type = field_type.python
     if is_enum(python_type):
-        # Much faster than the property `value` and than calling the enum.
+        # Much faster than accessing `value` and calling the enum.
         return attrgetter("_value_"), {member.value: member for member in python_type}.__getitem__
     match field_type.column:
         case ColumnType.BOOL:
@@ -150,19 +150,19 @@ def encode_session(session: types.Session, key_hash: str | None) -> dict[str, An
 
 
 def encode_reward(reward: types.Reward) -> dict[str, Any]:
-    """Return the row of a reward, without run, agent and policy. The session provides these values."""
+    """Encode a reward without run, agent and policy, which are taken from its session."""
     if not math.isfinite(reward.value):
-        raise StoreError(f"Session {reward.session_id}: the reward is {reward.value}; it must be finite.")
+        raise StoreError(f"session {reward.session_id}: the reward must be finite, got {reward.value}")
     return REWARD_ROWS.encode(reward) | {"value": float(reward.value), "cost": float(reward.cost)}
 
 
 def encode_claim(claim: types.Claim, step: int | None) -> dict[str, Any]:
     row = CLAIM_ROWS.encode(claim)
     row["step"] = step
-    # NumPy scalars are accepted, but the database drivers cannot store them.
+    # Convert NumPy scalars, which the database drivers cannot store.
     for name, convert in (("reward", float), ("advantage", float), ("staleness", int)):
         if (value := row[name]) is not None:
             if not math.isfinite(value):
-                raise StoreError(f"The claim of {claim.sample_key} has {name} {value}; it must be finite.")
+                raise StoreError(f"sample {claim.sample_key}: {name} must be finite, got {value}")
             row[name] = convert(value)
     return row

@@ -1,4 +1,4 @@
-"""The tables of a store, with the types of SQLite. `migrations` updates older stores.
+"""The tables of a store, with SQLite types. `migrations` updates older stores.
 
 A table that stores a dataclass has a column for most of its fields. Wide blobs come after the narrow columns,
 so that reading the narrow columns does not touch the blobs. Columns added by a later version come last, where
@@ -16,7 +16,7 @@ from instar.store.models import DatasetRow, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Reward, Score, Session, Step, Tag
 
 VERSION = 4
-"""The schema's version. SQLite stores it in ``PRAGMA user_version``. Increment it with every change to the
+"""The schema version. SQLite stores it in ``PRAGMA user_version``. Increment it with every change to the
 declarations here."""
 
 APPLICATION_ID = 0x494E5354
@@ -34,8 +34,7 @@ class Table:
     added_in: int = 1
     """The schema version that added the table."""
     later_columns: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The schema version that added a column, by column name. Columns that are as old as the table are
-    omitted."""
+    """The schema version that added each column, by column name. Columns as old as the table are omitted."""
 
     @property
     def create_sql(self) -> str:
@@ -61,8 +60,8 @@ class Table:
 
     @property
     def insert_for_session_sql(self) -> str:
-        """An INSERT of a row with the run, agent and policy of its session. No row is inserted if the session
-        does not exist."""
+        """An INSERT that takes the run, agent and policy from the row's session. It inserts nothing if the
+        session does not exist."""
         inherited = ("session_id", "run_id", "agent_id", "policy_id")
         values = ", ".join(name if name in inherited else f":{name}" for name in self.insert_columns)
         return (
@@ -71,7 +70,7 @@ class Table:
         )
 
     def build_upsert_clause(self, *keys: str) -> str:
-        """Return the clause of an INSERT that replaces the existing row with the same keys."""
+        """Return a clause that makes an INSERT replace an existing row with the same keys."""
         updates = ", ".join(f"{name} = excluded.{name}" for name in self.insert_columns if name not in keys)
         return f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
 
@@ -133,8 +132,8 @@ GROUPS = Table(
         "task_data": TEXT,
         "status": TEXT,
         "reason": "TEXT",
-        # Derived from the claims whenever the claims change (`steps.refresh_consumed`), so that reading the
-        # progress does not read the claims.
+        # Derived from the claims whenever they change (`steps.refresh_consumed`), so that progress can be
+        # read without reading the claims.
         "consumed": "INTEGER NOT NULL DEFAULT 0",
         "created_at": REAL,
         # The last epoch with a claim by the group's own run, or -1. Derived like `consumed`, so that
@@ -154,7 +153,7 @@ SESSIONS = Table(
         **_build_columns(Session, "attempt", "task_id", "reason", "seed", "sampling", "metadata"),
         "key_hash": "TEXT UNIQUE",
         **_build_columns(Session, "created_at", "ended_at", "external_id"),
-        # The latest reward that is not for a single call, copied from `rewards` to filter sessions by it.
+        # The latest reward that is not for an individual call, copied from `rewards` to filter sessions.
         "reward": "REAL",
     },
     generated=("seq", "reward"),
@@ -245,7 +244,7 @@ FEEDBACK = Table(
     added_in=4,
 )
 
-# The answers of a judge by question, so that the same question is not paid for twice.
+# A judge's answers by question, so that the same question is not paid for twice.
 JUDGMENTS = Table(
     "judgments",
     {"key": "BLOB PRIMARY KEY", "run_id": TEXT, "answer": TEXT, "cost": REAL, "created_at": REAL},

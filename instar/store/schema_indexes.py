@@ -1,4 +1,4 @@
-"""The indexes and triggers of the SQLite store's tables."""
+"""The indexes of the store's tables, and the triggers for SQLite."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | 
         (status.value, sanitize_text(reason), group_id),
     )
     if cursor.rowcount == 0:
-        raise StoreError(f"There is no group {group_id}.")
+        raise StoreError(f"there is no group {group_id}")
     refresh_consumed(db, [group_id])
 
 
@@ -79,8 +79,8 @@ def get_groups(
         where += " AND status = ?"
         values.append(status.value)
     if unclaimed_in_epoch is not None:
-        # These are two ranges of the index `groups_by_claim`. Groups whose last claim is in that epoch, which
-        # are nearly all groups, are not read.
+        # This reads two ranges of the index `groups_by_claim`. It skips groups whose last claim is in that
+        # epoch, which are nearly all groups.
         where = (
             f"seq IN (SELECT seq FROM groups WHERE {where} AND claimed_epoch < ? UNION ALL "
             f"SELECT seq FROM groups WHERE {where} AND claimed_epoch > ? AND NOT EXISTS ("
@@ -93,8 +93,9 @@ def get_groups(
 
 
 def get_progress_details(db: Database, run_id: str, epoch: int) -> tuple[Progress, list[Group], list[Step]]:
-    """Return the progress, the ready train groups without a claim in this epoch, and the steps. Read them
-    from one snapshot: a step that is released between two reads could be missed together with its groups."""
+    """Return the progress, the ready training groups without a claim in this epoch, and the steps. They must
+    be read from one snapshot, or a step that is released between two reads could be missed together with its
+    groups."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
     return get_progress(db, run_id), waiting, get_steps(db, run_id)
 
@@ -125,8 +126,8 @@ def get_session_by_external_id(db: Database, run_id: str, agent_id: str, externa
 
 
 def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
-    """Return the ids of open live sessions whose last call ended before the Unix time ``before``. For a
-    session without calls, its creation time is used."""
+    """Return the ids of open live sessions whose last call ended before the Unix time ``before``. Sessions
+    without calls are selected by creation time."""
     rows = db.execute(
         """
         SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
@@ -150,10 +151,10 @@ def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
 
 
 def insert_for_session(db: Database, sql: str, row: Mapping[str, Any]) -> None:
-    """Execute an INSERT that begins with `Table.insert_for_session_sql`. Raises StoreError if the session of
-    the row does not exist."""
+    """Execute an INSERT that begins with `Table.insert_for_session_sql`. Raises StoreError if the row's
+    session does not exist."""
     if db.execute(sql, row).rowcount == 0:
-        raise StoreError(f"There is no session {row['session_id']}.")
+        raise StoreError(f"there is no session {row['session_id']}")
 
 
 def has_reward(db: Database, reward_id: str | None) -> bool:
@@ -182,7 +183,7 @@ def remove_endpoint(db: Database, run_id: str, role: str, name: str) -> None:
 
 
 def take_lease(db: Database, run_id: str, name: str) -> int:
-    """Take the next lease of a process and return its number. Holders of earlier leases cannot write."""
+    """Take the next lease of a process and return its number. Earlier holders can no longer write."""
     row = db.execute(
         "INSERT INTO leases (run_id, name, lease) VALUES (?, ?, 1) "
         "ON CONFLICT (run_id, name) DO UPDATE SET lease = leases.lease + 1 RETURNING lease",
@@ -193,13 +194,13 @@ def take_lease(db: Database, run_id: str, name: str) -> int:
 
 def make_lease_check(run_id: str, name: str, lease: int) -> Callable[[Database], None]:
     """Return a check to run first in each transaction. The check locks the lease until the transaction ends,
-    and raises LeaseLost if a later lease was taken."""
+    and raises LeaseLost if a later lease has been taken."""
 
     def check(db: Database) -> None:
         row = db.execute(
             f"SELECT lease FROM leases WHERE run_id = ? AND name = ?{db.for_update}", (run_id, name)
         ).fetchone()
         if row is None or row["lease"] != lease:
-            raise LeaseLost(f"Another process has taken over the {name} of run {run_id!r}.")
+            raise LeaseLost(f"another process has taken over the {name} of run {run_id!r}")
 
     return check

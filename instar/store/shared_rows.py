@@ -1,4 +1,4 @@
-"""Queries for the rows that belong to no run: API keys, secrets and datasets."""
+"""Queries for rows that do not belong to a run: API keys, secrets and datasets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ SECRET_BYTES = 32
 
 
 def put_key(db: Database, key: KeyRow) -> None:
-    """Insert a key. Raises ConflictError if its hash is taken, or if a key that is not revoked has the same
-    name."""
+    """Insert a key. Raises ConflictError if its hash is taken, or if an active key has the same name."""
     db.execute(KEYS.insert_sql, KEY_ROWS.encode(key))
 
 
@@ -32,8 +31,7 @@ def get_keys(db: Database) -> list[KeyRow]:
 
 
 def revoke_key(db: Database, prefix_or_name: str) -> int:
-    """Revoke keys by name, or by a hash prefix of at least 8 hex digits. Return the number of keys
-    revoked."""
+    """Revoke keys by name, or by a hash prefix of at least 8 hex digits. Return how many were revoked."""
     where = "name = :text AND name != ''"
     if len(prefix_or_name) >= MIN_PREFIX_LENGTH:
         where = f"({where} OR substr(key_hash, 1, length(:text)) = :text)"
@@ -50,7 +48,7 @@ def get_secret(db: Database, name: str) -> bytes | None:
 
 
 def create_secret(db: Database, name: str) -> bytes:
-    """Create the secret with this name unless another process has already created it, and return it."""
+    """Create the secret with this name, unless another process has already created it, and return it."""
     value = secrets.token_bytes(SECRET_BYTES)
     db.execute("INSERT INTO secrets (name, value) VALUES (?, ?) ON CONFLICT (name) DO NOTHING", (name, value))
     return get_secret(db, name) or value
@@ -75,7 +73,7 @@ def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -
 
 
 def get_dataset(db: Database, name: str, version: int | None = None) -> DatasetRow | None:
-    """Return a version of the dataset, by default the newest version."""
+    """Return a version of the dataset, by default the newest."""
     sql = "SELECT * FROM datasets WHERE name = ?"
     if version is None:
         return DATASET_ROWS.select_one(db, f"{sql} ORDER BY version DESC LIMIT 1", (name,))

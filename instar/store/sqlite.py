@@ -25,7 +25,7 @@ READER_THREADS = 4
 
 
 class SqliteStore(Store):
-    """A store in an SQLite file. Unless ``read_only``, the file is created or migrated first."""
+    """A store in a SQLite file. Unless ``read_only``, the file is created or migrated first."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
@@ -53,8 +53,8 @@ def _open_for_writing(path: Path) -> SqliteDatabase:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            path.touch(mode=0o600, exist_ok=False)  # only the owner may read the texts of agents and people
-            get_counter_path(path).unlink(missing_ok=True)  # it belongs to a store that was deleted
+            path.touch(mode=0o600, exist_ok=False)  # only the owner may read recorded conversations
+            get_counter_path(path).unlink(missing_ok=True)  # left over from a deleted store
     except OSError as error:
         raise StoreError(f"cannot create {path}: {error}") from error
     with _translate_errors(path), ExitStack() as on_failure:

@@ -1,4 +1,4 @@
-"""SQLite connections configured for the store, and the translation of SQLite's errors."""
+"""Configures SQLite connections for the store and translates SQLite errors."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def get_counter_path(path: Path) -> Path:
 
 
 class CallCounter:
-    """A file beside the store with the row number of its last committed call, written by all processes.
+    """A file next to the store with the row number of the last committed call, written by all processes.
 
-    SQLite silently drops the commits that it cannot read in a truncated or damaged write-ahead log. So the
-    row number is compared with the database at the next start. It is written after the commit and before the
-    callers are told, to mapped memory: a system call would release the interpreter lock.
+    SQLite silently drops commits that it cannot read from a truncated or damaged write-ahead log, so the row
+    number is compared with the database at the next start. It is written after the commit, before callers
+    are notified. The file is mapped into memory, because a system call would release the GIL.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +45,7 @@ class CallCounter:
         file = os.open(get_counter_path(path), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if os.fstat(file).st_size != COUNTER_BYTES:
-                # On a full disk, this raises an error, while a write to mapped memory would kill the process.
+                # On a full disk, this raises an error, but a write to mapped memory would kill the process.
                 os.pwrite(file, bytes(COUNTER_BYTES), 0)
                 os.truncate(file, COUNTER_BYTES)
             self._memory = mmap.mmap(file, COUNTER_BYTES)
@@ -55,12 +55,13 @@ class CallCounter:
 
     def check(self, last_row_number: int) -> None:
         """Log a warning if the database has lost acknowledged calls. ``last_row_number`` is the row number of
-        the last call in the database. Read it after this object was created: other processes may write."""
+        the last call in the database, read after this object was created, because other processes may be
+        writing."""
         if self._acknowledged_row_number > last_row_number:
             logger.warning(
-                "%s acknowledged calls are missing in %s (row numbers %s to %s), and other writes of that "
-                "time may be missing too: its write-ahead log was truncated or damaged, or an older copy of "
-                "the file was restored. If you need them, restore the files of the store from a backup",
+                "%s acknowledged calls are missing from %s (row numbers %s to %s), and other writes from "
+                "that time may be missing too: the write-ahead log was truncated or damaged, or an older "
+                "copy of the file was restored. To recover them, restore the store's files from a backup",
                 self._acknowledged_row_number - last_row_number,
                 self._path,
                 last_row_number + 1,
@@ -83,7 +84,7 @@ class CallCounter:
 
 
 class SqliteDatabase(sqlite3.Connection):
-    """A connection to an SQLite file. A write transaction locks the file, so rows and names need no locks."""
+    """A connection to a SQLite file. A write transaction locks the file, so rows and names need no locks."""
 
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
     for_update: ClassVar[str] = ""
@@ -93,16 +94,16 @@ class SqliteDatabase(sqlite3.Connection):
     busy_timeout = BUSY_TIMEOUT_SECONDS
     _counter: CallCounter | None = None
     _last_call_row: int | None = None
-    """The row number of the last call that was inserted since the last commit or rollback, or None."""
+    """The row number of the last call inserted since the last commit or rollback, or None."""
 
     def wait_in_begin(self, busy_timeout: float = BUSY_TIMEOUT_SECONDS) -> None:
-        """Make `begin` wait for the lock instead of SQLite. SQLite sleeps for up to 100 ms at a time while it
-        waits, so other processes would rarely get the lock from a process that writes without pause."""
+        """Wait for the lock in `begin` instead of in SQLite. SQLite sleeps for up to 100 ms at a time, so it
+        would rarely get the lock while another process writes continuously."""
         self.execute("PRAGMA busy_timeout = 0")
         self.busy_timeout = busy_timeout
 
     def start_call_counter(self) -> None:
-        """Log a warning if acknowledged calls are missing, and record the acknowledged calls from now on."""
+        """Log a warning if acknowledged calls are missing, and start recording acknowledged calls."""
         try:
             counter = CallCounter(self.path)
             counter.check(self.execute("SELECT MAX(seq) FROM calls").fetchone()[0] or 0)
@@ -175,7 +176,7 @@ class SqliteDatabase(sqlite3.Connection):
             self.execute("ROLLBACK")
 
     def is_rolled_back(self, error: Exception) -> bool:
-        return not self.in_transaction  # SQLite undoes the transaction if the disk is full
+        return not self.in_transaction  # SQLite rolls back the transaction if the disk is full
 
     def is_global_failure(self, error: Exception) -> bool:
         return is_busy(error)
@@ -188,11 +189,11 @@ class SqliteDatabase(sqlite3.Connection):
 
 
 def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
-    """Return a connection to an existing file, in autocommit mode. One thread at a time may use it."""
+    """Connect to an existing file in autocommit mode. One thread at a time may use the connection."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
-    has_log = path.with_name(f"{path.name}-wal").exists()
-    if read_only and not has_log and not os.access(path.parent, os.W_OK):
-        uri += "&immutable=1"  # SQLite cannot create the shared-memory file that it needs otherwise
+    has_wal = path.with_name(f"{path.name}-wal").exists()
+    if read_only and not has_wal and not os.access(path.parent, os.W_OK):
+        uri += "&immutable=1"  # otherwise, SQLite would have to create a shared-memory file
     connection = sqlite3.connect(
         uri,
         uri=True,
@@ -221,7 +222,7 @@ def is_busy(error: Exception) -> bool:
 
 
 def translate_error(error: Exception, path: Path) -> StoreError:
-    """Translate an error of SQLite to the error that callers of the store see."""
+    """Map a SQLite error to a StoreError."""
     code, primary = getattr(error, "sqlite_errorcode", 0), get_primary_code(error)
     if code in _UNIQUE_CODES:
         return ConflictError(f"the row already exists: {error}")

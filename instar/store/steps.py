@@ -21,18 +21,18 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 
 
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
-    """Atomically insert a step in state ``claimed`` together with its claims. The claims cover all samples of
-    the step's groups, both the trained and the dropped ones. Raises ConflictError if the step exists and
-    is not released, or if a sample is already claimed in the same run and epoch."""
+    """Atomically insert a step in state ``claimed`` together with its claims. The claims cover all samples in
+    the step's groups, both trained and dropped. Raises ConflictError if the step exists and is not released,
+    or if a sample is already claimed in the same run and epoch."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(
-                f"The claim of sample {claim.sample_key} is for step {claim.step} of run {claim.run_id}; it "
-                f"must be for step {step} of run {run_id}."
+                f"the claim for sample {claim.sample_key} must be for step {step} of run {run_id}, got step "
+                f"{claim.step} of run {claim.run_id}"
             )
     current = _lock_step(db, run_id, step)
     if current is not None and current.state is not StepState.RELEASED:
-        raise ConflictError(f"Step {step} of run {run_id} already exists in state {current.state}.")
+        raise ConflictError(f"step {step} of run {run_id} already exists in state {current.state}")
     db.execute("DELETE FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
     db.execute(STEPS.insert_sql, STEP_ROWS.encode(Step(run_id, step, StepState.CLAIMED)))
     _add_claims(db, [encode_claim(claim, step) for claim in claims])
@@ -44,8 +44,8 @@ def drop_samples(db: Database, claims: Sequence[Claim]) -> None:
     for claim in claims:
         if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
             raise StoreError(
-                f"The claim of sample {claim.sample_key} has outcome {claim.outcome} and reason "
-                f"{claim.reason!r}; it must be a drop with a reason."
+                f"the claim for sample {claim.sample_key} must be a drop with a reason, got outcome "
+                f"{claim.outcome} and reason {claim.reason!r}"
             )
     _add_claims(db, [encode_claim(claim, claim.step) for claim in claims])
 
@@ -65,9 +65,9 @@ def _check_unclaimed(db: Database, run_id: str, epoch: int, sample_keys: Sequenc
         (run_id, epoch, json.dumps(sample_keys)),
     ).fetchone()
     if row is not None:
-        claim = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
+        owner = f"by step {row['step']}" if row["step"] is not None else f"as {row['outcome']}"
         raise ConflictError(
-            f"Sample {row['sample_key']} is already claimed {claim} in epoch {epoch} of run {run_id}."
+            f"sample {row['sample_key']} is already claimed {owner} in epoch {epoch} of run {run_id}"
         )
 
 
@@ -86,9 +86,9 @@ def advance_step(
     claimed, or if ``state`` is earlier than its current state."""
     current = _lock_step(db, run_id, step)
     if current is None or current.state is StepState.RELEASED:
-        raise StoreError(f"Step {step} of run {run_id} is not claimed.")
+        raise StoreError(f"step {step} of run {run_id} is not claimed")
     if state not in STATE_ORDER or STATE_ORDER.index(state) < STATE_ORDER.index(current.state):
-        raise StoreError(f"Step {step} of run {run_id} is {current.state} and cannot become {state}.")
+        raise StoreError(f"step {step} of run {run_id} is {current.state} and cannot become {state}")
     db.execute(
         "UPDATE steps SET state = ?, state_path = COALESCE(?, state_path), version = COALESCE(?, version), "
         "metrics = COALESCE(?, metrics), updated_at = ? WHERE run_id = ? AND step = ?",
@@ -107,7 +107,7 @@ def advance_step(
 
 
 def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
-    """Release every unsaved step later than ``after``, delete its claims, and return the released steps. If
+    """Release all unsaved steps later than ``after`` and delete their claims. Return the released steps. With
     ``include_saved``, also release saved and committed steps, whose weights are lost."""
     states = [state.value for state in (STATE_ORDER if include_saved else STATE_ORDER[:2])]
     rows = db.execute(
@@ -156,7 +156,7 @@ def get_claims(
 
 
 def get_recent_claims(db: Database, run_id: str, epoch: int, limit: int) -> list[Claim]:
-    """Return this epoch's claims, oldest first, for the ``limit`` claimed train groups of highest index."""
+    """Return this epoch's claims, oldest first, on the ``limit`` training groups with the highest index."""
     return CLAIM_ROWS.select(
         db,
         "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "
@@ -169,13 +169,13 @@ def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
     """Update the columns ``consumed`` and ``claimed_epoch`` of these groups.
 
     A group is consumed if it was dropped, or if it has claims and each claim belongs to no step or to a step
-    that is committed or has published its version. Claims of a different run that trains on the same groups
-    are ignored.
+    that is committed or has published its version. Claims by other runs that train on the same groups are
+    ignored.
     """
     ids = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
     is_listed = f"group_id IN ({db.json_array_sql.format(':groups')})"
     if db.for_update:
-        # An UPDATE that waits for a lock would read the claims as they were before the wait, so lock first.
+        # Lock first, because an UPDATE that waits for a lock reads the claims as they were before the wait.
         db.execute(
             f"SELECT 1 FROM groups WHERE {is_listed} ORDER BY group_id{db.for_update}", {"groups": ids}
         )

@@ -1,12 +1,12 @@
 """The single writer of a process. Queued writes share a transaction, and therefore one wait for the disk.
 
-Each write is a function of the connection and runs in its own savepoint, so that a write that fails is rolled
-back on its own and only its caller gets the error. If the shared transaction cannot be committed, a write may
-run a second time by itself, so it must depend on nothing but the database.
+Each write is a function that takes the connection. It runs in its own savepoint, so a write that fails is
+rolled back individually, and only its caller gets the error. If the shared transaction cannot be committed,
+each write may run again in a transaction of its own, so it must depend only on the database.
 
-Every statement releases the interpreter lock, and a busy event loop is slow to give it back. So consecutive
-writes of the same type are combined into few statements (`BatchableWrite`), or into a single statement if
-nothing has to be read first, and all callers of a commit are woken together.
+Every statement releases the GIL, and a busy event loop is slow to give it back. Therefore, consecutive writes
+of the same type are combined into a few statements (`BatchableWrite`), or into a single one if nothing has to
+be read first, and all callers of a commit are notified together.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ WriteFunction = Callable[[Database], T]
 
 MAX_BATCH_WRITES = 256
 GROUPING_WAIT_SECONDS = 0.0005
-"""The time to wait for more writes after a batch of several writes. A commit of ten writes costs about the
-same as a commit of one, so waiting pays under load. A batch that is as large as the previous one does not
-wait."""
+"""How long to wait for more writes if the previous batch had several. Committing ten writes costs about as
+much as committing one, so waiting pays off under load. A batch as large as the previous one does not wait."""
 
 
 class BatchableWrite(ABC):
@@ -38,20 +37,20 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do the work that needs no database, before the transaction begins."""
+        """Do the work that does not need the database, before the transaction begins."""
 
     @abstractmethod
     def __call__(self, db: Database) -> None: ...
 
     @abstractmethod
     def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """Write this one and then ``others``, which have the same type. If this raises an error, the writes
-        are repeated one by one."""
+        """Perform this write and then ``others``, which have the same type. If this raises an error, the
+        writes are repeated one by one."""
 
     @abstractmethod
     def write_in_one_statement(self, db: Database, others: Sequence[Any]) -> bool:
-        """Write like `write_batch`, but in one autocommitted statement, and return True. Return False and
-        write nothing if one statement is not enough."""
+        """Like `write_batch`, but use one autocommitted statement, and return True. Return False and write
+        nothing if one statement is not enough."""
 
     @abstractmethod
     def on_committed(self) -> None:
@@ -72,11 +71,11 @@ class _WriteJob:
         if self.batchable is not None:
             try:
                 self.batchable.prepare()
-            except Exception as error:  # noqa: BLE001 any error of a write belongs to its caller
+            except Exception as error:  # noqa: BLE001 any error is passed to the caller of the write
                 self.error = error
 
     def resolve(self) -> None:
-        """Set the result of the future. This must run on the caller's event loop."""
+        """Set the result of the future. Must run on the caller's event loop."""
         if self.future.done():
             return
         if self.error is None:
@@ -89,7 +88,7 @@ class Writer:
     """A thread that executes writes on its own connection."""
 
     def __init__(self, db: Database, name: str, *, retry_timeout: float = 0.0) -> None:
-        """``name`` is the store's name in errors. Transient failures are retried for ``retry_timeout``
+        """``name`` identifies the store in errors. Transient failures are retried for ``retry_timeout``
         seconds."""
         self.commit_count = 0
         self.lease_check: WriteFunction[None] | None = None
@@ -101,17 +100,17 @@ class Writer:
         self._is_closed = False
         self._previous_batch_size = 0
         self._lock = threading.Lock()
-        # A daemon thread: if the process exits without `close`, no queued write has been acknowledged.
+        # A daemon thread, because writes that are still queued at exit have not been acknowledged.
         self._thread = threading.Thread(target=self._run, name="instar-store-writer", daemon=True)
         self._thread.start()
 
     def submit(self, work: WriteFunction[T]) -> asyncio.Future[T]:
-        """Queue a write and return a future, which resolves once the write is on disk. Cancelling the future
+        """Queue a write and return a future that resolves once the write is on disk. Cancelling the future
         before the write starts prevents the write."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._is_closed:
-                raise StoreError(f"The store {self._name} is closed.")
+                raise StoreError(f"the store {self._name} is closed")
             self._queue.put(_WriteJob(work, future))
         return future
 
@@ -133,8 +132,8 @@ class Writer:
                 self._db.rollback()
                 _set_error(jobs, error)
             self._db.on_committed()
-            _wake_callers(jobs)
-            # The callers have already been woken, so that this does not delay them.
+            _notify_callers(jobs)
+            # The callers have already been notified, so this does not delay them.
             self._previous_batch_size = len(jobs)
             for job in jobs:
                 if job.error is None and job.batchable is not None:
@@ -143,9 +142,11 @@ class Writer:
         self._db.close()
 
     def _get_next_batch(self) -> tuple[list[_WriteJob], bool]:
-        """Wait for a write and return it with the writes queued behind it, at most MAX_BATCH_WRITES, and
-        whether the writer must stop. Under load, wait up to GROUPING_WAIT_SECONDS for more writes. Each write
-        is prepared as soon as it is dequeued, while more writes may arrive."""
+        """Return the next batch of up to MAX_BATCH_WRITES queued writes, and whether the writer must stop.
+
+        Wait for the first write and, under load, up to GROUPING_WAIT_SECONDS for more. Each write is prepared
+        as soon as it is dequeued, while more writes may arrive.
+        """
         jobs: list[_WriteJob] = []
         job = self._queue.get()
         deadline = time.monotonic() + (GROUPING_WAIT_SECONDS if self._previous_batch_size > 1 else 0.0)
@@ -161,7 +162,7 @@ class Writer:
         return jobs, True
 
     def _get_next_job(self, deadline: float) -> _WriteJob | None:
-        """Return the next queued write. Raise Empty if there is none by the deadline."""
+        """Return the next queued write. Raises Empty if there is none by the deadline."""
         try:
             return self._queue.get_nowait()
         except Empty:
@@ -178,7 +179,7 @@ class Writer:
             if len(jobs) == 1 or self._db.is_global_failure(error):
                 _set_error(jobs, self._db.translate(error))
             else:
-                # One write that does not fit on the disk must not fail the others.
+                # A write that does not fit on the disk must not fail the others.
                 for job in jobs:
                     self._commit([job])
         except StoreError as error:
@@ -187,7 +188,7 @@ class Writer:
 
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
         deadline: float | None = None
-        while True:  # without a pause: if the connection is lost, `begin` waits for the server
+        while True:  # no sleep: if the connection is lost, `begin` waits for the server
             try:
                 return self._transact(jobs)
             except self._db.errors as error:
@@ -196,7 +197,7 @@ class Writer:
                 if not self._db.is_transient(error) or time.monotonic() > deadline:
                     raise
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
-                    raise  # a batch may deadlock with that of another writer; single writes do not
+                    raise  # batches of two writers may deadlock; single writes do not
 
     def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:
@@ -216,7 +217,7 @@ class Writer:
             return False
         try:
             return first.write_in_one_statement(self._db, others)
-        except Exception:  # noqa: BLE001 any error: the transaction finds which write caused it
+        except Exception:  # noqa: BLE001 any error: the transaction shows which write caused it
             return False
 
     def _write_transaction(self, jobs: Sequence[_WriteJob]) -> None:
@@ -250,7 +251,7 @@ class Writer:
         self._db.execute("SAVEPOINT job")
         try:
             work(self._db)
-        except Exception as error:  # any error of a write belongs to its caller
+        except Exception as error:  # any error is passed to the caller of the write
             if self._db.is_rolled_back(error):
                 raise
             self._db.rollback_savepoint()
@@ -265,13 +266,13 @@ def _set_error(jobs: Sequence[_WriteJob], error: Exception) -> None:
         job.error = error
 
 
-def _wake_callers(jobs: Sequence[_WriteJob]) -> None:
+def _notify_callers(jobs: Sequence[_WriteJob]) -> None:
     for loop, group in groupby(jobs, key=lambda job: job.future.get_loop()):
         finished = list(group)
         try:
             loop.call_soon_threadsafe(_resolve_jobs, finished)
         except RuntimeError:
-            continue  # the loop is closed, so nobody waits for these writes
+            continue  # the loop is closed, so nothing is waiting for these writes
 
 
 def _resolve_jobs(jobs: Sequence[_WriteJob]) -> None:
